@@ -1,4 +1,4 @@
-"""A rank's link to its driver, through its agent: reports go out, answers to what it asks come in. Runs in a rank."""
+"""A rank's link to its driver, by way of its agent: sends reports, and receives answers. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 
 class Channel(Protocol):
-    """The sending half of a pipe to the agent."""
+    """Sending half of the pipe to the agent."""
 
     def send_bytes(self, buf: bytes, /) -> None:
         """Send a message."""
 
     def close(self) -> None:
-        """Close this process's end."""
+        """Close this process's end of the pipe."""
 
 
 class GangLink(Link):
-    """The link of a gang's rank. Any thread of the rank may use it."""
+    """The link of a gang's rank. All methods are safe in any thread of the rank."""
 
     takes_results = True
 
@@ -51,15 +51,15 @@ class GangLink(Link):
         self.progress = Progress()
         self.ledger = Ledger()
         self.observers = Observers()
-        """Observers in rank 0, which hear each log record at once."""
+        """Observers in rank 0, which receive each log record at once."""
         self.folder: Callable[[], object] | None = None
-        """Returns the folder of the task's results; None where the function is not that of a task."""
+        """Function that returns the folder of the task's results. None if the function is not a task's."""
         self.ended = threading.Event()
         """Set when every rank of the gang has finished."""
         self.is_over = False
-        """True if the rank is to end; only in a process that outlives the rank."""
+        """True if the rank has to end, in a process that outlives the rank (see `driver.in_process`)."""
         self.kept: Sequence[SavedCheckpoint] = job.kept
-        """All checkpoints that the driver keeps, as far as it has told."""
+        """Checkpoints that the driver keeps, as of its newest report."""
         self._channel = channel
         self._is_main = place.rank == 0
         self._driver_folder = order.driver_folder
@@ -75,22 +75,22 @@ class GangLink(Link):
         """True once the rank has reported that its function returned."""
         interval = interval_of(place.rank, place.world_size)
         self.records = Records(self.send_records, interval, hints=job.hints)
-        """Log records, and what can wait for them."""
+        """Queue of log records and other reports that may wait."""
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
 
     def fall_silent(self) -> None:
-        """Report nothing more: this is a process that the rank has forked, whatever of the rank it still holds."""
-        self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # a thread of the rank may have held them
+        """Send no more reports from this process, which the rank has forked."""
+        self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # the fork may have copied locked locks
         self._channel.close()
 
-    # ---- what `RankContext` calls
+    # ---- methods that `RankContext` calls
 
     def log(self, record: LogRecord) -> None:
-        """Report a log record: to observers here at once, to the driver soon.
+        """Report a log record: to this process's observers at once, to the driver soon.
 
         Raises:
-            SystemExit: The gang has ended, and this process, which is not the rank's own, was not killed.
+            SystemExit: The rank has to end, and its process outlives the rank.
         """
         if self.is_over:
             raise SystemExit(orders.STOPPED)
@@ -103,31 +103,31 @@ class GangLink(Link):
         self.observers.tell("watch", model, log_freq)
 
     def submit(self, key: str, path: str, data: bytes) -> None:
-        """Send a result; its pieces go one after the other, with other reports between them.
+        """Send a result in pieces. Other reports may go between two pieces.
 
         Raises:
-            OSError: The agent has gone, and with it the way to the driver.
+            OSError: The agent has ended, so the rank cannot reach the driver.
         """
         with self._submit_lock:
             for piece in result_frames.cut(key, path, data):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:
-        """Return the folder of the task's results, which the driver then makes in any case; None outside a task."""
+        """Return the folder of the task's results, which the driver then creates even if empty. None outside a task."""
         if self.folder is None:
             return None
         self.send(reports.FolderWanted())
         return self.folder()
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time in a `with` block as this part of the rank's work."""
+        """Count the time of a `with` block under this field of `Goodput`."""
         return self.ledger.spending(part)
 
     def goodput(self) -> Goodput:
-        """Return where the gang's time has gone so far.
+        """Return the driver's account of the gang's time so far.
 
         Raises:
-            TimeoutError: The driver has not answered within the gang's `start_timeout`.
+            TimeoutError: The driver did not answer within the gang's `start_timeout`.
         """
         self.send(reports.Spent(self.ledger.seconds()))
         return self.ask_for_account().result(self._timeout)
@@ -135,24 +135,24 @@ class GangLink(Link):
     # ---- reports
 
     def send(self, report: reports.ShortReport) -> None:
-        """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
-        data = pickle.dumps(report)  # nothing of the user's is in it but plain values and bytes
+        """Send a report to the driver. A failed send is ignored: without its agent, the rank is about to be ended."""
+        data = pickle.dumps(report)  # no objects of the user's but plain values and bytes
         self.has_delivered |= isinstance(report, reports.Returned)
         with contextlib.suppress(OSError):
             self._send_in_turn(data)
 
     def send_moves(self, num_moves: int) -> None:
-        """Report how many signs of life there have been."""
+        """Report the number of signs of life so far."""
         with contextlib.suppress(OSError):
             self._send_in_turn(reports.NUM_MOVES.pack(num_moves))
 
     def send_records(self) -> None:
-        """Report what has been logged."""
+        """Send the queued log records."""
         with contextlib.suppress(OSError):
             self._send_in_turn(b"")
 
     def _send_in_turn(self, data: bytes) -> None:
-        """Send all records that were there before, and then these bytes."""
+        """Send all queued records, and then these bytes."""
         with self._lock:
             if records := self.records.take():
                 self._channel.send_bytes(pickle.dumps(records))
@@ -160,32 +160,32 @@ class GangLink(Link):
                 self._channel.send_bytes(data)
 
     def send_collectives(self) -> None:
-        """Report the last collectives."""
+        """Report this rank's newest collectives."""
         self.send(reports.Remembered(flight_recorder.recall()))
 
     def note(self, text: str) -> None:
-        """Report something that a user should read."""
+        """Send a line that the user should read."""
         self.send(reports.Noted(text))
 
     def hint(self, hint: reports.Hint | None) -> None:
-        """Report what looks forgotten, each kind once."""
+        """Report a hint, if there is one and no hint of its kind was reported before."""
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
             self.send(hint)
 
     def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Count the time in a `with` block as a save; rank 0's driver hears what the time before has gone into."""
+        """Count the time of a `with` block as `Goodput.saving`. Rank 0 then reports its seconds so far."""
         return usage.saving(self.ledger, self.records.add if self._is_main else None, step)
 
     def send_returned(self, value: Any) -> bytes | None:
-        """Pickle what the function returned; the bytes of something small, anything else has then gone before.
+        """Send the function's return value, or return its pickle if that is small.
 
-        By a file where the driver can open it, else in pieces, as also where the disk takes no more.
+        The value goes by a file if the driver can open the file and the disk has room, otherwise in pieces.
         """
         with self._submit_lock:
             if self._driver_folder is not None:
                 dump = functools.partial(dump_returned, value)
-                with contextlib.suppress(OSError):  # the disk is full, say
+                with contextlib.suppress(OSError):  # for example, the disk is full
                     return send_by_file(dump, Path(self._driver_folder), self._send_piece)
             writer = result_frames.Writer(self._send_piece)
             dump_returned(value, writer)
@@ -197,10 +197,10 @@ class GangLink(Link):
     # ---- questions, and their answers
 
     def large(self) -> list[memoryview]:
-        """Return what is large in the call, once it is here, mapped from memory that all of the node's ranks share.
+        """Wait for the call's large arguments, and return them from memory that all of the node's ranks share.
 
         Raises:
-            OSError: It will not come.
+            OSError: The transfer of the arguments failed.
         """
         arrived = self.arrival(orders.LARGE_ARGUMENTS).result()
         if not isinstance(arrived.value, Address):
@@ -208,18 +208,18 @@ class GangLink(Link):
         return arrived.value.mapped()
 
     def arrival(self, number: int) -> Future[orders.Arrived]:
-        """Return what will be settled when what has this number arrives, see `orders.START`, or will not come."""
+        """Return the future of the transfer with this number (see `orders.START`), done or failed."""
         return self._arrivals.setdefault(number, Future())
 
     def ask_for_account(self) -> Future[Goodput]:
-        """Ask the driver where the gang's time has gone."""
+        """Ask the driver for the account of the gang's time."""
         self._num_accounts += 1
         account = self._accounts.setdefault(self._num_accounts, Future())
         self.send(reports.GoodputWanted(self._num_accounts))
         return account
 
     def take(self, answer: orders.Arrived | orders.Accounted) -> None:
-        """Hand an answer to whoever waits for it; one to an earlier attempt, or given before, is passed over."""
+        """Settle the future that waits for an answer. Ignore repeated answers, and those to an earlier attempt."""
         if isinstance(answer, orders.Accounted):
             _settle(self._accounts.setdefault(answer.number, Future()), answer.goodput)
         elif answer.attempt == self._attempt:
@@ -232,5 +232,5 @@ def _fall_silent(link: GangLink | None) -> None:
 
 
 def _settle(future: Future[T], value: T) -> None:
-    if not future.done():  # another rank here has asked, too
+    if not future.done():  # another rank of this node has asked, too
         future.set_result(value)

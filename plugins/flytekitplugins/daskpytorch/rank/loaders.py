@@ -1,6 +1,6 @@
-"""Has the worker processes of a rank's DataLoaders end by no SIGTERM but the rank's. Runs in the rank and in them.
+"""Makes the workers of a rank's DataLoaders ignore SIGTERM, so that only the rank ends them. Runs in both.
 
-Torch sets what they do about signals, and nowhere lets others have a say: hence the names here that are its own.
+Torch sets the workers' signal handlers and has no public hook for others. The private names below replace a hook.
 """
 
 import functools
@@ -21,7 +21,7 @@ _set_signal_handlers = signal_handling._set_worker_signal_handlers  # type: igno
 
 
 def shield() -> None:
-    """See to it for all the DataLoaders that this process will make, whichever way their workers are started."""
+    """Patch all later DataLoaders of this process. The workers of each start method then ignore SIGTERM."""
     iterator = dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001
     start = iterator.__init__
 
@@ -32,7 +32,8 @@ def shield() -> None:
             start(self, loader)
         for process in self._workers:
             popen = process._popen  # noqa: SLF001
-            # It would not heed the other. No reference to itself: its descriptors would wait for a garbage collection.
+            # The worker ignores SIGTERM, so `terminate` sends SIGKILL. The proxy avoids a reference cycle, which would
+            # keep descriptors open until a garbage collection.
             popen.terminate = functools.partial(type(popen).kill, weakref.proxy(popen))
 
     iterator.__init__ = start_held_back  # type: ignore[method-assign]
@@ -40,7 +41,7 @@ def shield() -> None:
 
 
 def work(*args: Any) -> None:
-    """Be a worker: what it is to torch, less the death by SIGTERM."""
+    """Run torch's worker loop in a worker that ignores SIGTERM."""
     signal_handling._set_worker_signal_handlers = _set_handlers  # type: ignore[attr-defined] # noqa: SLF001
     _work(*args)
 
@@ -51,7 +52,11 @@ def _set_handlers() -> None:
 
 
 def _start_forerunners(start_method: str | None) -> None:
-    """Start what `multiprocessing` needs first: held back, it would leave its children so for ever, or end that."""
+    """Start `multiprocessing`'s own server processes before SIGTERM is blocked.
+
+    A fork server that starts with SIGTERM blocked would pass the blocked signal on to all its children for ever. The
+    resource tracker would unblock SIGTERM too early.
+    """
     if start_method == "forkserver":
         modules = forkserver._forkserver._preload_modules  # type: ignore[attr-defined] # noqa: SLF001 - the user's own
         if PRELOADED not in modules:

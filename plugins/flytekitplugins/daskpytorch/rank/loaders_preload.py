@@ -1,10 +1,10 @@
-"""Has the fork server of `multiprocessing` in a rank survive SIGTERM to all processes; importing it there does it.
+"""Makes `multiprocessing`'s fork server in a rank ignore SIGTERM, as soon as the fork server imports this module.
 
-For `multiprocessing.set_forkserver_preload`, which has no other way.
+`multiprocessing.set_forkserver_preload` can only name modules to import.
 """
 
 from flytekitplugins.daskpytorch.process import sigterm
 
 sigterm.leave_to_parent()
-# With torch at hand a worker says in milliseconds, not seconds, that it leaves SIGTERM to its rank.
+# With torch imported in the fork server, a worker sets its SIGTERM handler within milliseconds, not seconds.
 from flytekitplugins.daskpytorch.rank import loaders  # noqa: E402, F401

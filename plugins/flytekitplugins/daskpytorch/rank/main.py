@@ -1,4 +1,4 @@
-"""What runs in a rank: environment, process group, the user's function, its result. A child of the fork server."""
+"""Runs a rank, a child of the fork server: environment, process group, the user's function, its result."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 
 END_GRACE = 10.0
-"""Seconds for threads, executors, child processes and exit functions to end, from the end of the rank's function on."""
+"""Most seconds after the rank's function for threads, executors, child processes and exit functions to end."""
 FLUSH_SHARE = 0.6
-"""Part of the grace period in which a rank that is told to end may finish writing its newest checkpoint."""
+"""Share of the grace period, from 0 to 1, in which an ending rank may finish writing its newest checkpoint."""
 
 
 def main(channel: Connection) -> int:
@@ -58,9 +58,9 @@ def main(channel: Connection) -> int:
     link = GangLink(channel, order)
     has_returned = False
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here: now its error can be reported
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # from here on its error can be reported
         _settle_in(order)
-        with _host_of(order.job) as host:  # before there are other threads: it may import what does not bear them
+        with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
             session = Session(order, link)
             session.prompt = debugger.Prompt(order.place.rank, order.job.debugging, link.send)
@@ -72,7 +72,7 @@ def main(channel: Connection) -> int:
                 libraries.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
             process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
-            context.enter(session.rank)  # before the user's modules, of which some ask at their tops who they are
+            context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link)
             process_group.join()
             flight_recorder.call_before_abort(link.send_collectives)
@@ -95,7 +95,7 @@ def main(channel: Connection) -> int:
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
-    """Follow orders, in a thread of its own, until one says to end this process."""
+    """Follow orders in a thread of its own until `Quit`, then end this process."""
     order: orders.Order
     try:
         while not isinstance(order := channel.recv(), orders.Quit):
@@ -112,7 +112,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
 
 @contextlib.contextmanager
 def _ending_forks() -> Iterator[None]:
-    """End a process that the block has forked where that comes back from the block: it is not the rank."""
+    """End each process that the block has forked and that leaves the block. Only the rank goes on."""
     rank = os.getpid()
     try:
         yield
@@ -122,7 +122,7 @@ def _ending_forks() -> Iterator[None]:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """End this process as `multiprocessing` ends its children: without the exit functions of the rank."""
+    """End this forked process as `multiprocessing` ends its children, without the rank's exit functions."""
     code: object = None
     if isinstance(error, SystemExit):
         code = error.code
@@ -136,7 +136,7 @@ def _end_fork(error: BaseException | None) -> NoReturn:
 
 def _take_listener(channel: Connection) -> int:
     listener = recv_handle(channel)
-    os.set_inheritable(listener, False)  # a program that outlives the rank is not to keep others waiting at its door
+    os.set_inheritable(listener, False)  # a child program that outlives the rank must not keep the socket open
     return listener
 
 
@@ -145,20 +145,20 @@ def _report_returned(
 ) -> None:
     if is_stopped:
         link.send(reports.StoppedEarly())
-        link.send(reports.Returned())  # what it returned is unfinished, and nobody's to use
+        link.send(reports.Returned())  # without the return value, as the training is unfinished
     else:
         link.send(reports.Returned(_payload(order, returned, host, link)))
 
 
 def _unpack(order: RankOrder, link: GangLink) -> Call:
-    """The user's call, for which their modules are imported, and then what observers have in rank 0.
+    """Return the user's call, with the user's modules imported. Then open rank 0's observers.
 
-    These import in threads of their own, and two threads that import one package at once may wait for each other: where
-    a module of the user's imports parts of wandb, its run was lost to such an error, and the training might have been.
+    Observers import packages in threads of their own, and two threads that import one package at once may deadlock. A
+    run of wandb was lost because a user's module imported parts of wandb at the same time.
     """
     try:
         return unpack_call(order.job.call, link.large() if order.job.large is not None else ())
-    finally:  # a call that cannot be imported is seen to fail
+    finally:  # observers also see a call fail whose modules cannot be imported
         if order.place.rank == 0:
             link.observers.open(order.job.observers)
 
@@ -192,7 +192,7 @@ def _settle_in(order: RankOrder) -> None:
     for name, value in given.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    import torch  # a spawned rank has not imported it, so that it starts with the variables above
+    import torch  # here, so that the torch of a spawned rank reads the variables above
 
     from flytekitplugins.daskpytorch.rank import loaders
 
@@ -204,7 +204,7 @@ def _settle_in(order: RankOrder) -> None:
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
     standstill.write_stacks_to(stacks_path(Path(order.scratch), order.place))
-    threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have one for each level
+    threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
     program.enter_torch(order.program.torch)
 
@@ -214,17 +214,17 @@ def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
 
 
 def _take_device(order: RankOrder) -> torch.device | None:
-    """Make the rank's own GPU the current one; where its GPU collectives run, None where it has none."""
+    """Make the rank's own GPU the current one. Return the device of GPU collectives, or None without nccl."""
     index = order.place.device_index
     has_own = order.job.backend == "nccl"
-    if index is None or not (has_own or index):  # without need nothing touches CUDA, which no child may then use
+    if index is None or not (has_own or index):  # CUDA stays uninitialised if possible, as a fork cannot use it after
         return None
     import torch
 
     torch.cuda.set_device(index)
     if not has_own:
         return None
-    with optional("Staying on the cores beside the GPU"):  # torch < 2.8 does not tell the GPU's address
+    with optional("Staying on the cores beside the GPU"):  # torch < 2.8 does not know the GPU's PCI address
         numa.stay_beside(index)
     return torch.device("cuda", index)
 
@@ -232,7 +232,7 @@ def _take_device(order: RankOrder) -> torch.device | None:
 @contextlib.contextmanager
 def _host_of(job: Job) -> Iterator[RankHost | None]:
     if job.host is None:
-        if job.execution is not None:  # made when it is asked for: it imports the host
+        if job.execution is not None:  # unpickled at its first use, as that imports the host
             provide(functools.cache(functools.partial(pickle.loads, job.execution)), is_last=True)
         yield None
         return
@@ -251,31 +251,31 @@ def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, 
 
 
 def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangLink) -> object:
-    """Return what the driver needs of the return value: in a task its outputs, of rank 0, else every rank's value."""
+    """Send the return value, or return its pickle if small: in a task rank 0's outputs, else every rank's value."""
     if host is None:
         return link.send_returned(returned)
     return link.send_returned(host.outputs(unwrapped(returned))) if order.place.rank == 0 else None
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Whether it was storage that failed rather than what was to be stored there: that may go well another time."""
+    """Return True if storage failed and a later try may succeed. False if the file to be stored is missing."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
-    is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # what was to be stored
+    is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # the file to be stored
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing
 
 
 def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1) -> None:
-    """Close what observers have open, and end the program; the outcome of a rank that was stopped is 1, too."""
+    """Close the observers with the outcome (0: success, 1: failed or stopped), and end the program."""
     link.observers.tell("close", outcome)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that workers of DataLoaders end now is nothing to torch
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
     _end_as_program(order.place.rank, exit_code)
 
 
 def _end_as_program(rank: int, exit_code: int) -> None:
-    """Wait for threads and executors, call the exit functions, and flush what was printed, as Python does.
+    """Wait for threads and executors, call the exit functions, and flush the output, as Python does at its exit.
 
-    The fork server's ranks leave by `os._exit`, which does none of that. After `END_GRACE`, end the process, and name
-    what Python would still wait for.
+    The fork server's ranks exit by `os._exit`, which skips these steps. After `END_GRACE`, print the names of the
+    remaining threads, processes or exit functions, and end the process.
     """
     has_ended = threading.Event()
     watch = threading.Thread(target=_end_late, args=(has_ended, rank, exit_code), name="daskpytorch-end", daemon=True)
@@ -291,7 +291,7 @@ def _end_late(has_ended: threading.Event, rank: int, exit_code: int) -> None:
     if has_ended.wait(END_GRACE):
         return
     text = f"rank {rank} is ended {END_GRACE:g} s after its function, with what had not ended by then: {_left()}\n"
-    os.write(2, text.encode())  # past `sys.stderr`, whose lock a thread may hold that does not end
+    os.write(2, text.encode())  # not by `sys.stderr`, whose lock a hanging thread may hold
     os._exit(exit_code)
 
 

@@ -1,4 +1,4 @@
-"""Keeps a rank beside its GPU, on a machine whose memory is in several nodes."""
+"""Binds a rank to the CPU cores near its GPU, on a host with several NUMA nodes."""
 
 import os
 from pathlib import Path
@@ -8,28 +8,29 @@ SYSTEM = Path("/sys")
 
 
 def stay_beside(device: int, system: Path = SYSTEM) -> None:
-    """Run this thread, and those it starts, on the cores of the node that the GPU belongs to.
+    """Run this thread, and the threads that it starts, on the cores of the GPU's NUMA node.
 
-    Memory follows, since Linux gives a page from the node of the core that first writes to it. This is what `torchrun
-    --numa-binding=node` does. Nothing happens where there is one node, or where nobody knows which is the GPU's.
+    Memory follows the cores, as Linux takes a page from the node of the core that first writes to the page. `torchrun
+    --numa-binding=node` does the same. The binding stays as it is on a host with one node, or if the GPU's node is
+    unknown.
 
     Args:
-        device: The GPU's index among those that are visible.
-        system: Where the kernel tells of its devices.
+        device: CUDA index of the GPU among the visible GPUs.
+        system: Folder of the kernel's sysfs.
     """
     if sum(1 for _ in system.glob("devices/system/node/node[0-9]*")) < 2:
         return
     try:
         node = int((system / "bus/pci/devices" / _address(device) / "numa_node").read_text())
         cores = _numbers((system / f"devices/system/node/node{node}/cpulist").read_text())
-    except (OSError, ValueError):  # a virtual machine may hide it; -1 is a node without a file
+    except (OSError, ValueError):  # a virtual machine may hide the node, or give -1, which has no file
         return
     if allowed := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, allowed)
 
 
 def _address(device: int) -> str:
-    """A GPU's address on the PCI bus, as the kernel writes it."""
+    """Return a GPU's PCI address in the kernel's form."""
     import torch
 
     found: Any = torch.cuda.get_device_properties(device)
@@ -37,6 +38,6 @@ def _address(device: int) -> str:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Of "0-2,8", 0, 1, 2 and 8."""
+    """Return the numbers of a list of ranges: 0, 1, 2 and 8 for "0-2,8"."""
     ends = [part.split("-") for part in ranges.strip().split(",") if part]
     return {number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1)}
