@@ -74,7 +74,7 @@ class LogRecord:
 
     @property
     def epoch(self) -> int | None:
-        """The metric `epoch` as a whole number. None if the record has no finite number under this name."""
+        """The metric `epoch` as a whole number. None without a finite number."""
         value = self.metrics.get("epoch")
         return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
 
@@ -123,7 +123,7 @@ class SavedCheckpoint:
     """Size in bytes."""
     place: str | None
     """Address in storage: the checkpoint's file, or the folder of a sharded checkpoint. The file's upload may still be
-    in progress. None if the gang has no storage and the checkpoint is on the driver's disk alone."""
+    in progress. None without storage: the driver's disk has the only copy."""
 
 
 class Checkpoint:
@@ -201,7 +201,7 @@ class Checkpoint:
         counts once all shards are stored. One checkpoint is written at a time, and a newer checkpoint replaces one that
         waits for its turn. Host memory must have room for two copies of this rank's shard.
 
-        All ranks must have the same values outside of `DTensor`s: one rank writes each of these values.
+        Values outside of `DTensor`s must be equal on all ranks: one rank writes each value.
 
         Args:
             state: A dictionary that `torch.distributed.checkpoint.save` accepts: `DTensor`s, tensors, plain values and
@@ -333,7 +333,7 @@ class Link:
         """Have the trackers in rank 0 record the gradients of a model."""
 
     def submit(self, key: str, path: str, data: bytes) -> None:
-        """Send a result to the driver, if there is one.
+        """Send a result to the driver. Outside a gang, discard the result.
 
         Args:
             key: Key of the handler that receives the result.
@@ -383,7 +383,7 @@ class RankContext:
     """Saves and loads the training's state."""
     # Progress that the hang detector reads.
     progress: Progress = field(default_factory=Progress, repr=False)
-    # Link for all reports to the driver and all questions to the driver.
+    # Link for reports and questions to the driver.
     link: Link = field(default_factory=Link, repr=False)
     # Signal that answers `should_stop`.
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
@@ -461,7 +461,7 @@ class RankContext:
         return self.link.goodput()
 
     def should_stop(self) -> bool:
-        """Return True if the function has to save a checkpoint and return, as the task or a worker is being stopped.
+        """Return True if the task or a worker is being stopped: the function has to save a checkpoint and return.
 
         Call `should_stop` once per step on every rank. All ranks get True at the same step. A call takes a microsecond.
         """
@@ -505,7 +505,7 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the metrics of a checkpoint as floats, by name.
 
     Raises:
-        TypeError: `metrics` is not a dictionary, or a metric is not a number.
+        TypeError: `metrics` is no dictionary of names and numbers.
     """
     if not isinstance(metrics, Mapping | None):
         raise TypeError(f"save(metrics={reprlib.repr(metrics)}): must be a dictionary of names and numbers")

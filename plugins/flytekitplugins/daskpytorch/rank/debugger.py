@@ -1,6 +1,6 @@
 """Debuggers in a rank: `breakpoint()` at the user's terminal, or an editor that attaches. Runs in a rank.
 
-A rank has no terminal of its own. The driver grants its terminal to one rank at a time. The rank then opens the
+Ranks have no terminal. The driver grants its own terminal to one rank at a time. The rank then opens the
 terminal and uses it as standard input, output and error while the prompt is shown.
 """
 
@@ -173,7 +173,7 @@ def explain(error: BaseException, rank: int) -> None:
 
 
 def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
-    """Wait until an editor has attached, if this rank has a port for it. `breakpoint()` then stops in the editor.
+    """Wait until an editor has attached to this rank's port, if any. `breakpoint()` then stops in the editor.
 
     Raises:
         ImportError: debugpy is not installed on this rank's host.

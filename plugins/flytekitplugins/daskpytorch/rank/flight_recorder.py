@@ -42,7 +42,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
     """Call `report` before an uncaught C++ exception aborts the process.
 
     gloo aborts a rank that receives a tensor of an unexpected shape. NCCL's watchdog aborts a rank whose collective has
-    timed out. Both throw the exception in a thread of their own, so no Python code could report the cause.
+    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later.
     """
     global _handler
     rank = os.getpid()

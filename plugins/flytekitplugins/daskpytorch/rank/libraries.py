@@ -157,7 +157,7 @@ def _check_accelerators(module: ModuleType) -> None:
 
 
 def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call `call` with the module once it is imported, at once if it is already."""
+    """Call a function with the named module after its import, at once if `sys.modules` has the module."""
     if (module := sys.modules.get(name)) is not None:
         call(module)
     else:

@@ -135,7 +135,7 @@ class GangLink(Link):
     # ---- reports
 
     def send(self, report: reports.ShortReport) -> None:
-        """Send a report to the driver. A failed send is ignored: without its agent, the rank is about to be ended."""
+        """Send a report to the driver. Ignore a failed send, as a rank without an agent ends soon."""
         data = pickle.dumps(report)  # no objects of the user's but plain values and bytes
         self.has_delivered |= isinstance(report, reports.Returned)
         with contextlib.suppress(OSError):
@@ -168,7 +168,7 @@ class GangLink(Link):
         self.send(reports.Noted(text))
 
     def hint(self, hint: reports.Hint | None) -> None:
-        """Report a hint, if there is one and no hint of its kind was reported before."""
+        """Report a hint, the first of each kind alone. None: report no hint."""
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
             self.send(hint)
@@ -208,7 +208,10 @@ class GangLink(Link):
         return arrived.value.mapped()
 
     def arrival(self, number: int) -> Future[orders.Arrived]:
-        """Return the future of the transfer with this number (see `orders.START`), done or failed."""
+        """Return the future of the transfer with this number (see `orders.START`).
+
+        The future is done when the transfer has succeeded or failed.
+        """
         return self._arrivals.setdefault(number, Future())
 
     def ask_for_account(self) -> Future[Goodput]:

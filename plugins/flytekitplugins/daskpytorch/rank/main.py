@@ -58,7 +58,7 @@ def main(channel: Connection) -> int:
     link = GangLink(channel, order)
     has_returned = False
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # from here on its error can be reported
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the handlers below report its error
         _settle_in(order)
         with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
@@ -192,7 +192,7 @@ def _settle_in(order: RankOrder) -> None:
     for name, value in given.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    import torch  # here, so that the torch of a spawned rank reads the variables above
+    import torch  # not earlier, as a spawned rank's torch reads the variables above at import
 
     from flytekitplugins.daskpytorch.rank import loaders
 

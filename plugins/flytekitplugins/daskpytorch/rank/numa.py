@@ -11,8 +11,8 @@ def stay_beside(device: int, system: Path = SYSTEM) -> None:
     """Run this thread, and the threads that it starts, on the cores of the GPU's NUMA node.
 
     Memory follows the cores, as Linux takes a page from the node of the core that first writes to the page. `torchrun
-    --numa-binding=node` does the same. The binding stays as it is on a host with one node, or if the GPU's node is
-    unknown.
+    --numa-binding=node` does the same. Hosts with one node, and GPUs whose node is unknown, keep the old
+    binding.
 
     Args:
         device: CUDA index of the GPU among the visible GPUs.

@@ -1,4 +1,4 @@
-"""A rank's way into its gang's process group, also where the user's own code says `init_process_group`."""
+"""Forms the gang's process group in a rank, also where the user's code calls `init_process_group` itself."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
 
 
 OTHER_FILES = 512
-"""Files that a rank may have open besides the connections of others to its store; half of what many systems allow."""
+"""Open files that rank 0 may have besides its store's connections. Half of the usual limit of 1024."""
 ON_GPUS = "cpu:gloo,cuda:nccl"
-"""What a gang with nccl has: without gloo it could exchange neither objects nor asynchronous checkpoints."""
+"""Backends of a gang with nccl. Objects and asynchronous checkpoints need gloo."""
 
 
 @dataclass
 class _Membership:
-    """This process's place in its gang, and the groups that it has been in."""
+    """This process's place in its gang, and its process groups so far."""
 
     pid: int
     place: Place
     backend: str
     form: Callable[[], None] | None
-    """Forms the gang's group; None once that has begun."""
+    """Function that forms the gang's group. None once a call has begun."""
     store: Store = field(init=False)
     num_groups: int = 0
-    """Each has keys of its own in the store: what an earlier one has left there would mislead it."""
+    """Number of default groups so far, which is the prefix of the next group's keys in the store. Values of an earlier
+    group would mislead a later group."""
     is_in: bool = False
-    """The default group, if there is one, is the gang's."""
+    """True if the newest default group is the gang's, False if it came from a rendezvous of the user's."""
 
 
 def install() -> None:
-    """Have `torch.distributed.init_process_group` know the gang; before anyone imports the function by its name."""
+    """Patch `torch.distributed.init_process_group` for gangs, before other modules import the function by name."""
     from torch import distributed
 
     distributed_c10d = distributed.distributed_c10d
@@ -64,7 +65,7 @@ def install() -> None:
     ) -> None:
         member = _membership
         if member is not None and member.pid == os.getpid() and member.form is not None:
-            join()  # a module of the user's asks at its top, while it is imported
+            join()  # a module of the user's calls the function at import
         if member is None or member.pid != os.getpid():
             original(backend, init_method, timeout, world_size, rank, store, *others, **more)
         elif distributed.is_initialized() and member.is_in:
@@ -74,7 +75,7 @@ def install() -> None:
         elif store is None and init_method in (None, "env://"):
             _check(member, None, world_size, rank)
             _enter(member, original, backend, timeout, *others, **more)
-        else:  # it brings a rendezvous of its own
+        else:  # a rendezvous of the user's
             original(backend, init_method, timeout, world_size, rank, store, *others, **more)
             member.is_in = False
 
@@ -85,7 +86,7 @@ def install() -> None:
 
 
 def _watch_monitored_barrier(distributed_c10d: Any) -> None:
-    """Note its calls: torch 2.15 gives rank 0 more numbers for each than other ranks."""
+    """Record calls of `monitored_barrier`. In torch 2.15 each call takes more collective numbers on rank 0."""
     original = distributed_c10d.monitored_barrier
 
     @functools.wraps(original)
@@ -102,8 +103,8 @@ def _watch_monitored_barrier(distributed_c10d: Any) -> None:
 def are_numbers_comparable() -> bool:
     """Return True if all ranks give the same collective the same number, as far as this rank can tell.
 
-    Not in a second default group, whose numbers begin anew, nor with remote procedure calls or torch's detailed
-    debugging, which call collectives of their own.
+    False in a second default group, whose numbers begin at 0 again. False also with remote procedure calls and with
+    torch's detailed debugging, as both call collectives of their own.
     """
     from torch import distributed
 
@@ -116,13 +117,13 @@ def are_numbers_comparable() -> bool:
 
 
 def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None], listener: int | None = None) -> None:
-    """Prepare for the gang's process group, which `join` forms, or the user's first `init_process_group` before it.
+    """Prepare the gang's process group. `join` forms the group, or an earlier `init_process_group` of the user.
 
     Args:
-        place: This rank's.
-        job: The gang's.
-        take_device: Makes the rank's GPU the current one, and returns where the group's GPU collectives run, or None.
-        listener: The socket on which this rank serves the store that all meet by; None where another does.
+        place: This rank's place in the gang.
+        job: The gang's job.
+        take_device: Makes the rank's GPU the current one, and returns the device of GPU collectives, or None.
+        listener: Descriptor of the socket on which this rank serves the rendezvous store. None on other ranks.
     """
     from torch import distributed
 
@@ -138,10 +139,10 @@ def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None
 
 
 def _check_recorder() -> None:
-    """Check the variables of torch's flight recorder: for a bad value, torch 2.15 hangs or aborts in the first group.
+    """Check the variables of torch's flight recorder. With a bad value, torch 2.15 hangs or aborts in the first group.
 
     Raises:
-        ValueError: Torch cannot read one of them.
+        ValueError: Torch cannot read the value of a variable.
     """
     for new, old, is_readable, wanted in (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", _is_number, "a number of collectives, such as 64"),
@@ -154,7 +155,7 @@ def _check_recorder() -> None:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether the text is an integer of 32 bits."""
+    """Return True if the text is a 32-bit integer."""
     try:
         return -(1 << 31) <= int(text) < 1 << 31
     except ValueError:
@@ -166,19 +167,19 @@ def _is_truth_value(text: str) -> bool:
 
 
 def join() -> None:
-    """Form the process group, with the other ranks, unless that has been done."""
+    """Form the process group with the other ranks, unless this rank has formed the group before."""
     if _membership is not None and _membership.form is not None:
         form, _membership.form = _membership.form, None
         form()
 
 
 def leave() -> None:
-    """Be no rank any more: what asks for a process group from now on gets an ordinary one."""
+    """End this process's membership in the gang. Later calls of `init_process_group` form ordinary groups."""
     from torch import distributed
 
     global _membership
     _membership = None
-    if distributed.is_initialized():  # the function may have closed it
+    if distributed.is_initialized():  # the function may have destroyed the group
         distributed.destroy_process_group()
 
 
@@ -202,10 +203,10 @@ def _enter(
 
 
 def _check(member: _Membership, backend: str | None, world_size: int, rank: int) -> None:
-    """Whether what is asked for is what is there.
+    """Check that the arguments of `init_process_group` fit the gang's process group.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The backend, the number of ranks or the rank differs.
     """
     place = member.place
     differing = []
@@ -223,7 +224,7 @@ def _check(member: _Membership, backend: str | None, world_size: int, rank: int)
 
 
 def _kinds(backend: str) -> set[str]:
-    """Of "cpu:gloo,cuda:nccl", gloo and nccl."""
+    """Return the names in a backend's text: gloo and nccl for "cpu:gloo,cuda:nccl"."""
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
@@ -240,12 +241,12 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     store = TCPStore(
         host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener, use_libuv=by_libuv
     )
-    # An older attempt's rank, suspended and awake again, may still know the port.
+    # A suspended rank of an older attempt may wake up and use the same port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
 
 
 def _takes_listener_by_libuv() -> bool:
-    """Before torch 2.8 its older server alone takes a socket: https://github.com/pytorch/pytorch/pull/150215."""
+    """Return True if torch's libuv server accepts a socket, from torch 2.8 on (pytorch#150215)."""
     import torch
     from packaging.version import Version
 
@@ -253,14 +254,14 @@ def _takes_listener_by_libuv() -> bool:
 
 
 def nccl_variables() -> dict[str, str]:
-    """Return the variables that NCCL reads; empty where the gang has no NCCL, or where the user formed a group anew."""
+    """Return NCCL's variables. Empty if the gang has no NCCL, or the user has formed another default group."""
     if _membership is None or _membership.backend != ON_GPUS or _membership.num_groups > 1:
         return {}
     return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def num_collectives() -> int:
-    """Return how many collectives the default group has had; 0 where the function has closed the group."""
+    """Return the number of collectives of the default group so far, or 0 if the function has closed the group."""
     from torch import distributed
 
     try:
@@ -270,7 +271,7 @@ def num_collectives() -> int:
 
 
 def num_exchanges() -> int | None:
-    """Return how many collectives all of this rank's groups have had; None where the function has closed them."""
+    """Return the number of collectives of all groups of this rank so far, or None without a group."""
     try:
         groups = torch_parts.groups()
         return sum(map(torch_parts.num_collectives, groups)) if groups else None

@@ -1,4 +1,4 @@
-"""Records chosen steps of a rank with `torch.profiler`. Runs in that rank, in the thread that takes the steps."""
+"""Records chosen steps of a rank with `torch.profiler`. Runs in the rank, in the thread that makes the steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Has some of the optimizers' steps recorded. What fails here costs a line, not the training."""
+    """Records chosen optimizer steps. A failure gives the user a line and does not end the training."""
 
     def __init__(
         self,
@@ -25,14 +25,14 @@ class StepProfiler:
         submit: Callable[[str, bytes], None],
         note: Callable[[str], None],
     ) -> None:
-        """Prepare the record of a rank.
+        """Prepare the profile of a rank.
 
         Args:
-            asked: Which steps.
-            rank: Whose.
-            scratch: A folder for the trace on its way.
-            submit: Sends a result, by its path.
-            note: Tells the user.
+            asked: The gang's `profile`, with the first and last step.
+            rank: This process's rank.
+            scratch: Folder for the trace until it is submitted.
+            submit: Sends a result to the driver, by its path.
+            note: Sends a line to the user.
         """
         self._asked = asked
         self._rank = rank
@@ -40,11 +40,11 @@ class StepProfiler:
         self._submit = submit
         self._note = note
         self._profile: profile | None = None
-        """None once the steps are recorded, or could not be."""
+        """The running profiler. None before `watching`, after the trace and after a failure."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the steps in the block, and keep the trace of those asked for, as far as the block gets."""
+        """Count the block's steps, and write the trace of the chosen steps. A shorter block has a shorter trace."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._guarded(self._begin)
@@ -59,7 +59,7 @@ class StepProfiler:
         from torch.profiler import profile, schedule
 
         first, last = self._asked.steps
-        warmup = min(1, first - 1)  # goes to what the profiler does for the first time
+        warmup = min(1, first - 1)  # a step for the profiler's own start
         phases = schedule(skip_first=first - 1 - warmup, wait=0, warmup=warmup, active=last - first + 1, repeat=1)
         self._profile = profile(schedule=phases, with_stack=self._asked.with_stack, on_trace_ready=self._keep)
         self._profile.start()
@@ -67,17 +67,17 @@ class StepProfiler:
     def _step(self) -> None:
         if self._profile is not None:
             self._profile.step()
-            if self._profile.step_num == self._asked.steps[1]:  # and the trace is kept
+            if self._profile.step_num == self._asked.steps[1]:  # the last step: `_keep` has written the trace
                 self._end()
 
     def _end(self) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
-            profile.stop()  # has the trace kept, if that of some steps has begun
+            profile.stop()  # calls `_keep` if some steps were recorded
 
     def _keep(self, profile: profile) -> None:
         first, last = self._asked.steps[0], profile.step_num
-        name = f"rank-{self._rank}-steps-{first}-{last}.pt.trace.json.gz"  # TensorBoard's plugin asks for that ending
+        name = f"rank-{self._rank}-steps-{first}-{last}.pt.trace.json.gz"  # TensorBoard's plugin needs this suffix
         path = self._scratch / name
         profile.export_chrome_trace(str(path))
         where = self._put(name, path.read_bytes())
@@ -97,6 +97,6 @@ class StepProfiler:
     def _guarded(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except Exception as error:  # of the profiler, of the disk, of storage
+        except Exception as error:  # by the profiler, the disk or storage
             self._profile = None
             self._note(f"could not be profiled ({type(error).__name__}: {error})")

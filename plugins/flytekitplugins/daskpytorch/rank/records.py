@@ -1,7 +1,7 @@
-"""What a rank logs, and whatever can wait with it, on its way to the driver: several together, not a message each.
+"""Queue of a rank's log records and other reports that may wait. One message to the driver has several records.
 
-A record alone would cost a system call, and the agent's and the driver's turns. And whatever is done between two steps
-runs with cold caches, ten times as slow: what can wait is therefore done for many at once.
+A message costs a system call, and time in the agent and the driver. Code that runs between two steps finds cold caches
+and takes ten times as long, so the queue prepares many records at once.
 """
 
 import threading
@@ -14,35 +14,41 @@ from flytekitplugins.daskpytorch.protocol.reports import Hint, Spent
 from flytekitplugins.daskpytorch.rank.hints import of_loss
 
 INTERVAL = 0.2
-"""Seconds within which a record of rank 0 goes. A rank that is killed takes with it those that have not gone."""
+"""Most seconds that a record of rank 0 waits. A rank that is killed loses its waiting records."""
 INTERVAL_OF_OTHERS = 1.0
-"""Seconds for those of other ranks, which nobody watches as they come: each message costs its agent and the driver."""
+"""Least limit, in seconds, for the wait of other ranks' records, which no display shows at once."""
 MAX_MESSAGES = 500
-"""Of all these other ranks together, which the driver reads in a second."""
+"""Most messages of all other ranks together per second, for the driver to read."""
 MAX_WAITING = 1 << 10
-"""Records; a rank that logs more sends them itself, and so no faster than they are taken in."""
+"""Most records that wait. With more, the logging thread sends them itself, and so waits for the agent."""
 
 
 def interval_of(rank: int, world_size: int) -> float:
-    """Seconds within which a record of this rank goes."""
+    """Return the most seconds that a record of this rank waits."""
     return INTERVAL if rank == 0 else max(INTERVAL_OF_OTHERS, world_size / MAX_MESSAGES)
 
 
 class Records:
-    """Gathers what is logged; a first record goes at once, those that follow it soon go together."""
+    """Queues log records. The first record goes at once, and the records of the following interval go together."""
 
     def __init__(self, send: Callable[[], None], interval: float, *, hints: bool = True) -> None:
-        """Have `send` called when it is time to `take` what waits; `hints`: say what looks forgotten."""
+        """Create an empty queue.
+
+        Args:
+            send: Called when waiting records must go. The function must call `take` and send the result.
+            interval: Most seconds that a record waits.
+            hints: True: add a hint to the first loss that is infinite or NaN.
+        """
         self._send = send
         self._interval = interval
         self._looks_for_hints = hints
         self._waiting: deque[LogRecord | Spent] = deque()
         self._send_at = 0.0
-        """When a record may go at once, on the monotonic clock."""
+        """Time, in seconds on the monotonic clock, from which a new record goes at once."""
         self._sender: threading.Thread | None = None
 
     def add(self, record: LogRecord | Spent) -> None:
-        """Send it, now or soon."""
+        """Send the record at once or within the interval."""
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
             self._send()
@@ -51,7 +57,7 @@ class Records:
             self._sender.start()
 
     def take(self) -> Sequence[LogRecord | Spent | Hint]:
-        """All that waits, in order, as the driver can read it; for one thread at a time."""
+        """Return all waiting records in order, without values of the user's classes. Only one thread may call this."""
         if not self._waiting:
             return []
         self._send_at = time.monotonic() + self._interval
@@ -60,7 +66,7 @@ class Records:
         return [*sent, *self._hint([each for each in waiting if isinstance(each, LogRecord)])]
 
     def _hint(self, records: Sequence[LogRecord]) -> Sequence[Hint]:
-        """A loss that is no number; once, since it is so at every step from there on."""
+        """Return a hint of the first infinite or NaN loss, once, as most later losses are not finite either."""
         hint = next(filter(None, map(of_loss, records)), None) if self._looks_for_hints else None
         self._looks_for_hints &= hint is None
         return [] if hint is None else [hint]
@@ -72,5 +78,5 @@ class Records:
                 self._send()
 
     def _patience(self) -> float:
-        """Seconds until records may go: other reports take along what waits, and what comes then has time again."""
+        """Return the seconds until waiting records must go. Each `take` begins a new interval."""
         return max(0.0, self._send_at - time.monotonic())

@@ -1,4 +1,4 @@
-"""Makes a return value ready for the driver, which has no GPU and no process group. Runs in a rank."""
+"""Prepares a return value for the driver, which has no GPU and no process group. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SPREAD = (
     ("torch.distributed.fsdp", "FSDPModule"),
     ("torch.distributed.tensor", "DTensor"),
 )
-"""Modules, and classes there of which each rank holds a part."""
+"""Modules and names of the classes whose instances are sharded over the ranks."""
 MAX_DEPTH = 2
-"""Containers in each other in which `unwrapped` looks for models: a task's outputs, and a list or dict that is one."""
+"""Depth of nested containers in which `unwrapped` finds models: the tuple of outputs, then a list or dict."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the value with the inner module for a `DistributedDataParallel`, also in tuples, lists and dicts.
+    """Return the value with each `DistributedDataParallel` replaced by its module, also in tuples, lists and dicts.
 
     Raises:
-        TypeError: The value is spread over the ranks.
+        TypeError: The value is sharded over the ranks.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -49,10 +49,10 @@ def unwrapped(value: Any) -> Any:
 
 
 def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
-    """Check that a return value has as many parts as a task has outputs.
+    """Check the return value of a task with several outputs: a tuple with one part per output.
 
     Raises:
-        TypeError: It has not.
+        TypeError: The value has another number of parts.
     """
     if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
         return
@@ -63,10 +63,10 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
 def dump_returned(
     value: Any, file: Writer | IO[bytes], takes: Callable[[pickle.PickleBuffer], bool] | None = None
 ) -> None:
-    """Pickle a return value. Tensors of other devices go as CPU tensors, and wrapped modules without their wrapper.
+    """Pickle a return value, with CUDA tensors as CPU tensors and `DistributedDataParallel` replaced by its module.
 
     Raises:
-        TypeError: The value cannot be pickled, or is spread over the ranks.
+        TypeError: The value cannot be pickled, or is sharded over the ranks.
     """
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -80,7 +80,7 @@ def dump_returned(
             _refuse_spread(obj, spread)
             if isinstance(obj, DistributedDataParallel):
                 return _as_it_is, (obj.module,)
-            # A parameter's own pickle has its data, a plain tensor, which comes here again.
+            # The pickle of a parameter calls this method again, for the plain tensor of the parameter's data.
             if isinstance(obj, torch.Tensor) and obj.is_cuda and not isinstance(obj, torch.nn.Parameter):
                 return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
             return storages.reduce(obj) or super().reducer_override(obj)
@@ -99,7 +99,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _refuse_spread(value: object, kinds: tuple[type, ...]) -> None:
-    """See to it that the value is of none of these kinds.
+    """Check that the value is not an instance of a sharded class.
 
     Raises:
         TypeError: The other ranks hold parts of the value.
@@ -114,6 +114,6 @@ def _refuse_spread(value: object, kinds: tuple[type, ...]) -> None:
 
 
 def _spread() -> tuple[type, ...]:
-    """The classes of which each rank holds a part, as far as they are loaded: otherwise nobody has made one."""
+    """Return the sharded classes whose modules are imported. Other classes cannot have instances."""
     found = [getattr(sys.modules.get(module), name, None) for module, name in SPREAD]
     return tuple(kind for kind in found if kind is not None)

@@ -1,6 +1,7 @@
-"""One rank in one attempt of its gang: who it is, what it reports of its work, how it follows orders. Runs in a rank.
+"""One rank in one attempt of its gang: its context, its reports and its answers to orders. Runs in a rank.
 
-`main` has one in a process of its own; `driver.in_process` in the process that asked for the gang, for debugging.
+`main` creates a session in a process of its own. For debugging, `driver.in_process` creates one in the driver's
+process.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
 
 
 ACCOUNT_TIMEOUT = 2.0
-"""Seconds at the end for the driver to say where the time went, where observers here want to record it."""
+"""Timeout, in seconds, for the driver's final account of the gang's time. Only ranks with observers ask for it."""
 
 
 class Session:
-    """One rank's context, and what surrounds the call of its function."""
+    """One rank's context and its work around the call of the function."""
 
     def __init__(self, order: RankOrder, link: GangLink) -> None:
         job, place = order.job, order.place
         self._order = order
         self._link = link
         self.prompt: Prompt | None = None
-        """This rank's place at the driver's terminal; None if the rank has a terminal of its own."""
+        """This rank's use of the driver's terminal. None if the rank has a terminal of its own."""
         self.sharded: ShardedCheckpoints | None = None
         if job.sharding is not None:
             self.sharded = ShardedCheckpoints(
@@ -67,9 +68,9 @@ class Session:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Report that the function is about to be called, watch it in the block, and report what it has done."""
+        """Report the function's start and end, and record the block's time, usage, hints and profile."""
         link, order = self._link, self._order
-        link.observers.tell("begins")  # so that they find the call as it is about to be made
+        link.observers.tell("begins")  # directly before the call: they see the same process state as the function
         link.send(reports.Ready())
         link.ledger.begin()
         gauge = Gauge(order.place.rank, link.ledger, order.place.device_index or 0)
@@ -87,7 +88,7 @@ class Session:
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:
-        """Report what looks forgotten in the block, once it has ended well; nothing where the gang wants no hints."""
+        """Report hints of likely mistakes in the block, if the gang wants hints and the block raises no error."""
         if not self._order.job.hints:
             yield
             return
@@ -105,7 +106,7 @@ class Session:
 
     @contextlib.contextmanager
     def _profiling(self) -> Iterator[None]:
-        """Record the steps of the block that `Gang(profile=...)` names, if this rank is among its ranks."""
+        """Profile the block's steps that `Gang(profile=...)` names, if this rank is among the named ranks."""
         asked, place = self._order.job.profile, self._order.place
         if asked is None or place.rank not in asked.ranks:
             yield
@@ -115,23 +116,23 @@ class Session:
             yield
 
     def _draw_flame_graphs(self) -> None:
-        """Do what somebody on this host has asked for; see `flame_graphs`."""
+        """Record the flame graphs that a user on this host has requested (see `flame_graphs`)."""
         rank, scratch, submit = self.rank.rank, Path(self._order.scratch), functools.partial(self._link.submit, "")
         for seconds in flame_graph.take_requests(rank, scratch):
             flame_graph.record(rank, seconds, scratch, submit, self._link.note)
 
     def see_out(self) -> None:
-        """Wait until all ranks have finished: they may be talking to this one. Then tell observers of the time."""
+        """Wait until all ranks have finished, as other ranks may need this rank. Then give observers the account."""
         link = self._link
         link.ended.wait()
-        if self.sharded is not None and not self.rank.stop_signal.has_fired:  # nobody goes on later
+        if self.sharded is not None and not self.rank.stop_signal.has_fired:  # no later attempt needs the copies
             self.sharded.drop_copies()
         if link.observers:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
 
     def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901 - a case for each order
-        """Do what an order says; called by the thread that receives it, since the main one may be in a collective."""
+        """Follow an order in the receiving thread, as the main thread may be in a collective."""
         link, rank = self._link, self.rank
         match order:
             case orders.Leave():
@@ -172,7 +173,7 @@ class Session:
 
 
 def failure_of(error: BaseException, link: GangLink, *, is_final: bool) -> Failure:
-    """Return the report of an exception that ended the rank; `is_final`: another attempt would end so, too."""
+    """Return the report of an exception that ended the rank. `is_final`: a restart would fail in the same way."""
     position = link.progress.step, link.progress.num_moves_since
     failure = Failure.of(error, time.time(), position, is_final=is_final)
     return replace(failure, recalled=flight_recorder.recall()) if failure.is_consequence else failure

@@ -1,4 +1,4 @@
-"""The project's sources in a rank: where they are imported from, and what they are called."""
+"""Imports the project's sources in a rank, and shows them under the driver's paths."""
 
 import functools
 import linecache
@@ -14,10 +14,10 @@ from flytekitplugins.daskpytorch.protocol.code import MAX_BESIDE_BYTES, MAX_RESO
 
 
 def enter(sources: Sources) -> None:
-    """Have modules imported from there before all others.
+    """Import modules from the sources' folders first.
 
-    Where they are copies, warnings, stacks and tracebacks name the files that the user has; `__file__` is the copy's,
-    so that what lies beside it is found.
+    If the sources are copies, warnings, stacks and tracebacks name the user's own files. `__file__` is the copy's path,
+    so that the program finds neighbouring files.
     """
     sys.path[:0] = sources.folders
     if not sources.originals:
@@ -35,7 +35,7 @@ def enter(sources: Sources) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    """Say what is where, when a file is missing on a host that has copies, or where a collection has come as it is."""
+    """Add a note to the error if a file is missing beside copied sources, or a Dask collection has no `share`."""
     if isinstance(error, AttributeError) and error.name == "share":
         kind = type(error.obj)
         if kind.__module__.partition(".")[0] in ("dask", "dask_expr", "numpy", "pandas"):
@@ -68,10 +68,10 @@ class _Copied(SourceFileLoader):
         self._originals = originals
 
     def path_stats(self, path: Any) -> Never:
-        """There is no bytecode, which would be renamed to where it is found."""
+        """Refuse bytecode, as Python would replace the original paths in cached bytecode by the copy's."""
         raise OSError
 
-    def source_to_code(  # type: ignore[override] # what `SourceLoader.get_code` calls is no static method
+    def source_to_code(  # type: ignore[override] # `SourceLoader.get_code` calls an instance's method
         self, data: Any, path: Any, *, _optimize: int = -1
     ) -> Any:
         original = self._originals.get(os.fspath(path), path)
@@ -80,6 +80,6 @@ class _Copied(SourceFileLoader):
 
 
 def _remember(path: str, data: bytes) -> None:
-    """Have Python show these lines for the path, whatever is there on this host."""
+    """Make Python's tracebacks show these lines for the path, whatever file this host has there."""
     text = data.decode(errors="replace")
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)

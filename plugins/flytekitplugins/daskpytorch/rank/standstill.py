@@ -1,4 +1,4 @@
-"""Where a rank stands: whether it stands still, without a collective or a sign of life, and its threads' stacks.
+"""Reports if a rank stands still, without a new collective or sign of life, and writes its threads' stacks.
 
 Runs in a rank.
 """
@@ -22,17 +22,17 @@ from flytekitplugins.daskpytorch.protocol.reports import Stands
 from flytekitplugins.daskpytorch.rank import process_group
 
 INTERVAL = 1.0
-"""Seconds between two looks at the counts, which take microseconds."""
+"""Seconds between two reads of the counts. A read takes microseconds."""
 NUM_EQUAL = 2
-"""Intervals without a change after which the rank is said to stand still."""
+"""Number of intervals without a change after which the rank counts as standing still."""
 RECEIVED = struct.Struct("=B127xQ")
-"""The state and `tcpi_bytes_received` in the kernel's `struct tcp_info`, since Linux 4.1."""
+"""Socket state and `tcpi_bytes_received` in the kernel's `struct tcp_info`, since Linux 4.1."""
 LISTENS = 10
-"""The state of a socket that listens, `TCP_LISTEN`."""
+"""State of a listening socket, `TCP_LISTEN`."""
 
 
 def watch(progress: Progress, tell: Callable[[Stands], None]) -> None:
-    """Start a thread that reports each change between standing still and going on."""
+    """Start a thread that reports when the rank begins and ends to stand still."""
 
     def report() -> None:
         counted, num_equal, is_still = None, 0, False
@@ -49,7 +49,7 @@ def watch(progress: Progress, tell: Callable[[Stands], None]) -> None:
 
 
 def received_bytes() -> int | None:
-    """Bytes that this process has received by TCP; None while any are on their way in its sockets, or nobody knows."""
+    """Return the bytes that this process has received by TCP. None if its sockets hold queued bytes, or if unknown."""
     total = 0
     try:
         for file in Path("/proc/self/fd").iterdir():
@@ -77,30 +77,30 @@ def _received_by(descriptor: int) -> int | None:
 
 
 def write_stacks_to(path: Path) -> None:
-    """Have `DUMP_SIGNAL` write the main thread's stack to this file, and a crash in C code all stacks to the log."""
+    """Write the main thread's stack to this file on `DUMP_SIGNAL`, and all stacks to the log on a crash in C code."""
     global _stacks_file
     faulthandler.enable()
     _stacks_file = path.open("a+")
-    # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
+    # A signal handler that reads other threads' frames while they change may crash (python/cpython#116008).
     faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
 
 
 def stacks() -> str:
-    """Return what all threads do, written down while this one holds the interpreter, so that they stand still."""
+    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change."""
     if _stacks_file is None:
         return ""
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
     text = os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
-    _stacks_file.truncate(0)  # it is told; what is found there later was asked for by hand
+    _stacks_file.truncate(0)  # later content comes from a `DUMP_SIGNAL` sent by hand
     return text
 
 
 def show_stacks() -> None:
-    """Write all stacks to standard error, past `sys.stderr`, whose lock a thread that hangs may hold."""
-    with contextlib.suppress(OSError):  # it may be closed
+    """Write all stacks to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
+    with contextlib.suppress(OSError):  # standard error may be closed
         os.write(2, f"\n{stacks()}".encode())
 
 
 _stacks_file: IO[str] | None = None
-"""Stays open for as long as `DUMP_SIGNAL` may come; None in a process that is not the rank's own."""
+"""File for stacks, open as long as the rank may receive `DUMP_SIGNAL`. None outside a rank's own process."""

@@ -1,4 +1,4 @@
-"""Kinds of tensors that a checkpoint cannot keep or fill, and what to do instead. Runs in a rank."""
+"""Finds tensors that a sharded checkpoint cannot save or fill, and names a replacement. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class TensorKindError(TypeError):
-    """A state has a tensor that a checkpoint cannot keep or fill; the message says what to put in its place."""
+    """A state has a tensor that a checkpoint cannot save or fill. The message names a replacement."""
 
 
 def check_savable(state: Mapping[str, Any]) -> None:
-    """Check all tensors of a flattened state, those of a `DTensor`'s own part included.
+    """Check that a checkpoint can save all tensors of a flattened state, also those inside a `DTensor`.
 
     Raises:
-        TensorKindError: One of them could not be read again.
+        TensorKindError: A later load could not read one of the tensors.
     """
     for key, tensor in _parts(state):
         if (reason := META if tensor.is_meta and not is_lazy(tensor) else _strange(tensor)) is not None:
@@ -32,10 +32,10 @@ def check_savable(state: Mapping[str, Any]) -> None:
 
 
 def check_fillable(state: Mapping[str, Any]) -> None:
-    """Check the same of a state that a checkpoint is loaded into.
+    """Check that a checkpoint can be loaded into all tensors of a flattened state.
 
     Raises:
-        TensorKindError: One of the tensors cannot be written to.
+        TensorKindError: A load cannot write to one of the tensors.
     """
     for key, tensor in _parts(state):
         if (reason := _strange(tensor) or _shared(tensor)) is not None:
@@ -43,7 +43,7 @@ def check_fillable(state: Mapping[str, Any]) -> None:
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's part of each tensor, under its key."""
+    """Yield the key and this rank's part of each tensor."""
     for key, value in state.items():
         parts: Iterable[torch.Tensor] = [value] if isinstance(value, torch.Tensor) else []
         if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
@@ -73,10 +73,10 @@ def _strange(tensor: torch.Tensor) -> str | None:
 
 
 def _is_copied_as_plain(tensor: torch.Tensor) -> bool:
-    """Result of a functional collective that has not completed."""
+    """Return True for the unfinished result of a functional collective, which is saved as a plain tensor."""
     try:
         return type(torch.empty_like(tensor)) in PLAIN
-    except Exception:  # whatever a class of somebody else's raises
+    except Exception:  # a tensor class of another library may raise any error
         return False
 
 

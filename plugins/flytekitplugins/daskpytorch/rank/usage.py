@@ -1,7 +1,7 @@
-"""What a rank's time goes into, and what it uses of its machine. Runs in a rank.
+"""Accounts for a rank's time, and samples its use of processor, memory and GPU. Runs in a rank.
 
-The rank's main thread has a ledger: at any moment it is in one part of its work (a loader, an evaluation, a save), or
-in the open, and what is open belongs to the step that ends it.
+The ledger counts the main thread's time under one part at any moment: for example a loader, an evaluation or a save.
+All other time is open until the next step ends, and then belongs to the step.
 """
 
 import contextlib
@@ -21,32 +21,34 @@ from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 
 INTERVAL = 2.0
-"""Seconds between two samples of a rank."""
+"""Least seconds between two samples of a rank."""
 MAX_SAMPLES = 200
-"""Of all ranks together, which the driver reads in a second."""
+"""Most samples of all ranks together per second, for the driver to read."""
 
 
 @dataclass(slots=True)
 class _Page:
-    """All that a ledger says. Each entry makes a new page, so that other threads read what was true at one moment."""
+    """State of a ledger. Each entry creates a new page, so that other threads read consistent values."""
 
     part: str
-    """What the time since then goes into; `open`: that is decided by what comes."""
+    """Part that the time since `since` counts under. `open`: the next entry decides."""
     since: float
+    """Time of the newest entry, in seconds on the ledger's clock."""
     seconds: dict[str, float]
+    """Seconds by part, until `since`."""
     has_begun: bool
-    """A batch has come, or a step is over: from here on what is open is part of a step."""
+    """True once a batch has come or a step is over. Open time then belongs to a step."""
 
     def until(self, now: float) -> dict[str, float]:
-        """Return the seconds of each part until now."""
+        """Return the seconds by part, until `now`."""
         return {**self.seconds, self.part: self.seconds[self.part] + now - self.since}
 
 
 class Ledger:
-    """What the time of the thread that makes it goes into. An entry costs a microsecond or two.
+    """Account of the time of the thread that creates the ledger. An entry takes one or two microseconds.
 
-    Preparing lasts until the first batch comes from a loader, or without any until the first step is over. Of parts
-    within parts the outer one counts: waiting for an evaluation's batches is evaluation.
+    Preparing lasts until a loader gives the first batch, or until the first step ends. If parts are nested, the outer
+    part counts: the wait for an evaluation's batches is evaluation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,20 +56,20 @@ class Ledger:
         self.begin()
 
     def begin(self) -> None:
-        """Count from here."""
+        """Reset all counts. This thread becomes the ledger's owner."""
         self._owner = threading.get_ident()
         self.num_steps = 0
-        """Steps of optimizers so far."""
+        """Number of optimizer steps so far."""
         parts = ("preparing", "stepping", "data", "evaluation", "saving", "waiting", "open")
         self._page = _Page("open", self._clock(), dict.fromkeys(parts, 0.0), has_begun=False)
 
     def step(self) -> None:
-        """An optimizer has made a step."""
+        """Count an optimizer's step, and end the current step."""
         self.num_steps += 1
         self.mark()
 
     def mark(self) -> None:
-        """A step is over: an optimizer has made it, or it was logged."""
+        """End the current step: add the open time to `stepping`, or to `preparing` before the first step."""
         page = self._page
         if page.part != "open" or threading.get_ident() != self._owner:
             return
@@ -79,7 +81,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """What the owner does here is this part of its work, unless it is part of another."""
+        """Count the owner's time in the block under this part, unless the block is nested in another part's."""
         page = self._page
         if page.part != "open" or threading.get_ident() != self._owner:
             yield
@@ -91,18 +93,18 @@ class Ledger:
             self._turn_to("open")
 
     def seconds(self) -> dict[str, float]:
-        """What all the time has gone into so far; what is open counts as part of a step that will be over."""
+        """Return the seconds by part so far. Open time counts as part of a step that will end."""
         page = self._page
         seconds = page.until(self._clock())
         seconds["stepping" if page.has_begun else "preparing"] += seconds.pop("open")
         return seconds
 
     def close(self) -> dict[str, float]:
-        """The same when the work is done: of a function that made steps, the last one was over before."""
+        """Return the seconds by part at the end of the function. Open time after the last step counts as waiting."""
         seconds = self._page.until(self._clock())
         if self.num_steps or seconds["stepping"]:
             seconds["waiting"] += seconds.pop("open")
-        else:  # all of it was one step, as far as can be seen
+        else:  # without a reported step, all open time counts as one step
             seconds["stepping"] += seconds.pop("open")
         return seconds
 
@@ -118,7 +120,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def saving(ledger: Ledger, report: Callable[[Spent], None] | None, step: int) -> Iterator[None]:
-    """What is done here is a save; the driver hears what the time had gone into by then."""
+    """Count the block's time as a save of this step. Then report the seconds so far, if there is a `report`."""
     with ledger.spending("saving"):
         yield
     if report is not None:
@@ -127,7 +129,7 @@ def saving(ledger: Ledger, report: Callable[[Spent], None] | None, step: int) ->
 
 @contextlib.contextmanager
 def watched(ledger: Ledger) -> Iterator[None]:
-    """Have torch's loaders and optimizers make entries of their own."""
+    """Record the batches of torch's loaders and the steps of optimizers in the ledger, during the block."""
     with contextlib.ExitStack() as stack:
         with optional("Counting the waits for batches"):
             stack.enter_context(_counted_batches(ledger))
@@ -156,17 +158,17 @@ def _counted_batches(ledger: Ledger) -> Iterator[None]:
 
 
 class Gauge:
-    """Reads off what this process uses."""
+    """Samples this process's use of processor, memory and GPU."""
 
     def __init__(self, rank: int, ledger: Ledger, gpu: int) -> None:
         self._rank = rank
         self._ledger = ledger
         self._gpu = gpu
-        """The index of the rank's own, where it has one."""
+        """CUDA index of the rank's own GPU. Not used by a rank without a GPU."""
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
-        """What it uses now."""
+        """Return a sample, with the processor's use since the sample before."""
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
         memory, utilization = _of_gpu(self._gpu)
@@ -185,14 +187,14 @@ class Gauge:
     def reporting(
         self, world_size: int, send: Callable[[RankUsage], None], look: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Send a sample every two seconds during the block, in a thread; ranks of large gangs send fewer.
+        """Send a sample every two seconds during the block, in a thread. Ranks of large gangs send fewer samples.
 
-        Where a sample was sent, another is sent at the end, so that the last word on a rank is of all its steps.
+        A block with at least one sample sends a final sample at its end, which counts all steps of the rank.
 
         Args:
-            world_size: The number of ranks in the gang.
+            world_size: Number of ranks in the gang.
             send: Reports a sample.
-            look: Called every two seconds.
+            look: Function to call every two seconds.
         """
         every, is_over, has_sent = (
             max(1, round(world_size / MAX_SAMPLES / INTERVAL)),
@@ -223,16 +225,19 @@ class Gauge:
 
 
 def _of_gpu(index: int) -> tuple[int | None, float | None]:
-    """Bytes that are taken of it, and how busy it is; nothing of one that this process has not used."""
+    """Return the GPU's used memory in bytes and its utilisation from 0 to 1, or None for an unknown value.
+
+    Both are None if this process has not initialised CUDA.
+    """
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None, None
     try:
         free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError:  # it has failed, and the rank will say so
+    except RuntimeError:  # the GPU has failed, and the rank will report the failure
         return None, None
     try:
         return total - free, torch.cuda.utilization(index) / 100
-    except Exception:  # NVIDIA's library for it is not there, or may not look
+    except Exception:  # NVML is missing, or has no permission
         return total - free, None
