@@ -1,4 +1,4 @@
-"""What crosses the border of a process: who says what to whom, and when; and the interfaces of hosts and observers.
+"""Messages between the processes of a gang: driver, agents and ranks. Also the interfaces of hosts and observers.
 
 Runs in all processes. May import `process`, `settings`, `context` and `errors`.
 
@@ -11,22 +11,23 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
     rank   ──▶ rank 0         where each of them listens, in torch's `TCPStore`                TCP, one connection each
 
-Where an agent reaches the driver's own folder, those bytes stay where they are: the file has a second name there
-(`checkpoint_file`); and what is large in a return value is a file that the rank makes there (`segments`).
+If an agent can reach the driver's own folder, checkpoints do not travel. The file gets a hard link there
+(`checkpoint_file`). A large return value is a file that the rank writes to that folder (`segments`).
 
-Everything is a frozen dataclass, pickled, and whoever receives it matches all there are; but for signs of life, which
-need no pickle: an agent gathers those of its ranks, and says them in its `heartbeat`. On TCP it goes in frames
-(`framing`), and nothing is unpickled before both ends have proved that they know the gang's token (`handshake`). A
-driver listens, agents dial. On every way things arrive in the order in which they were sent. Nobody waits for an
-answer: one that does not come is the end of a connection, or the silence of an agent that no longer beats.
+Messages are frozen dataclasses, pickled, and the receiver matches on all their types. Signs of life are the exception:
+an agent gathers its ranks' signs of life and sends them unpickled in its `heartbeat`. Over TCP, messages travel in
+frames (`framing`). Each end unpickles only after the other has proved that it knows the gang's token (`handshake`). The
+driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an answer. A
+missing answer shows as a closed connection, or as an agent without heartbeats.
 
-The user's objects are bytes (`pickling`) to all but the ranks. `Start` brings each agent the project's sources
-(`code`), in place of which it uses the driver's own files where these are; and of the driver's program what ranks are
-to have of it (`program`).
+The user's objects are bytes (`pickling`) to all processes but the ranks. `Start` brings each agent the project's
+sources (`code`) and the state of the driver's program (`program`). The agent uses the driver's own source files if it
+can reach them.
 
-Each agent opens a port, and says so in its `Hello`. The driver tells all ranks that of rank 0's agent, which hands the
-socket on to rank 0: torch's store is there, a new one with each attempt. Who calls before it is open waits in the
-socket's queue. So the driver needs neither torch nor a connection to each rank, and nobody can take the port meanwhile.
+Each agent opens a port and names the port in its `Hello`. The driver tells all ranks the port of rank 0's agent, which
+passes the socket on to rank 0. Rank 0 opens torch's store on the socket, a new store for each attempt. Ranks that
+connect earlier wait in the socket's queue. So the driver needs neither torch nor a connection to each rank, and no
+other process can take the port.
 
     driver                                    agent, one per node                       rank
       │ ◀─────────── dials, handshake ───────────│ ─── has it forked ───────────────────▶ │ waits

@@ -1,7 +1,7 @@
-"""The user's code and arguments, as bytes: packed in the driver, unpacked in a rank.
+"""The user's code and arguments as bytes, packed in the driver and unpacked in a rank.
 
-Neither the scheduler nor a Dask worker ever unpickles a user's module by name; they may have no copy of it, or an old
-one. What travels is an archive of the project's sources and a pickled call, which only the ranks open.
+The driver sends an archive of the project's sources and a pickled call, and only the ranks open them. The scheduler and
+the Dask workers never unpickle a user's module by name, as they may have an old copy or none.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Files of a package that are not code travel up to this size, and those beside a script; data belongs in storage."""
+"""Most bytes of a file other than code that is sent, from a package or beside a script. Data belongs in storage."""
 MAX_BESIDE_BYTES = 4 << 20
-"""All files together that are not code and lie beside a script, or another module without a package."""
+"""Most bytes in total of files other than code that lie beside a script, or beside another module without a package."""
 MAX_LEFT = 1000
-"""How many of the files that do not travel are known by name where they are missing."""
+"""Most files in `Code.left`."""
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
@@ -41,43 +41,43 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The project's sources, and the program that they are run by."""
+    """The project's sources, and the state of the driver's program."""
 
     archive: bytes
-    """A tar file of modules, laid out as their names say; empty for who has had it."""
+    """Tar file of the modules, in folders that match their names. Empty if the receiver already has the archive."""
     digest: str
     """SHA-256 of the archive, in hexadecimal digits."""
     script: str | None = None
-    """The file of `__main__` in the archive; None: it has none, or is no program of the user's."""
+    """Path in the archive of the file of `__main__`. None if `__main__` has no file, or is not the user's program."""
     folders: Sequence[str] = ()
-    """Those that the sources come from, on the driver's machine, in the order of its `sys.path`; empty where they would
-    not find the same files as the archive has."""
+    """Source folders on the driver's machine, in the order of the driver's `sys.path`. Empty if imports from these
+    folders would find other files than those in the archive."""
     originals: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
-    """A module's file in the archive -> the file itself, and what it is known by; see `_identity`."""
+    """Path of a module in the archive -> path on the driver's machine, and the file's identity (see `_identity`)."""
     machine: str = ""
-    """Where that is: the kernel's name for itself since it has started."""
+    """Boot ID of the driver's kernel, which identifies the driver's machine."""
     left: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """Files that are too large to travel -> bytes."""
+    """Files that are too large to send -> their sizes in bytes."""
     program: Program = field(default_factory=Program, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where a node has them."""
+    """The project's sources on a node."""
 
     folders: Sequence[str]
-    """For `sys.path`."""
+    """Folders to put on `sys.path`."""
     script: Path | None
-    """The file of `__main__`."""
+    """Path of the file of `__main__`. None if `__main__` has no file."""
     originals: Mapping[str, str] = field(default_factory=dict)
-    """A copied module's file -> what the driver calls it; empty where these are the driver's own files."""
+    """Path of a copied module -> its path on the driver's machine. Empty if the node uses the driver's own files."""
     left: Mapping[str, int] = field(default_factory=dict)
-    """Files that have not come -> bytes."""
+    """Files that the driver has not sent -> their sizes in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A function and what to call it with."""
+    """A function and its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -86,7 +86,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _ByName:
-    """A function that its module finds, perhaps as the Flyte task made of it."""
+    """A function's module and name. The name may hold the function itself, or a Flyte task around the function."""
 
     module: str
     qualname: str
@@ -99,16 +99,16 @@ class _ByName:
 
 
 def completed(returned: Any) -> Any:
-    """What a call has returned; of a coroutine function, once it has run to its end."""
+    """Return what a call has returned. Run a coroutine to its end first."""
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 @contextlib.contextmanager
 def ending_as_program() -> Iterator[None]:
-    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`: exit code 0 is a normal end.
+    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`. Exit code 0 counts as a normal end.
 
     Raises:
-        SystemExit: The exit code is another.
+        SystemExit: The exit code is not 0.
     """
     try:
         yield
@@ -126,13 +126,17 @@ def pack_call(
     kwargs: Mapping[str, Any],
     put_aside: Callable[[bytes | memoryview], object] | None = None,
 ) -> bytes:
-    """Pickle a call: the function by name where its module has it, else (`__main__`, closures) by value.
+    """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
-    Where it can be put aside, what is large in it is: the memory of arrays and tensors, and then, if that alone is
-    large, all the rest, in whose place there are no bytes.
+    Args:
+        function: The function to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        put_aside: Takes the memory of each large array and tensor, so that the pickle does not contain them. Takes the
+            rest of the pickle, too, if that is large by itself. The result is empty then.
 
     Raises:
-        TypeError: Something in it cannot be pickled; the message says which argument, or the function.
+        TypeError: The function or an argument cannot be pickled. The message names the part.
     """
     by_name = _by_name(function)
     try:
@@ -152,18 +156,19 @@ def pack_call(
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """See to it that a call can be packed later, and keep nothing of it; what is large in it is not even copied.
+    """Check that a call can be packed later, without a copy of its large arrays and tensors.
 
     Raises:
-        TypeError: As `pack_call`.
+        TypeError: The function or an argument cannot be pickled. The message names the part.
     """
     pack_call(function, args, kwargs, lambda _: None)
 
 
 def pack_code() -> Code:
-    """Archive the project: script and loaded modules that no installation holds, with their packages or neighbours.
+    """Archive the project: the script, and the loaded modules that are not installed.
 
-    Whole packages, because modules may be imported later than now.
+    The archive has the whole package of each module, as the function may import more of the package later. A module
+    without a package comes with the files beside it.
     """
     project = _Project.loaded()
     buffer = io.BytesIO()
@@ -188,8 +193,11 @@ def pack_code() -> Code:
 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
-    """The same sources give the same bytes, whoever packs them and when; links may point to where only we are."""
-    with contextlib.suppress(OSError):  # it has gone, or is not ours to read
+    """Add a file to the archive, without its owner and times, so that equal sources give equal bytes.
+
+    The archive has the content that a link points to, as the link's target may exist only on this machine.
+    """
+    with contextlib.suppress(OSError):  # the file has been removed, or this user may not read it
         data = path.read_bytes()
         info = tarfile.TarInfo(name)
         info.size, info.mode = len(data), path.stat().st_mode & 0o777
@@ -209,18 +217,18 @@ def _by_name(function: Callable[..., Any]) -> _ByName | None:
 
 @dataclass
 class _Project:
-    """What is to travel, as it lies here."""
+    """The project's files on the driver's machine."""
 
     files: dict[str, Path] = field(default_factory=dict)
-    """Name in the archive -> file."""
+    """Name in the archive -> path of the file."""
     roots: set[Path] = field(default_factory=set)
-    """The folders that modules are imported from."""
+    """Folders that modules are imported from."""
     left: dict[str, int] = field(default_factory=dict)
     script: str | None = None
 
     @classmethod
     def loaded(cls) -> Self:
-        """That of this process."""
+        """Return the project of this process."""
         project = cls()
         companions: set[tuple[Path, str | None]] = set()
         for module in _modules_not_installed():
@@ -246,7 +254,11 @@ class _Project:
                 self.left[name] = size
 
     def folders(self) -> Sequence[str]:
-        """See `Code`: with several, a module of one may hide another's; other files are found beside their modules."""
+        """Return the value of `Code.folders`.
+
+        With several folders, a module of one may hide a module of another. The result is empty then. Files other than
+        code are found beside their modules, so they do not count.
+        """
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
         roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
         if len(roots) > 1:
@@ -257,7 +269,7 @@ class _Project:
 
 
 _installed_modules: dict[str, ModuleType] = {}
-"""By name. There are thousands, and to look at each of them with every gang would take most of its packing's time."""
+"""Installed modules by name. A check of these thousands of modules for every gang would dominate the time to pack."""
 
 
 def _modules_not_installed() -> Iterator[ModuleType]:
@@ -272,7 +284,10 @@ def _modules_not_installed() -> Iterator[ModuleType]:
 
 
 def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
-    """In whatever environment: layered ones (PYTHONPATH, .pth files) have folders that this one does not know."""
+    """Return True if a module's file belongs to an installation.
+
+    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Their names tell.
+    """
     if not isinstance(file, str):
         return False
     absolute = file if file.startswith(installed) else os.path.abspath(file)
@@ -280,11 +295,11 @@ def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
 
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
-    """The folder that the module is imported from and its path below, or None where it has none to travel."""
+    """Return the folder that a module is imported from, and its path below. None if its file is not to be sent."""
     attributes = _attributes(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
-        return None  # built in; or this package and its siblings
+        return None  # a built-in module, or one of this package or its siblings
     path = Path(os.path.abspath(file))
     parts = name.split(".")
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
@@ -293,7 +308,7 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """The module's name; for the script, the one by which others would import it."""
+    """Return the module's name. For the script, return the name by which other modules would import the script."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -301,10 +316,10 @@ def _imported_as(attributes: Mapping[str, Any]) -> object:
 
 
 def _attributes(module: ModuleType) -> dict[str, Any]:
-    """What is in a module now: to ask a lazily imported one for an attribute would import it."""
+    """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
     try:
         attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    except AttributeError:  # anything may stand in sys.modules
+    except AttributeError:  # sys.modules may hold objects of any kind
         return {}
     return attributes
 
@@ -323,7 +338,7 @@ def _package_files(package: Path) -> Iterator[Path]:
 
 
 def _files_beside(root: Path) -> list[Path]:
-    """All modules, and other files, the smallest first; not hidden ones."""
+    """Return the files of a folder that are not hidden: modules first, then other files, each by size."""
     found = [path for path in root.glob("[!.]*") if path.is_file()]
     return sorted(found, key=lambda path: (not _is_code(path), _size_of(path), path))
 
@@ -331,7 +346,7 @@ def _files_beside(root: Path) -> list[Path]:
 def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # it has just gone
+    except OSError:  # the file has just been removed
         return 0
 
 
@@ -340,7 +355,10 @@ def _is_code(path: Path) -> bool:
 
 
 def _identity(path: Path) -> Sequence[int]:
-    """Tells a file from others of its machine, and from what it has been before; empty: it cannot be read."""
+    """Return numbers that change if a path names another file or its content changes. Empty if the file is unreadable.
+
+    The numbers hold for one machine: device, inode, size in bytes, and time of the last change in nanoseconds.
+    """
     try:
         stat = path.stat()
     except OSError:
@@ -358,7 +376,7 @@ def _can_pickle(value: object) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a function is called; a partial, like the function inside it."""
+    """Return the name of a function. A `partial` has the name of the function inside it."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
@@ -368,7 +386,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def place_code(code: Code, folder: Path) -> Sources:
-    """The driver's own files where they are here and as they were, else copies, unpacked once below `folder`."""
+    """Return the driver's own files if this machine has them unchanged, else copies, unpacked once below `folder`."""
     if _are_here(code):
         script = code.originals[code.script][0] if code.script else None
         return Sources(folders=code.folders, script=Path(script) if script else None)
@@ -388,18 +406,18 @@ def _are_here(code: Code) -> bool:
 
 
 def _unpacked(code: Code, folder: Path) -> Path:
-    """Copies, once below `folder`, which is the caller's alone."""
+    """Return the folder below `folder` with the unpacked archive. Only the caller may use `folder`."""
     target = folder / code.digest[:16]
     if not target.exists():
         target.mkdir()
         with tarfile.open(fileobj=io.BytesIO(code.archive), mode="r:") as archive:
-            # Python 3.11 before 3.11.4, as Debian 12 has it, knows no filters; set here, they are for those that do
+            # Python before 3.11.4, such as Debian 12's, has no filters, and ignores the attribute.
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(target)  # noqa: S202 - our own archive
     return target
 
 
 def unpack_call(data: bytes, aside: Sequence[memoryview] = ()) -> Call:
-    """The call that `pack_call` made, with its function found; the sources must be on `sys.path`."""
+    """Return the call from the bytes of `pack_call`. The sources must be on `sys.path` already."""
     function, args, kwargs = pickling.loads(data or aside[-1], aside)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

@@ -1,10 +1,10 @@
-"""What a rank says of its last collectives, as torch's flight recorder has them."""
+"""A rank's last collectives, from torch's flight recorder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_COLLECTIVES = 32
-"""So many of a rank's newest are told: ranks that differ stop at once, or a few collectives later."""
+"""Most collectives that a rank reports, the newest. Ranks that differ stop at once, or a few collectives later."""
 
 Shape = tuple[int, ...]
 
@@ -14,28 +14,29 @@ class Collective:
     """One call of a collective operation."""
 
     group: str
-    """Its process group by name, such as `the default group (gloo)`; one of `Recalled.groups`."""
+    """Name of the process group, such as `the default group (gloo)`. One of `Recalled.groups`."""
     number: int
-    """Which of the group's collectives it is, from 1; ranks that run the same code count alike."""
+    """Number of the collective in its group, from 1. Ranks that run the same code count alike."""
     operation: str
-    """Such as `all_reduce`."""
+    """Name of the operation, such as `all_reduce`."""
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
     dtypes: Sequence[str]
-    """Of the inputs, or where there are none of the outputs."""
+    """Types of the inputs, or of the outputs if the call has no inputs."""
     is_done: bool
-    """The other ranks have taken part."""
+    """True if the other ranks have taken part."""
     frames: Sequence[str] = ()
-    """Where it was called, written as `faulthandler` does, the innermost call first."""
+    """Stack of the call in the format of `faulthandler`, the innermost frame first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled:
-    """What a rank remembers."""
+    """A rank's last collectives and its process groups."""
 
     groups: Sequence[str]
-    """The process groups that it is in."""
+    """Names of the rank's process groups."""
     collectives: Sequence[Collective]
-    """The newest, in order."""
+    """The rank's newest collectives, oldest first."""
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks of those groups whose collectives are all recorded under comparable numbers, and wait for minutes."""
+    """Group name -> ranks, for groups of gloo with a timeout of 120 s or more. Empty if the ranks' numbers of
+    collectives are not comparable."""

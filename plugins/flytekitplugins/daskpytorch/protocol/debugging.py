@@ -1,4 +1,4 @@
-"""Debuggers in ranks: the terminal that they talk to, the ports that editors attach to. Found in the driver."""
+"""The terminal of debuggers in ranks, and the ports for editors. The driver finds both."""
 
 import contextlib
 import os
@@ -10,34 +10,36 @@ from datetime import timedelta
 from typing import Any, Self
 
 PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
-"""Which ranks wait for an editor's debugger before they begin, and at which port each: `1:5678`, or `0:5678,1:5679`."""
+"""Environment variable with the ranks that wait for an editor's debugger, and their ports: `0:5678,1:5679`."""
 RANK_AND_PORT = re.compile(r"\s*(\d{1,6}):(\d{1,5})\s*", re.ASCII)
 MAX_PORT = 65_535
 AT_TERMINAL = timedelta(hours=1)
-"""Gloo's own half an hour, and NCCL's ten minutes, are soon over; but a run at a terminal may just as well hang."""
+"""Timeout of collectives in a run at a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a prompt. A
+longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
+"""Timeout of collectives if a rank waits for an editor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terminal:
-    """The one that this process was started in, which a rank may open where it is on the same machine."""
+    """The terminal of the driver. A rank on the same machine can open the terminal."""
 
     path: str
     identity: tuple[int, ...]
-    """What tells it from one of the same name in another container."""
+    """Device numbers and inode, which differ from those of another container's terminal with the same path."""
     settings: list[Any] = field(compare=False, repr=False)
-    """As it is now; a rank that is ended at its prompt leaves it otherwise."""
+    """Terminal settings before the gang. A rank that ends at its prompt leaves the terminal in another mode."""
 
     @classmethod
     def here(cls) -> Self | None:
-        """That of this process; None where it has none, or somebody else is being listened to there."""
+        """Return this process's terminal. None without a terminal, or if another process is in the foreground."""
         with contextlib.suppress(OSError, termios.error, ValueError):
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 return cls(path=os.ttyname(0), identity=_identity(0), settings=termios.tcgetattr(0))
         return None
 
     def open(self) -> int | None:
-        """A descriptor to read from and write to; None where it is not here."""
+        """Return a descriptor to read from and write to. None if this machine or container has another terminal."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:
@@ -48,7 +50,7 @@ class Terminal:
         return None
 
     def restore(self) -> None:
-        """Have it as it was."""
+        """Restore the terminal's settings to those before the gang."""
         with contextlib.suppress(OSError, termios.error):
             if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != self.settings:
                 termios.tcsetattr(0, termios.TCSADRAIN, self.settings)
@@ -56,24 +58,24 @@ class Terminal:
 
 @dataclass(frozen=True, kw_only=True)
 class Debugging:
-    """How a gang's ranks may be debugged."""
+    """The terminal and ports for debuggers in a gang's ranks."""
 
     terminal: Terminal | None = None
     ports: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> where it waits for an editor."""
+    """Rank -> port at which the rank waits for an editor."""
 
     @classmethod
     def here(cls) -> Self:
-        """As this process and its environment have it.
+        """Return the terminal of this process, and the ports in its environment.
 
         Raises:
-            ValueError: The environment names no ranks and ports.
+            ValueError: The environment variable has a wrong format.
         """
         return cls(terminal=Terminal.here(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     @property
     def patience(self) -> timedelta | None:
-        """How long collectives wait for a rank that somebody may look at; None: as long as they usually do."""
+        """Timeout of collectives while a person may debug a rank. None means the backend's own timeout."""
         if self.ports:
             return IN_EDITOR
         return AT_TERMINAL if self.terminal is not None else None

@@ -1,6 +1,6 @@
-"""Objects that hold the driver's rank and world size: what ranks get in their place, or the error that refuses them.
+"""Objects that hold the driver's rank and world size. Ranks get other objects in their place, or an error.
 
-The script's own objects travel by value. An `Accelerator` of the driver says one process in each rank, so that each
+The script's own objects are pickled by value. The driver's `Accelerator` counts one process. With a copy, each rank
 would train a model of its own.
 """
 
@@ -22,8 +22,8 @@ REFUSED = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
 }
-"""Classes (module, name) whose objects keep a world that no public call changes. Lightning's `Trainer` is refused when
-it trains, see `rank.libraries`."""
+"""Classes (module, name) whose objects keep a world size that no public call changes. `rank.libraries` refuses a
+`Trainer` of Lightning when it trains."""
 
 _Reduced = tuple[Any, ...]
 
@@ -32,7 +32,7 @@ _Reduced = tuple[Any, ...]
 
 
 def reduce(value: Any) -> _Reduced | None:
-    """Return how to pickle an object of such a class, as `__reduce_ex__` does; None for any other object."""
+    """Return how to pickle an object that holds the driver's rank, as `__reduce_ex__` does. None for other objects."""
     reducer = _reducer_of(type(value))  # type: ignore[arg-type]  # mypy takes no class for hashable
     return None if reducer is None else reducer(value)
 
@@ -57,7 +57,7 @@ def _reduce_partial_state(value: Any) -> _Reduced:
 
 
 def _reduce_training_arguments(value: Any) -> _Reduced:
-    def is_cached(name: str) -> bool:  # transformers 4 has a class of its own for cached properties, with this prefix
+    def is_cached(name: str) -> bool:  # the prefix is that of transformers 4, whose cached properties differ
         return name.startswith("__cached_") or isinstance(getattr(type(value), name, None), cached_property)
 
     kept = {name: part for name, part in vars(value).items() if not is_cached(name)}
@@ -112,12 +112,15 @@ def _partial_state(cls: Any, cpu: bool) -> Any:
 def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:
     made = cls.__new__(cls)
     vars(made).update(kept)
-    _ = made.device  # has the arguments look at the world anew
+    _ = made.device  # makes the arguments read the world size again
     return made
 
 
 def _sampler(num_replicas: int, rank: int, make: Callable[..., Any], arguments: _Reduced) -> Any:
-    """Make the sampler; with the number of ranks, others' samplers are refused when they are used, not in a list."""
+    """Make the sampler, or raise if its world is one process.
+
+    A sampler of another rank raises when it is iterated. An argument may hold a list of samplers, one per rank.
+    """
     if num_replicas == 1 < _world_size():
         what = f"num_replicas=1 has each of the {_world_size()} ranks train on all samples"
         raise _refusal("DistributedSampler", what)
@@ -143,4 +146,4 @@ def _refuse_use(sampler: Any) -> None:
 
 
 _of_other_ranks: WeakSet[Any] = WeakSet()
-"""Samplers that the driver made for other ranks than this one."""
+"""Samplers that the driver made for other ranks."""

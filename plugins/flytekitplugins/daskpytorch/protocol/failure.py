@@ -1,4 +1,4 @@
-"""The records of a rank's end: filled in by the rank and its agent, read by the driver."""
+"""Records of a rank's end. The rank and its agent write them, and the driver reads them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 MAX_TEXT = 32 << 10
-"""Characters of an exception's message, and of its traceback."""
+"""Most characters of an exception's message, and of its traceback."""
 MAX_PICKLED = 1 << 20
-"""Bytes of an exception that travels as it is; of a larger one, which may hold a batch, the text does."""
+"""Most bytes of a pickled exception. The driver gets only the text of a larger exception, which may hold a batch."""
 CONSEQUENCES = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
     r"|remote process|store->|tcpstore|timed out (after|waiting)",
     re.IGNORECASE,
 )
-"""What torch, gloo and NCCL say in a rank whose peer has gone."""
+"""Texts of errors that torch, gloo and NCCL raise in a rank whose peer has ended."""
 CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
-"""Of errors that the same code runs into again, however it got there; the last is what `q` in a debugger raises."""
+"""Types of errors that the same code raises again in each attempt. `q` in a debugger raises `BdbQuit`."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
-"""Exceptions by which a loop, an event loop or a debugger ends without an error, wherever they are raised."""
+"""Exceptions that end a loop, an event loop or a debugger without an error."""
 # The texts of GPUs' errors are those of CUDA 13's runtime, of NCCL 2.28 and of torch 2.6 to 2.15.
 GPU_FAULT = re.compile(
     r"uncorrectable (ECC|NVLink) error|over nvlink or a hardware error|is/are busy or unavailable"
@@ -41,15 +41,15 @@ GPU_FAULT = re.compile(
     r"|nvml\w+\([^)]*\) failed|(Failed to|Can't) initialize NVML|NVML_SUCCESS == (?!.*CachingAllocator)",
     re.IGNORECASE,
 )
-"""A GPU, its links, its fabric or its driver has failed, whatever the code does.
+"""Texts of errors that only a failed GPU, link, fabric or GPU driver causes.
 
-Left out are errors that code may cause, too: "unspecified launch failure", "hardware stack error" and "initialization
-error". Torch's allocator asks NVML only where memory is short, so its failed question is left out as well.
+Errors that code may cause, too, are left out: "unspecified launch failure", "hardware stack error" and "initialization
+error". Torch's allocator queries NVML only if memory is short, so its failed query is left out as well.
 """
 NCCL_MEMORY = re.compile(
     r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (malloc|calloc|host alloc)", re.IGNORECASE
 )
-"""NCCL has found too little memory on the rank's own GPU. Its error has the type that a lost peer has, too."""
+"""Texts of NCCL's errors if the rank's own GPU has too little memory. A lost peer raises the same error type."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GROUP_FILES = re.compile(
     r"/(torch/(distributed|nn/parallel|autograd)|flytekitplugins/daskpytorch/(rank|protocol|node))/"
@@ -61,36 +61,36 @@ WATCHDOG = re.compile(
     r"atchdog (caught collective operation timeout|got stuck|thread terminated with exception: (?!.*(?i:CUDA error)))"
     r"|Aborting process on rank .*due to (timeout|error - nccl)"
 )
-"""Log lines by which torch's NCCL backends (2.6 to 2.15, both of 2.15) say why they abort the process.
+"""Log lines in which torch's NCCL backends (2.6 to 2.15, both of 2.15) give the reason to abort the process.
 
-A CUDA error is left out: the watchdog is only the first thread to see an error of the rank's own kernels.
+CUDA errors are left out: the rank's own kernels cause them, and the watchdog is only the first thread to see them.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception as its rank saw it."""
+    """An exception of a rank."""
 
     type_name: str
     message: str
     traceback: str
-    """As Python prints it."""
+    """Traceback in Python's format."""
     pickled: bytes | None
-    """The exception itself, where pickling it forth and back works."""
+    """The pickled exception. None if the exception cannot be pickled and unpickled, or is too large."""
     time: float
-    """Seconds since the epoch when it reached the top of the rank."""
+    """Seconds since the epoch at which the exception left the rank's function."""
     is_consequence: bool
-    """It reads like the loss of a peer."""
+    """True if the exception reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
-    """Where the rank was: the newest step that it had named, and its signs of life since then."""
+    """Progress of the rank: the newest step that it had logged or saved, and its number of signs of life since."""
     place: str = ""
-    """File and line that raised it."""
+    """File and line that raised the exception."""
     is_final: bool = False
-    """It is certain to come again: the function had returned something of no use, or the code itself is wrong."""
+    """True if each attempt would fail alike: the function returned a useless value, or the code is wrong."""
     recalled: Recalled | None = None
-    """The rank's last collectives, where it reads like the loss of a peer."""
+    """The rank's last collectives, if the exception reads like the loss of a peer."""
     gpu_fault: str = ""
-    """Line of the exception's text by which a GPU has failed; empty for other exceptions."""
+    """Line of the exception's text that reports a failed GPU. Empty for other exceptions."""
 
     @classmethod
     def of(
@@ -122,23 +122,26 @@ class Failure:
         )
 
     def rebuilt(self) -> Exception | None:
-        """The exception in its own type: unpickled, or of a builtin type with the same text; None where neither can be.
+        """Return the exception in its own type: unpickled, or of a builtin type with the same text.
 
-        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt. One that ends its
-        catcher's loop without an error (`StopIteration`) is made a `RuntimeError`.
+        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt. Exceptions that end
+        their catcher's loop without an error (`StopIteration`) become a `RuntimeError`.
+
+        Returns:
+            The exception, or None if it cannot be rebuilt.
         """
         error: object = None
         if self.pickled is not None:
             try:
-                error = cloudpickle.loads(self.pickled)  # from our own rank, by its agent's connection
-            except BaseException:  # extensions written in Rust raise their own on wrong data
+                error = cloudpickle.loads(self.pickled)  # from the gang's own rank, over its agent's connection
+            except BaseException:  # extensions in Rust raise exceptions of their own on wrong data
                 error = None
         if error is None:
             kind = getattr(builtins, self.type_name, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
                 try:
                     error = kind(self.message)
-                except TypeError:  # UnicodeDecodeError and its like
+                except TypeError:  # types with more arguments, such as UnicodeDecodeError
                     error = None
         return raisable(error, "a rank's function") if isinstance(error, Exception) else None
 
@@ -151,41 +154,41 @@ class RankExit:
     worker: str
     host: str
     exitcode: int | None
-    """As `os.waitstatus_to_exitcode` has it; None: the worker went, and took the rank along."""
+    """Exit code from `os.waitstatus_to_exitcode`. None if the rank was lost with its worker."""
     failure: Failure | None
-    """The exception it reported."""
+    """The exception that the rank reported. None without an exception."""
     log_tail: str
     time: float
-    """Seconds since the epoch, where the exit was seen."""
+    """Time of the exit in seconds since the epoch, on the clock of the process that saw the exit."""
     out_of_memory: bool = False
-    """The container's out-of-memory killer was at work on its host."""
+    """True if the container's out-of-memory killer was active on the rank's host."""
     stopped: bool = False
-    """We ended it, after another rank's failure."""
+    """True if the gang stopped the rank, after another rank's failure."""
     hang: str | None = None
-    """It held up the others: for how long, why it is thought to, and the stacks of all ranks."""
+    """Text about the rank's hang: its duration, its evidence and the stacks of all ranks. None without a hang."""
     is_deadlock: bool = False
-    """The hang is proven to come again in each attempt."""
+    """True if the hang is proven to return in each attempt."""
     difference: str | None = None
-    """What differs in the collectives of the ranks, one of which may have failed for that."""
+    """Text about differences in the ranks' collectives, which may have caused the failure. None without any."""
     step: int | None = None
-    """The newest step that it had named."""
+    """The newest step that the rank had logged or saved. None without any."""
     agent_traceback: str | None = None
-    """The agent that watched it failed, like this."""
+    """Traceback of the rank's agent, if the agent failed."""
     watchdog: str = ""
-    """Log line by which torch's NCCL watchdog said why it aborted the rank; empty for any other end."""
+    """Log line in which torch's NCCL watchdog gave the reason to abort the rank. Empty for any other end."""
     gpu: str = ""
-    """The rank's own GPU, as messages name it; empty for a rank without one."""
+    """Name of the rank's own GPU in messages. Empty for a rank without a GPU."""
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Where it was: the newest step that it had named and, where it could still say, its signs of life since."""
+        """Progress of the rank: the newest step that it had logged or saved, and its signs of life since, if known."""
         return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
     def gpu_fault(self) -> str:
-        """Line by which the rank's GPU has failed, of its exception or its abort; empty for any other end.
+        """Line of the rank's exception or log that reports a failed GPU. Empty for any other end.
 
-        Torch's NCCL watchdog is often the first to see such an error, and aborts the rank from its own thread.
+        Torch's NCCL watchdog is often the first thread to see a failed GPU, and aborts the rank.
         """
         if not self.gpu or self.hang is not None:
             return ""
@@ -195,21 +198,24 @@ class RankExit:
 
     @property
     def is_consequence(self) -> bool:
-        """It may well have ended because another rank did."""
+        """True if the rank has probably ended because another rank did."""
         if self.hang is not None or self.gpu_fault:
             return False
         return self.stopped or bool(self.watchdog) if self.failure is None else self.failure.is_consequence
 
     @property
     def may_be_of_collective(self) -> bool:
-        """Its collective may have failed: torch raises then, and NCCL's watchdog, as gloo in its threads, aborts."""
+        """True if a collective of the rank may have failed.
+
+        Torch raises an exception for a failed collective. NCCL's watchdog and gloo's threads abort the rank.
+        """
         if self.hang is not None or self.stopped or self.gpu_fault:
             return False
         return self.failure.is_consequence if self.failure is not None else self.exitcode == -signal.SIGABRT
 
     @property
     def is_infrastructure(self) -> bool:
-        """Taken away from outside: with its worker or GPU, or by a signal that code seldom sends itself."""
+        """True if the rank ended from outside: with its worker or GPU, or by a signal that code seldom sends itself."""
         if self.gpu_fault:
             return True
         if self.failure is not None or self.hang is not None or self.out_of_memory:
@@ -220,20 +226,20 @@ class RankExit:
 
 
 def describe_exit(error: SystemExit) -> str:
-    """Return how Python ends for such an argument of `sys.exit`."""
+    """Return the exit code, and the message if any, with which Python ends after `sys.exit`."""
     code = error.code or 0
     return f"exit code {int(code)}" if isinstance(code, int) else f"exit code 1 ({code})"
 
 
 def raisable(error: BaseException, raiser: str) -> Exception:
-    """Return what a future may raise for an error: a `RuntimeError` from any that ends its catcher without an error.
+    """Return an exception that a future may raise: the error itself, or a `RuntimeError` in place of a `StopIteration`.
 
     Python does the same for a `StopIteration` that leaves a generator or a coroutine (PEP 479). Otherwise
-    `list(map(future.result, ...))` would end early in silence, and a future that waits for `asyncio` would never end.
+    `list(map(future.result, ...))` would end early in silence, and a future awaited by `asyncio` would never end.
 
     Args:
-        error: Any error.
-        raiser: Who has raised the error, for the message.
+        error: Any error. All types in `SIGNALS_TO_CALLERS`, and those that are no `Exception`, are replaced.
+        raiser: Name of the part that has raised the error, for the message.
     """
     if isinstance(error, Exception) and not isinstance(error, SIGNALS_TO_CALLERS):
         return error
@@ -244,12 +250,12 @@ def raisable(error: BaseException, raiser: str) -> Exception:
 
 
 def is_of_watchdog(line: str) -> bool:
-    """Return True if torch's NCCL watchdog says in this log line that it aborts the process."""
+    """Return True if torch's NCCL watchdog reports in this log line that it aborts the process."""
     return ("atchdog " in line or "Aborting process" in line) and WATCHDOG.search(line) is not None
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, and those that it was explicitly raised from."""
+    """Yield an exception and its chain of explicit causes (`raise ... from ...`)."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -261,8 +267,8 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 def _is_of_group(error: BaseException) -> bool:
     """Return True if an exception reads like the loss of a peer, and comes from the process group.
 
-    Torch raises its own types, or a `RuntimeError`, whose text tells. An `OSError` may come from any socket: the calls
-    that led to it tell whose.
+    Torch raises its own types, or a `RuntimeError` with a text in `CONSEQUENCES`. Any socket may raise an `OSError`, so
+    the source file that made the call decides.
     """
     if _is_memory_of_nccl(_text_of(error)):
         return False
@@ -275,7 +281,7 @@ def _is_of_group(error: BaseException) -> bool:
 
 
 def _gpu_fault_of(error: BaseException) -> str:
-    """Return the line by which a GPU has failed. Torch raises a `RuntimeError`, nvidia-ml-py a class of its own."""
+    """Return the line that reports a failed GPU, or "". Torch raises a `RuntimeError`, nvidia-ml-py its own class."""
     is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
     return _find_gpu_fault(_text_of(error)) if is_of_gpu else ""
 
@@ -287,7 +293,7 @@ def _caller_of(error: BaseException) -> str:
 
 
 def _shortened(text: str) -> str:
-    """At most `MAX_TEXT` characters of it, from both ends, and a word about the rest."""
+    """Return a text without its middle if it has more than `MAX_TEXT` characters."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2
@@ -304,26 +310,26 @@ def _text_of(error: BaseException) -> str:
         return describe_exit(error)
     try:
         return str(error)
-    except BaseException:  # of a user's own class
+    except BaseException:  # a user's own class may raise any exception
         return "<exception str() failed>"
 
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        pickling_support.install(error)  # with its traceback and causes, and whatever its __init__ asks for
+        pickling_support.install(error)  # pickles its traceback and causes, too, and works with any __init__
         data = cloudpickle.dumps(error)
         if type(pickle.loads(data)) is not type(error):  # noqa: S301 - made two lines above
             return None
-    except BaseException:  # of a user's own class
+    except BaseException:  # a user's own class may raise any exception
         return None
     return bytes(data) if len(data) <= MAX_PICKLED else None
 
 
 def _find_gpu_fault(text: str) -> str:
-    """Return the line in which an error's text, or a log, says that a GPU has failed; "" without one."""
+    """Return the line of an error's text, or of a log, that reports a failed GPU. Return "" if no line does."""
     return next((line.strip() for line in text.splitlines() if GPU_FAULT.search(line)), "")
 
 
 def _is_memory_of_nccl(text: str) -> bool:
-    """Return True if an error's text says that NCCL has found too little memory."""
+    """Return True if an error's text reports that NCCL found too little memory."""
     return NCCL_MEMORY.search(text) is not None

@@ -1,7 +1,7 @@
-"""What every connection between driver and agents carries: frames, each behind its size in eight bytes.
+"""Frames on the connections between driver and agents. Each frame begins with its size, in eight bytes.
 
-A frame is a pickled message, an agent's heartbeat or, while the two prove themselves to each other, a few bytes of a
-fixed number. Only the bytes of a checkpoint follow their announcement as they are.
+A frame holds a pickled message, an agent's heartbeat, or a part of the handshake, whose size is fixed. Only files, such
+as checkpoints, travel without frames, after the message that announces them.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
-"""Bytes to take from one peer before another has its turn."""
+"""Most bytes to read from one peer before the next peer has its turn."""
 
 
 class Frames:
-    """Takes a stream apart, in whatever pieces it comes."""
+    """Splits a stream of bytes into frames, whatever the sizes of the pieces that arrive."""
 
     def __init__(self, only: int | None = None) -> None:
         self._buffer = bytearray()
         self.only = only
-        """The size that a frame must have; None: any."""
+        """Required size of a frame's content, in bytes. None allows any size."""
 
     @property
     def wanted(self) -> int:
-        """Bytes to take next so as to leave alone what follows the frame."""
+        """Most bytes to read next without bytes of the frame after this one."""
         return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """Add what has come; the frames that have become whole.
+        """Add bytes that have arrived, and yield the frames that are complete now.
 
         Raises:
-            EOFError: Nothing has come: this is the end.
-            ConnectionRefusedError: A frame is not of the size that it must have.
+            EOFError: `data` is empty, as after the connection's end.
+            ConnectionRefusedError: A frame's size is not the required one.
         """
         if not data:
             raise EOFError
@@ -50,7 +50,7 @@ class Frames:
             yield frame
 
     def _end(self) -> int | None:
-        """Where the first frame ends, once that is known."""
+        """Return the end of the first frame in the buffer. None while its size has not arrived."""
         if len(self._buffer) < SIZE.size:
             return None
         (size,) = SIZE.unpack_from(self._buffer)
@@ -60,27 +60,27 @@ class Frames:
 
 
 class Connection:
-    """One end of a connection that both have proved themselves on. One thread may send, and one receive."""
+    """One end of a connection between driver and agent. One thread may send while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.heard_at = time.monotonic()
-        """When anything last came, on the monotonic clock."""
+        """Time of the last received bytes, in seconds on the monotonic clock."""
 
     def fileno(self) -> int:
-        """For `select` and its like; nothing that has come is kept here."""
+        """Return the socket's descriptor, for `select` and `poll`. This object buffers no received bytes."""
         return self._sock.fileno()
 
     @property
     def own_address(self) -> str:
-        """The address of this side."""
+        """IP address of this end."""
         return str(self._sock.getsockname()[0])
 
     def send(self, message: object) -> None:
         """Send one message.
 
         Raises:
-            OSError: The peer has gone.
+            OSError: The connection is broken.
         """
         self.send_frame(pickle.dumps(message))
 
@@ -88,17 +88,28 @@ class Connection:
         """Wait for the next message.
 
         Raises:
-            EOFError: The peer has ended the connection.
-            OSError: It broke.
+            EOFError: The peer has closed the connection.
+            OSError: The connection is broken.
         """
-        return pickle.loads(self.recv_frame())  # noqa: S301 - from our own gang: the peer has proved it
+        return pickle.loads(self.recv_frame())  # noqa: S301 - the peer has proved that it is of this gang
 
     def send_frame(self, frame: bytes) -> None:
-        """Send bytes as one frame."""
+        """Send bytes as one frame, with their size in front."""
         self._sock.sendall(SIZE.pack(len(frame)) + frame)
 
     def recv_frame(self, only: int | None = None, deadline: float | None = None) -> bytes:
-        """Wait for the next frame; not after a deadline on the monotonic clock."""
+        """Wait for the next frame.
+
+        Args:
+            only: Required size of the frame's content, in bytes. None allows any size.
+            deadline: Latest time of the frame's end, on the monotonic clock. None waits without limit.
+
+        Raises:
+            ConnectionRefusedError: The frame's size is not the required one.
+            EOFError: The peer has closed the connection.
+            OSError: The connection is broken.
+            TimeoutError: The deadline has passed.
+        """
         frames = Frames(only)
         while True:
             if deadline is not None:
@@ -107,31 +118,31 @@ class Connection:
                 return frame
 
     def send_file(self, path: Path) -> None:
-        """Send what is in a file, without a frame."""
+        """Send a file's content, without a frame."""
         with path.open("rb") as file:
             self._sock.sendfile(file)
 
     def read(self, size: int) -> bytes:
-        """Some bytes, as soon as there are any; none at the end."""
+        """Wait for bytes, and return at most `size` of them. Return none after the peer has closed the connection."""
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data
 
     def hang_up(self) -> None:
-        """End it for both sides; a thread that reads from it wakes up, which it would not if it were closed."""
+        """Shut the connection down for both ends. A thread that reads wakes up, unlike after `close`."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give its file back."""
+        """Close the socket's descriptor."""
         self._sock.close()
 
 
 def watch_peer(sock: socket.socket) -> None:
-    """Have the kernel notice that the other host has gone: in 10 s if nothing is being sent to that host, else in 60 s.
+    """Make the kernel detect the loss of the peer's host: in 10 s on an idle connection, else in 60 s.
 
-    The kernel ends a connection after `TCP_USER_TIMEOUT` also where the other host answers, but its process has stood
-    still and its buffers are full. A driver may stand still for half a minute, in a live migration or a call in C.
+    `TCP_USER_TIMEOUT` also ends a connection to a live host whose process does not read, once its buffers are full.
+    60 s are enough for a driver that stands still for half a minute, in a live migration or a call in C.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

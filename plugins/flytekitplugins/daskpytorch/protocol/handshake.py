@@ -1,8 +1,8 @@
-"""Driver and agent prove to each other that they are of one gang. Nothing from a connection is unpickled before.
+"""Handshake by which driver and agent prove to each other that they are of one gang, before either unpickles.
 
-The driver sends a challenge; the agent answers with one of its own and a proof, the driver with its proof. A proof is
-the HMAC of both challenges under the gang's token, which itself does not travel. The two sides' proofs differ, so that
-what an agent answers proves nobody the driver. All sizes are fixed: a stranger cannot make anybody read more.
+The driver sends a challenge. The agent answers with its own challenge and a proof, and the driver sends its proof. A
+proof is the HMAC of a role and both challenges under the gang's token. The token itself is not sent. The role keeps an
+agent's proof from passing as the driver's. All sizes are fixed, so that a stranger cannot send more.
 """
 
 import hmac
@@ -17,19 +17,19 @@ CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PATIENCE = 60.0
-"""Seconds for the driver to prove itself: it may have thousands of agents to meet, and strangers to send away."""
+"""Timeout for the driver's proof, in seconds. The driver may have thousands of agents and some strangers to answer."""
 
 
 def challenge() -> bytes:
-    """What the driver begins with."""
+    """Return random bytes that the peer's proof must cover."""
     return os.urandom(CHALLENGE_SIZE)
 
 
 def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
-    """The driver's proof, for an agent that has proved itself.
+    """Check an agent's answer to the driver's challenge, and return the driver's proof.
 
     Raises:
-        ConnectionRefusedError: This is no agent of the gang.
+        ConnectionRefusedError: The peer does not know the gang's token.
     """
     theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
     if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
@@ -38,11 +38,11 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
-    """The agent's side; takes the socket over.
+    """Do the agent's side of the handshake on a socket, and return the connection that owns the socket now.
 
     Raises:
-        ConnectionAbortedError: Whoever is there has hung up before that was clear; the connection is closed.
-        ConnectionRefusedError: This is not the gang's driver; the connection is closed.
+        ConnectionAbortedError: The peer closed the connection before its proof. The socket is closed.
+        ConnectionRefusedError: The peer does not know the gang's token, or sent no proof in time. The socket is closed.
     """
     connection, begun_at = Connection(sock), time.monotonic()
     try:

@@ -1,19 +1,22 @@
-"""An agent's sign of life, each second or so, with those of all its ranks: a frame that needs no unpickling.
+"""An agent's heartbeat, about every second: a frame with its ranks' signs of life that needs no unpickling.
 
-A driver of thousands of agents hears thousands of them a second. That one has come is all that most of them say.
+The driver of thousands of agents receives thousands of heartbeats a second. Most have no content but their arrival.
 """
 
 import struct
 from collections.abc import Iterator, Mapping
 
 MARK = b"\0"
-"""How it begins, and no pickle does."""
+"""First byte of a heartbeat. No pickle begins with this byte."""
 RANK = struct.Struct("!IQ")
-"""A rank, and how many signs of life it has given so far."""
+"""A rank, and its number of signs of life so far."""
 
 
 def packed(num_moves: Mapping[int, int]) -> bytes:
-    """The frame of an agent whose ranks have given so many signs of life; those that it has not heard of are left out.
+    """Return an agent's heartbeat.
+
+    Args:
+        num_moves: Rank -> number of signs of life so far. Ranks without news may be left out.
 
     Examples:
         >>> from flytekitplugins.daskpytorch.protocol import heartbeat
@@ -25,10 +28,10 @@ def packed(num_moves: Mapping[int, int]) -> bytes:
 
 
 def is_heartbeat(frame: bytes) -> bool:
-    """Whether this frame is one, and not a message."""
+    """Return True if a frame is a heartbeat, False if it is a message."""
     return frame[:1] == MARK
 
 
 def unpacked(frame: bytes) -> Iterator[tuple[int, int]]:
-    """Each rank of which the frame tells, and its signs of life so far."""
+    """Yield each rank in a heartbeat, with its number of signs of life so far."""
     return RANK.iter_unpack(memoryview(frame)[1:])

@@ -1,4 +1,7 @@
-"""The host of a task, Flyte or none: how all else asks for it, and how it ends gangs. Runs in driver and ranks."""
+"""Interface of a task's host, such as Flyte: the execution, its storage and secrets, and preemption.
+
+Runs in driver and ranks.
+"""
 
 import contextlib
 import weakref
@@ -16,98 +19,101 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StoragePaths:
-    """Where checkpoints come from and go to."""
+    """Folders that a gang loads checkpoints from and saves checkpoints to."""
 
     files: "Files"
-    """The file system of `previous` and `own`."""
+    """File system of `previous` and `own`."""
     previous: str | None
-    """Folder of the attempt before."""
+    """Folder of the task's attempt before this one. None without any."""
     own: str
-    """Folder of this attempt."""
+    """Folder of this attempt of the task."""
     is_claimed: bool = False
     """True if two gangs may be given the same folder at the same time."""
     prepare: Callable[[], object] = lambda: None
-    """Called before a checkpoint or the manifest is written."""
+    """Function to call before each write of a checkpoint or the manifest."""
     shards: str | None = None
     """Folder or fsspec URL below which this attempt's ranks write sharded checkpoints. None means `own`."""
     previous_shards: str | None = None
-    """Folder or fsspec URL of the attempt before, likewise. None means `previous`."""
+    """Folder or fsspec URL with the sharded checkpoints of the attempt before. None means `previous`."""
 
 
 class Execution:
-    """What this process executes, as its host knows it. As it stands here: nothing, since there is no host."""
+    """The host's execution that this process is part of. This base class stands for a process without a host."""
 
     name: str | None = None
-    """The execution's; `local` in local runs."""
+    """Name of the execution. `local` in local runs, None without a host."""
     task: object = None
-    """Stands for the task: the same object for as long as it runs; None outside one."""
+    """Token of the running task, the same object for the task's whole run. None outside a task."""
 
     def checkpoint_paths(self, key: str) -> StoragePaths | None:
-        """Where the gang of this key keeps its checkpoints; None where no other attempt will look for them."""
+        """Return the checkpoint folders of the gang with this key. None if no other attempt will look for them."""
         return None
 
     def filesystem(self, uri: str) -> Any:
-        """The fsspec file system of a folder or an fsspec URL, with what the host knows of how to get there."""
+        """Return the fsspec file system of a folder or an fsspec URL, with the host's credentials and settings."""
         return open_filesystem(uri)
 
     def new_folder(self) -> str | None:
-        """The URI of a folder that nobody else has, among the outputs of the task; None where nothing has outputs."""
+        """Return the URI of a new folder among the task's outputs. None if the host stores no outputs."""
         return None
 
     def put_folder(self, folder: "Path", uri: str) -> None:
         """Upload the files of a folder to `new_folder()`, if that is a URL.
 
         Raises:
-            Exception: The storage does not take them. The host's error decides whether the task is tried again.
+            Exception: The upload failed. The type of the host's error decides whether the task is retried.
         """
         raise NotImplementedError
 
     def in_ranks(self) -> "Execution | None":
-        """What stands for it in ranks without a `RankHost`, where it is pickled to; None: they need nothing of it."""
+        """Return the execution to pickle for ranks without a `RankHost`. None if those ranks need none."""
         return None
 
     def secret(self, name: Any) -> str:
-        """The value of a secret with this group, key and group version, as `flytekit.Secret` has them.
+        """Return the value of a secret.
+
+        Args:
+            name: The secret's `group`, `key` and `group_version`, as `flytekit.Secret` has them.
 
         Raises:
-            ValueError: There is none of this name.
+            ValueError: The host has no secret of this name.
         """
         raise ValueError(f"there is no secret {name.group}/{name.key}: nothing here keeps secrets")
 
 
 class RankHost(Protocol):
-    """What a rank has of its host. Made in the driver, opened in the rank, and bytes to whoever passes it on."""
+    """The host's part in a rank. The driver makes and pickles the object, and the rank unpickles it."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Have the host's own functions work in the rank as in any task; all that follows is called within."""
+        """Return a context in which the host's own functions work as in any task. Enter before all other methods."""
 
     def arguments(self) -> dict[str, Any]:
-        """The task's inputs, as this rank's own values."""
+        """Return the task's inputs as values of this rank, by name."""
 
     def outputs(self, returned: Any) -> object:
-        """What rank 0's return value is to the driver: it goes there pickled."""
+        """Convert rank 0's return value to the object that is pickled for the driver."""
 
     def results_folder(self) -> object:
-        """The folder of all that the ranks submit, as a task may return it."""
+        """Return the folder of all submitted results, as an object that a task may return."""
 
 
 def open_filesystem(uri: str, **options: Any) -> Any:
-    """The fsspec file system of a folder or an fsspec URL; see `url_to_fs`."""
+    """Return the fsspec file system of a folder or an fsspec URL (see `url_to_fs`)."""
     return url_to_fs(uri, **options)[0]
 
 
 def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path there: `fsspec.url_to_fs`, also beside Flyte 2's SDK.
+    """Return the fsspec file system of a path or URL, and the path there, like `fsspec.url_to_fs`.
 
-    An import of that SDK has fsspec give out, for `s3://`, `gs://` and `abfs://`, a file system whose functions are
-    coroutines. Here it is the one that fsspec itself has: s3fs's, gcsfs's, adlfs's.
+    Unlike `fsspec.url_to_fs`, works beside Flyte 2's SDK, too. That SDK registers a file system for `s3://`, `gs://`
+    and `abfs://` whose functions are coroutines. This function returns s3fs's, gcsfs's or adlfs's file system instead.
 
     Args:
         uri: A path, or an fsspec URL such as `s3://bucket/prefix`.
-        options: What the file system needs besides what the environment says, by its own names.
+        options: The file system's own options, in addition to its settings in the environment.
 
     Raises:
-        ImportError: The package of that file system is not installed; the message names it.
+        ImportError: The package of the file system is not installed. The message names the package.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import url_to_fs
@@ -131,7 +137,7 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
 
 
 def current_execution() -> Execution:
-    """Return what is being executed here. Costs nothing where no host was imported, and imports none."""
+    """Return the host's execution that this process is part of. Imports no host, and is cheap without one."""
     executions = [current() for current in _hosts]
     in_task = [each for each in executions if each.task is not None]
     return next(iter([*in_task, *reversed(_known), *executions]), Execution())
@@ -139,7 +145,7 @@ def current_execution() -> Execution:
 
 @contextlib.contextmanager
 def known_to_threads() -> Iterator[None]:
-    """Have threads that a task's function starts find the task, too: the context of its host is not theirs."""
+    """Let threads that a task's function starts find the task. They do not inherit the host's context variables."""
     known = current_execution()
     _known.append(known)
     try:
@@ -149,9 +155,13 @@ def known_to_threads() -> Iterator[None]:
 
 
 def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
-    """Have a host answer from now on, called when it is imported; `is_last`: and no other.
+    """Register a host. Each host calls this function when it is imported.
 
-    Of several hosts the one answers whose task runs here, and where none does the newest.
+    If several hosts are registered, `current_execution` takes the one whose task runs here, else the newest.
+
+    Args:
+        current: Returns the host's current execution.
+        is_last: True replaces all other hosts, earlier and later ones.
     """
     global _has_last
     if is_last:
@@ -162,23 +172,23 @@ def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
 
 
 _known: list[Execution] = []
-"""Executions of the tasks that run here and may have threads, the newest last."""
+"""Executions in blocks of `known_to_threads`, the newest last."""
 _hosts: list[Callable[[], Execution]] = []
 _has_last = False
 
 
 class Preemptible(Protocol):
-    """What runs in this process and must end when the task is told to."""
+    """A gang of this process that ends early if the task is preempted."""
 
     def preempt(self, reason: str) -> None:
-        """Save and end; called by a signal handler."""
+        """Save a checkpoint and end. A signal handler calls this method."""
 
 
 running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
 
 
 def preempt_all(reason: str) -> bool:
-    """Have all gangs of this process save a checkpoint and end; whether there are any."""
+    """Make all gangs of this process save a checkpoint and end. Return True if this process has any."""
     present = list(running)
     for preemptible in present:
         preemptible.preempt(reason)

@@ -1,4 +1,4 @@
-"""What the driver and an agent say to each other, over a connection of their own. Imports neither Dask nor torch."""
+"""Messages between the driver and an agent, over one connection for each agent. Imports neither Dask nor torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,54 +13,54 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOrder:
-    """How an agent finds its driver."""
+    """Settings with which an agent starts and finds its driver."""
 
     worker: str
-    """The address of the worker that it should run on."""
+    """Address of the worker that the agent runs on."""
     driver: tuple[str, int]
-    """Host and port."""
+    """Host and port of the driver."""
     num_ranks: int
-    """How many ranks it will be told to start, so that they can be forked while all meet."""
+    """Number of ranks that the agent will start. The agent forks them before `Start`, while the agents connect."""
     token: bytes = field(repr=False)
-    """By which agent and driver know each other; see `handshake`."""
+    """Secret of the gang, by which agent and driver recognise each other (see `handshake`)."""
     num_gpus: int = 0
-    """GPUs that the worker's limits ask for; 0 where nobody knows."""
+    """Number of GPUs in the worker's resource limits. 0 if unknown."""
     folder: Path | None = None
-    """The driver's for checkpoints: where it is on this machine, too, files need not travel."""
+    """The driver's folder for checkpoints. An agent that can reach the folder need not send them."""
 
 
 OnFailure = Callable[[str, Exception], None]
-"""Called with a worker and an error: its agent could not be started, or ended in an error."""
+"""Function to call with a worker and an error if its agent could not start, or ended in an error."""
 
 
 class AgentLauncher(Protocol):
-    """Starts agents, one per worker, wherever those are."""
+    """Starts agents, one per worker, on a Dask cluster or another kind of workers."""
 
     workers: Sequence[str]
-    """The workers to begin with, in the order of their ranks."""
+    """Addresses of the first attempt's workers, in the order of their ranks."""
     num_wanted: int
-    """How many workers the gang is to have."""
+    """Number of workers that the gang should have."""
     host: str
-    """The address at which the workers can reach this process."""
+    """IP address at which the workers can reach this process."""
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start agents."""
+        """Start an agent for each order, without a wait for the agents."""
 
     def present(self) -> Sequence[str]:
-        """All workers that are there now, these and others.
+        """Return the addresses of all workers that exist now, in the gang or not.
 
         Raises:
-            OSError: Nobody answers that question.
+            OSError: The scheduler does not answer.
         """
 
     def is_connected(self) -> bool:
-        """Whether whoever knows the workers can be asked."""
+        """Return True if the scheduler, or whichever process knows the workers, is connected."""
 
     def hindrance(self) -> str:
-        """Return what is known to keep workers away, as text to append to a message; empty if nothing is."""
+        """Return the known reason for missing workers, as text to append to a message. Empty without any."""
 
     def close(self) -> None:
-        """Forget the agents; they end with their connections."""
+        """Forget the agents. They end when their connections to the driver close."""
 
 
 # ---- From the agent ...
@@ -68,16 +68,16 @@ class AgentLauncher(Protocol):
 
 @dataclass(frozen=True)
 class Hello:
-    """The agent is there."""
+    """An agent's first message: its node and its port."""
 
     node: Node
     meets_at: tuple[str, int]
-    """Host and port where the ranks of a gang can meet whose rank 0 is here."""
+    """Host and port of the rendezvous store, if rank 0 runs on this node."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """What a rank has reported, unopened; see `reports`."""
+    """Pickled reports of a rank, passed on by its agent (see `reports`)."""
 
     rank: int
     reports: bytes
@@ -85,7 +85,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a rank wrote to its standard output and error."""
+    """Lines of a rank's standard output and error."""
 
     rank: int
     lines: list[str]
@@ -93,29 +93,29 @@ class Lines:
 
 @dataclass(frozen=True)
 class Exited:
-    """A rank ended."""
+    """The end of a rank's process."""
 
     rank: int
     exitcode: int
     stopped: bool
-    """It was told to."""
+    """True if the agent had stopped the rank."""
     out_of_memory: bool
     log_tail: str
     time: float
     watchdog: str = ""
-    """Log line by which torch's NCCL watchdog said why it aborted the rank."""
+    """Log line in which torch's NCCL watchdog gave the reason to abort the rank. Empty for any other end."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The agent itself failed, and its ranks with it."""
+    """An error of the agent itself, which ends its ranks, too."""
 
     traceback: str
 
 
 @dataclass(frozen=True)
 class NotSent:
-    """A checkpoint that was asked for cannot be sent, for this reason."""
+    """The agent's answer to `Fetch` if it cannot send the checkpoint, with the reason."""
 
     file: CheckpointFile
     reason: str
@@ -123,19 +123,20 @@ class NotSent:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The agent's worker is being taken away: it was told to close."""
+    """The agent's worker is closing, as its scheduler or a signal demands."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a rank does that was signalled: the traceback of its main thread, or why there is none."""
+    """The agent's answer to `Dump` for one rank."""
 
     rank: int
     text: str
+    """Traceback of the rank's main thread, or the reason why the rank wrote none."""
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Stacks
-"""Besides, about every second, a `heartbeat`."""
+"""All messages of an agent but its `heartbeat`, which follows about every second."""
 
 
 # ---- ... and to it
@@ -143,7 +144,7 @@ FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Sta
 
 @dataclass(frozen=True)
 class Start:
-    """Start these ranks."""
+    """Start ranks at these places."""
 
     job: Job
     code: Code
@@ -152,47 +153,47 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """End all ranks: something failed, or the training is not to go on."""
+    """Stop all ranks, after a failure or because the training should end."""
 
     grace: float
-    """Seconds until they are killed."""
+    """Grace period in seconds, after which the agent kills the ranks."""
     main_grace: float
-    """The same for rank 0, which may have something to close."""
+    """Grace period of rank 0 in seconds. Rank 0 may have trackers to close."""
     reason: str | None = None
-    """Why a training that did not fail is not to go on."""
+    """Reason to stop a training that did not fail. None after a failure."""
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Pass this on to every rank."""
+    """Pass an order on to every rank."""
 
     order: OrderToAll
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Signal these ranks, which do not answer, to write down their stacks; send what there is of each."""
+    """Signal ranks that do not answer to write their stacks to files, and send the files' texts."""
 
     ranks: list[int]
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Send this checkpoint, which one of the agent's ranks has written, over a connection of its own."""
+    """Send a checkpoint that one of the agent's ranks has written, over a connection of its own."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Bring:
-    """Have this checkpoint in the agent's folder, and pass it on to every rank that it is there, or will not be."""
+    """Download a checkpoint to the agent's folder, and tell every rank that it has arrived or will not arrive."""
 
     chosen: Arrived
 
 
 @dataclass(frozen=True)
 class Close:
-    """The gang is over."""
+    """End: the gang is over."""
 
 
 ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
@@ -203,20 +204,20 @@ ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
 
 @dataclass(frozen=True)
 class Upload:
-    """Here comes a checkpoint."""
+    """The agent's announcement of a checkpoint, whose bytes follow."""
 
     file: CheckpointFile
     is_there: bool = False
-    """Nothing follows: it lies in the driver's folder."""
+    """True if no bytes follow, as the checkpoint is in the driver's folder already."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """Please send a checkpoint."""
+    """The agent's request for a checkpoint."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class DownloadLarge:
-    """Please send what is large in the call."""
+    """The agent's request for the large arguments of the call."""

@@ -1,4 +1,4 @@
-"""What a rank is told: before it starts, and while it runs. Filled in by driver and agent, read by the rank."""
+"""Orders to a rank from the driver and its agent, before the rank starts and while it runs."""
 
 import os
 import signal
@@ -22,70 +22,70 @@ from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.settings import Profile
 
 STOPPED = 143
-"""The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
+"""Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
 DUMP_SIGNAL = signal.SIGQUIT
-"""Has a rank write down its main thread's stack, as it has a Java machine; also good for `kill -QUIT` by hand."""
+"""Signal on which a rank writes its main thread's stack to a file, as a Java VM does. Users may send it by hand."""
 MAX_STACKS = 64 << 10
-"""Bytes of a rank's stacks."""
+"""Most bytes of a rank's stacks."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
-"""Nobody but a nanny sets it, as a rule."""
+"""Environment variable that, as a rule, only a Dask nanny sets."""
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""`distributed.nanny.pre-spawn-environ` up to distributed 2026.8. A nanny keeps what its own environment has."""
+"""`distributed.nanny.pre-spawn-environ` up to distributed 2026.8. A nanny keeps values from its own environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is the same for all the ranks of a gang. Holds the user's objects only as bytes."""
+    """Settings of an attempt that all ranks share. The user's objects are bytes here."""
 
     gang: str
     attempt: int
-    """Which attempt of the gang; each has a rendezvous store of its own."""
+    """Number of the gang's attempt. Each attempt has a rendezvous store of its own."""
     call: bytes
-    """From `code.pack_call`."""
+    """The pickled call from `code.pack_call`."""
     large: Address | None = None
-    """Where the driver has what is large in the call; None: nothing is."""
+    """The driver's shared memory with the call's large arguments. None if the call has none."""
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store, which rank 0 serves; None where the only rank has nobody to meet."""
+    """Host and port of the rendezvous store in rank 0. None for a single rank without a store."""
     timeout: float
-    """Seconds for all ranks to meet."""
+    """Timeout of the rendezvous, in seconds."""
     devices: Literal["own", "all"] = "own"
-    """Which of its worker's GPUs a rank sees."""
+    """GPUs that a rank sees: its own, or all of its worker's."""
     max_restarts: int = 0
-    """How often a gang may start again, for code that asks."""
+    """Most restarts of the gang, for user code that reads torchrun's variable."""
     checkpoint: CheckpointFile | None = None
-    """What the attempt starts from."""
+    """Checkpoint from which the attempt starts. None on a fresh start, or if the checkpoint is sharded."""
     sharding: Sharding | None = None
-    """Where sharded checkpoints go and come from; None: nowhere."""
+    """Folders of sharded checkpoints. None if the gang has no storage for them."""
     kept: Sequence[SavedCheckpoint] = ()
-    """All that are kept when it starts."""
+    """Checkpoints that are kept at the attempt's start."""
     storage: str | None = None
-    """The folder that checkpoints are copied to."""
+    """Folder to which checkpoints are uploaded. None without storage."""
     best_by: str | None = None
-    """The metric that the best are kept by."""
+    """Name of the metric that ranks the checkpoints. None if the gang keeps no best ones."""
     pulse: float | None = None
-    """Seconds between two reports of how far a rank has come; None: nobody asks."""
+    """Seconds between two reports of a rank's progress. None if the gang detects no hangs."""
     profile: Profile | None = None
-    """Steps to be recorded."""
+    """Steps to profile. None if the gang profiles none."""
     hints: bool = False
-    """Tell (`Hint`) of what looks forgotten."""
+    """True if ranks report forgotten calls as `Hint`."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
-    """A pickled `RankHost`; without one results travel pickled, from every rank."""
+    """Pickled `RankHost`. None without a host: all ranks then return pickled results."""
     execution: bytes | None = field(default=None, repr=False)
-    """Of ranks without one: a pickled `Execution`, by which they reach the host's storage; it may hold secrets."""
+    """Pickled `Execution` for ranks without a `RankHost`, by which they reach the host's storage. May hold secrets."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The host's variables; they may hold secrets."""
+    """Environment variables of the host. They may hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
-    """For rank 0; see `Observers.for_rank`."""
+    """Pickled observers for rank 0 (see `Observers.for_rank`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """All that one rank is told; the first message on its channel.
+    """Settings of one rank: the first message on its channel.
 
-    Where it is to serve the rendezvous store, the socket follows that this listens on; see `serves_store`.
+    If the rank serves the rendezvous store (`serves_store`), the store's listening socket follows.
     """
 
     place: Place
@@ -93,20 +93,20 @@ class RankOrder:
     sources: Sources
     program: Program
     scratch: str
-    """The agent's folder: checkpoints come and go through it."""
+    """The agent's folder, where the rank reads and writes checkpoints."""
     driver_folder: str | None = None
-    """The driver's, which what is returned goes through; None where it is not on this machine."""
+    """The driver's folder, where the rank writes a large return value. None if the folder is on another machine."""
     directory: str
     path: Sequence[str]
-    """The agent's `sys.path` of the moment."""
+    """The agent's current `sys.path`."""
     environment: dict[str, str] = field(repr=False)
-    """The whole of the rank's environment; it may hold secrets."""
+    """All environment variables of the rank. They may hold secrets."""
     data: WorkerData | None = None
-    """The way to what the Dask worker here holds; None where there is none."""
+    """Connection details of the node's Dask worker, for partitions that it holds. None without a Dask worker."""
 
     @property
     def serves_store(self) -> bool:
-        """Whether it is here that the ranks meet."""
+        """True if this rank serves the rendezvous store."""
         return self.place.rank == 0 and self.job.store is not None
 
 
@@ -115,130 +115,132 @@ class RankOrder:
 
 @dataclass(frozen=True)
 class Hold:
-    """Hold back the next call of `should_stop`, and report (`Held`) how many there were."""
+    """Block the next call of `should_stop`, and report the number of calls so far (`Held`)."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Let those calls through: they return False up to this one, True from the next."""
+    """Unblock `should_stop`."""
 
     last_call: int
+    """Number of the last call that returns False. Later calls return True."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """All that will be done for this sharded checkpoint has been done: the next one may be written."""
+    """The driver has finished a sharded checkpoint. The ranks may write the next one."""
 
     number: int
-    """As in `WrittenShards`."""
+    """Number of the checkpoint, as in `WrittenShards`."""
     step: int
     committed: bool
-    """It is whole, and named in the manifest."""
+    """True if the checkpoint is complete and in the manifest."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which checkpoints are kept now."""
+    """The checkpoints that are kept now."""
 
     checkpoints: Sequence[SavedCheckpoint]
 
 
 @dataclass(frozen=True)
 class Locate:
-    """Report where you are (`Located`), and your last collectives (`Remembered`)."""
+    """Report the rank's stacks and progress (`Located`), and its last collectives (`Remembered`)."""
 
     look: int = 0
-    """Which look of the search for deadlocks asks; `Located` repeats the number. 0: another asks."""
+    """Number of the deadlock search's look, which `Located` repeats. 0 if another part asks."""
 
 
 @dataclass(frozen=True)
 class ShowStacks:
-    """Write to the log what all threads do."""
+    """Write the stacks of all threads to the log."""
 
 
 @dataclass(frozen=True)
 class Accounted:
-    """Where the gang's time has gone, for those who have asked (`reports.GoodputWanted`)."""
+    """The gang's goodput, in answer to `reports.GoodputWanted`."""
 
     number: int
+    """Number of the request."""
     goodput: Goodput
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The terminal is this rank's debugger's."""
+    """Grant the terminal to this rank's debugger."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Interrupt:
-    """Ctrl-C was pressed at this rank's prompt."""
+    """The user pressed Ctrl-C at this rank's prompt."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Leave:
-    """The functions of all ranks have returned: nobody needs you any more."""
+    """End: the functions of all ranks have returned."""
 
 
 # ---- ... and from the agent
 
 
 START = 0
-"""The number of the checkpoint that an attempt starts from, among those that ranks wait for; ..."""
+"""`Arrived.number` of the checkpoint from which an attempt starts."""
 LARGE_ARGUMENTS = -1
-"""... and that of what is large in the call. Numbers from 1 up are those of `reports.Wanted`."""
+"""`Arrived.number` of the call's large arguments. Numbers from 1 up are those of `reports.Wanted`."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """What ranks wait for is on their node, or will not come."""
+    """A checkpoint, or the call's large arguments, has arrived on the ranks' node, or will not arrive."""
 
     attempt: int
     number: int
-    """Says what it is; see `START`."""
+    """`START`, `LARGE_ARGUMENTS`, or the number of a rank's request."""
     value: CheckpointFile | ShardedCheckpoint | Address | None = None
-    """A checkpoint in the agent's folder, or in storage if it is sharded, or the arguments' memory. None: there is no
-    such checkpoint."""
+    """A checkpoint in the agent's folder, a sharded checkpoint in storage, or the arguments' shared memory. None if the
+    gang has no checkpoint of the wanted step."""
     failure: str | None = None
-    """Why it will not come."""
+    """Reason why the object will not arrive. None without a failure."""
 
 
 @dataclass(frozen=True)
 class Quit:
-    """End at once."""
+    """Exit at once."""
 
     reason: str | None
-    """Why a training that did not fail is not to go on; for observers in rank 0."""
+    """Reason to stop a training that did not fail, for observers in rank 0. None after a failure."""
     grace: float
-    """Seconds until it is killed."""
+    """Grace period in seconds, after which the agent kills the rank."""
 
 
 OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
 OrderToRank = OrderToAll | Arrived
-"""What a rank does, and goes on."""
+"""All orders after which the rank goes on."""
 Order = OrderToRank | Quit
 
 
 def environment(
     base: Mapping[str, str], place: Place, job: Job, interface: str | None, scratch: Path
 ) -> dict[str, str]:
-    """A rank's environment: the worker's own, the execution's names, and the variables that `torchrun` sets.
+    """Return a rank's environment variables: the worker's, the host's, and those that `torchrun` sets.
 
     Args:
-        base: The agent's own.
-        place: The rank's.
-        job: The gang's.
-        interface: The network interface that reaches the driver, where that is known.
+        base: The agent's environment.
+        place: The rank's place.
+        job: The settings that all ranks share.
+        interface: The network interface that reaches the driver. None if unknown.
         scratch: The agent's folder.
     """
     host, port = job.store or _own_store()
     env = {**_without_nannys(base), **job.environment}
     env |= {
         "RANK": str(place.rank),
-        # What most code passes to set_device; so does `torchrun --virtual-local-rank` where a rank sees one GPU.
+        # Most code passes it to set_device. `torchrun --virtual-local-rank` sets 0, too, if a rank sees one GPU.
         "LOCAL_RANK": "0" if job.devices == "own" and place.gpu is not None else str(place.local_rank),
         "NODE_LOCAL_RANK": str(place.host_rank),
         "WORLD_SIZE": str(place.world_size),
@@ -250,37 +252,37 @@ def environment(
         "ROLE_WORLD_SIZE": str(place.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        # With it env:// joins the gang's store; without, rank 0 opens one.
+        # True makes env:// join the gang's store. With False, rank 0 opens a store of its own.
         "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
         "TORCHELASTIC_RUN_ID": job.gang,
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        # Where torch's `record` writes an exception down.
+        # File to which torch's `record` writes an exception.
         "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
         "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
     }
     env.setdefault("OMP_NUM_THREADS", str(place.num_threads))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
-        env.setdefault("TORCH_FR_BUFFER_SIZE", str(2 * MAX_COLLECTIVES))  # to tell torch's 2000 takes 0.1 s
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name of the variable
+        env.setdefault("TORCH_FR_BUFFER_SIZE", str(2 * MAX_COLLECTIVES))  # a report of torch's 2000 takes 0.1 s
     if interface is not None:
-        # gloo listens where the host's name resolves to, which on many machines is a loopback address.
+        # gloo listens at the address of the host's name, which is a loopback address on many machines.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
     return env
 
 
 def _own_store() -> tuple[str, int]:
-    """Where the only rank of a gang may open a store for itself."""
+    """Return a free local address, where the only rank of a gang may open a store for itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return "127.0.0.1", server.getsockname()[1]
 
 
 def _without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment less what a nanny has set.
+    """Return the environment without the variables that a Dask nanny has set.
 
-    A nanny sets the variables in its own process, too: in the program that makes a `LocalCluster`. So the user's are
-    those with other values, and those that the program or its nanny was started with.
+    A nanny also sets the variables in its own process, such as the program that makes a `LocalCluster`. So the user's
+    variables are those with other values, and those with which the program or its nanny started.
     """
     if NANNYS_MARK not in environment:
         return dict(environment)
@@ -293,7 +295,7 @@ def _without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _before_nanny() -> Mapping[str, str]:
-    """Return what the nearest process that no nanny has started was started with: this one or one above it."""
+    """Return the start environment of the nearest process, this one or an ancestor, that no nanny has started."""
     pid = os.getpid()
     while pid > 1:
         try:
@@ -301,7 +303,7 @@ def _before_nanny() -> Mapping[str, str]:
             if NANNYS_MARK not in at_start:
                 return at_start
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # another user's, or it has ended
+        except OSError:  # another user's process, or it has ended
             break
     return {}
 
@@ -312,5 +314,5 @@ def _at_start(pid: int) -> dict[str, str]:
 
 
 def stacks_path(scratch: Path, place: Place) -> Path:
-    """Where a rank that does not answer writes down its stacks, in a signal handler."""
+    """Return the file to which a rank's signal handler writes its stacks."""
     return scratch / f"stacks-{place.local_rank}"
