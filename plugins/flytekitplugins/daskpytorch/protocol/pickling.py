@@ -1,8 +1,8 @@
-"""The user's objects as bytes. What `__main__` defines travels by value, and becomes the `__main__` of the rank.
+"""Pickles of the user's objects. Definitions of `__main__` are pickled by value, and the rank's `__main__` gets them.
 
-A class that is unpickled by value is in no module, so that plain `pickle` could not name it: in `all_gather_object`,
-`torch.save`, or what goes to a worker of a DataLoader. So functions come with the namespace of the rank's `__main__`
-as their globals, and whatever the bytes reach of the driver's is put there under its own name.
+A class that is unpickled by value belongs to no module, so that plain `pickle` cannot name the class. The rank needs
+such a name in `all_gather_object`, in `torch.save`, and for the workers of a DataLoader. So unpickled functions have
+the namespace of the rank's `__main__` as their globals. All definitions that a pickle reaches are put there by name.
 """
 
 import copyreg
@@ -21,16 +21,19 @@ import cloudpickle
 from flytekitplugins.daskpytorch.protocol import driver_objects
 
 LARGE = 1 << 20
-"""Bytes of an array's or a tensor's memory from which on it need not be in the pickle."""
+"""Least bytes of an array or a tensor whose memory may stay outside the pickle."""
 
 
 def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], object] | None = None) -> bytes:
-    """Pickle a value together with all that it reaches in `__main__`.
+    """Pickle a value, with all definitions of `__main__` that the value reaches.
 
-    What is large in it goes to `put_aside`, as it lies in memory; with None it is in the pickle, too.
+    Args:
+        value: Any object.
+        max_size: Most bytes of the pickle. None means no limit.
+        put_aside: Takes the memory of each large array and tensor. None leaves them in the pickle.
 
     Raises:
-        OverflowError: It takes more than `max_size` bytes, or something in it does.
+        OverflowError: The pickle, or an object in it, has more than `max_size` bytes.
     """
     file = io.BytesIO() if max_size is None else _Bounded(max_size)
     pickler = _Pickler(file, max_size, put_aside)
@@ -40,11 +43,16 @@ def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memor
 
 
 def loads(data: bytes | memoryview, aside: Iterable[memoryview] = ()) -> Any:
-    """The value, which uses what was put aside as it is; definitions with it are in `__main__` from now on."""
+    """Return the value of a pickle, and put the definitions in the pickle into `__main__`.
+
+    Args:
+        data: The pickle from `dumps`.
+        aside: The memory that `dumps` has put aside, in order. The value uses the memory without a copy.
+    """
     namespace = vars(sys.modules["__main__"])
-    present = dict(namespace)  # stays: functions that ask for `__file__` bring the driver's
+    present = dict(namespace)  # restored below: functions that use `__file__` bring the driver's value
     file = io.BytesIO(data)
-    unpickler = pickle.Unpickler(file, buffers=aside)  # noqa: S301 - from our own driver, by our agent's pipe
+    unpickler = pickle.Unpickler(file, buffers=aside)  # noqa: S301 - from the gang's own driver, over the agent's pipe
     value = unpickler.load()
     while file.tell() < len(data):
         namespace.update(unpickler.load())
@@ -53,22 +61,25 @@ def loads(data: bytes | memoryview, aside: Iterable[memoryview] = ()) -> Any:
 
 
 def definitions() -> dict[str, Any]:
-    """The classes and functions that `__main__` itself defines, by their names."""
+    """Return the classes and functions that `__main__` itself defines, by name."""
     namespace = vars(sys.modules["__main__"])
     return {name: value for name, value in list(namespace.items()) if _name_in_main(value) == name}
 
 
 def spare_parts(max_size: int) -> Mapping[str, bytes]:
-    """The classes of `__main__`, each by itself, for who finds their names in a file; those that are small and can be.
+    """Pickle each class of `__main__` by itself, for ranks that load files which name the classes.
 
-    What the function reaches comes with its call, and this is not looked at.
+    The classes that the function reaches come with its call. The rank uses these pickles only for others.
+
+    Args:
+        max_size: Most bytes of a pickle. Larger classes, and those that cannot be pickled, are left out.
     """
     parts = {}
     for name, value in definitions().items():
         if isinstance(value, type):
             try:
                 parts[name] = dumps(value, max_size)
-            except Exception:  # noqa: S112 - whatever a user's own object may raise; it was not asked for
+            except Exception:  # noqa: S112 - a user's object may raise any exception
                 continue
     return parts
 
@@ -79,7 +90,7 @@ def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ..
 
 
 def _code(file_name: str, *parts: Any) -> CodeType:
-    """Code that knows its file, for tracebacks, debuggers and `inspect`: since 3.1.3 cloudpickle leaves that out."""
+    """Make a code object with its file name, for tracebacks, debuggers and `inspect`. Cloudpickle >= 3.1.3 omits it."""
     return CodeType(*parts).replace(co_filename=file_name)
 
 
@@ -102,17 +113,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
 
     def dump_definitions(self) -> None:
-        """Pickle what has been reached of `__main__`, by its names, with what that reaches."""
+        """Pickle the definitions of `__main__` that the value has reached, and those that they reach in turn."""
         done: set[str] = set()
         while new := self._reached - done:
             self.dump({name: self._namespace[name] for name in sorted(new)})
             done |= new
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take note of `__main__`, and of modules that are objects of a class of their own: these go by name.
+        """Note definitions of `__main__`, and choose how to pickle the objects that cloudpickle cannot handle.
 
-        Cloudpickle takes `torch.classes`, which is one, along with every function that has `torch` and says
-        `x.classes`.
+        Modules of a class of their own are pickled by name. Cloudpickle adds one of them, `torch.classes`, to every
+        function that uses `torch` and an attribute `classes`.
         """
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)
@@ -120,7 +131,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return instead
         if self._max_size is not None and not isinstance(obj, type):
             size = getattr(obj, "nbytes", 0)
-            if isinstance(size, int) and size > self._max_size:  # before it is copied
+            if isinstance(size, int) and size > self._max_size:  # checked before the memory is copied
                 raise OverflowError
         if self._put_aside is not None and type(obj).__module__ == "torch.storage":
             from flytekitplugins.daskpytorch.protocol import storages
@@ -132,11 +143,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if name is not None and isinstance(obj, type) and isinstance(reduced, tuple):
             _, _, (attributes, _), *_ = reduced
-            attributes["__qualname__"] = obj.__qualname__  # cloudpickle forgets of which class it is a part
+            attributes["__qualname__"] = obj.__qualname__  # cloudpickle drops the names of enclosing classes
         return reduced
 
     def _reduce_named(self, obj: Any) -> tuple[Any, ...] | None:
-        """Pickle an object by value that would be found by its name in `__main__`, which is empty in a rank."""
+        """Pickle by value an object that pickle would look up by name in `__main__`, which is empty in a rank.
+
+        Returns:
+            The reduced form, as of `__reduce_ex__`. None for all other objects.
+        """
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
             return None
@@ -154,7 +169,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return copyreg.__newobj__, (own,), obj.__getstate__()  # type: ignore[attr-defined]
 
     def _takes(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether memory goes into the pickle, as pickle asks of each that could be left out."""
+        """Return True if a buffer's memory goes into the pickle. Pickle calls this method for each buffer."""
         with buffer.raw() as memory:
             if memory.nbytes < LARGE or self._put_aside is None:
                 return True
@@ -171,7 +186,7 @@ def _reduce_module(value: object) -> tuple[Any, ...] | None:
 
 
 class _MainNamespace(dict[str, Any]):
-    """Unpickled it is the namespace of `__main__` there."""
+    """Stands for the namespace of `__main__`. Unpickles as the namespace of the receiver's `__main__`."""
 
     def __reduce__(self) -> Any:
         return _main_namespace, ()
@@ -186,7 +201,7 @@ def _main_namespace() -> dict[str, Any]:
 
 
 def _name_in_main(obj: object) -> str | None:
-    """By which name `__main__` has this class or function, or the class around it; None: it is not of there."""
+    """Return the name in `__main__` of a class or function, or of the class around it. None if it is from elsewhere."""
     if not isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
         return None
     found: Any = sys.modules["__main__"]

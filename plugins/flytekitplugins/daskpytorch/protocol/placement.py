@@ -1,4 +1,4 @@
-"""Workers to ranks: who gets which rank, GPU and share of the cores. Pure; runs in the driver."""
+"""Placement of ranks: each rank's worker, GPU and share of the cores. Pure functions, for the driver."""
 
 import re
 from collections import Counter, defaultdict
@@ -7,41 +7,42 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 GpuKey = tuple[str, str]
-"""Key of one GPU among those of all nodes, made by `Node.key_of`."""
+"""Identity of a GPU among those of all nodes, from `Node.key_of`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What an agent found where it runs."""
+    """Resources of a worker's node, from its agent."""
 
     worker: str
-    """The worker's address, as the user knows it."""
+    """Address of the worker, as users see it."""
     host: str
-    """The host's name; workers of the same name share its cores, and GPUs of one UUID (or of one name)."""
+    """Name of the host. Workers of one host share its cores, and GPUs of equal UUID (or name)."""
     num_cores: int
-    """Cores that this host, or this container's limit, gives."""
+    """Number of cores of the host, or of the container's limit."""
     gpus: tuple[str, ...]
-    """The visible GPUs, as `CUDA_VISIBLE_DEVICES` names them, in its order."""
+    """Visible GPUs by their names in `CUDA_VISIBLE_DEVICES`, in the order of that variable."""
     gpu_names: tuple[str, ...]
+    """Models of the GPUs."""
     gpu_uuids: tuple[str, ...] = ()
-    """UUIDs of the GPUs, of MIG instances their own; "" or none where unknown."""
+    """UUIDs of the GPUs, or of their MIG instances. Unknown ones are "", or the tuple is empty."""
     interface: str | None
-    """The network interface that reaches the driver."""
+    """Network interface that reaches the driver. None if unknown."""
     versions: dict[str, str]
-    """Versions that all sides must share."""
+    """Package -> version, for versions that driver and workers must share."""
 
     def key_of(self, gpu: str) -> GpuKey:
-        """Return what tells a visible GPU from all other GPUs: its UUID, else the host and the GPU's name there."""
+        """Return the identity of a visible GPU: its UUID, else the host and the GPU's name there."""
         uuid = dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu)
         return ("", uuid) if uuid else (self.host, gpu)
 
     def title_of(self, gpu: str) -> str:
-        """Return how messages name a visible GPU: its name there, and its UUID."""
+        """Return a visible GPU's title in messages: its name on the node, and its UUID."""
         host, uuid = self.key_of(gpu)
         return f"GPU {gpu}" if host or uuid == gpu else f"GPU {gpu} (UUID {uuid})"
 
     def without(self, faulty: Collection[GpuKey]) -> "Node":
-        """Return this node without GPUs that have failed."""
+        """Return this node without the GPUs in `faulty`."""
         sound = [index for index, gpu in enumerate(self.gpus) if self.key_of(gpu) not in faulty]
 
         def of_sound(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,39 +55,39 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank's place in its gang."""
+    """A rank's numbers, GPU and threads."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     group_rank: int
-    """The index of the rank's worker in the gang."""
+    """Index of the rank's worker in the gang, from 0."""
     host_rank: int
-    """0 for the first of the gang's ranks on its host, whichever worker that has, then 1, 2, ..."""
+    """Number of the rank among the gang's ranks on its host, from 0, across all workers of the host."""
     gpu: str | None
-    """The rank's own, as the worker's `CUDA_VISIBLE_DEVICES` names it."""
+    """Name of the rank's own GPU in the worker's `CUDA_VISIBLE_DEVICES`. None without a GPU."""
     visible_gpus: tuple[str, ...]
-    """What the rank's `CUDA_VISIBLE_DEVICES` says."""
+    """GPUs in the rank's `CUDA_VISIBLE_DEVICES`."""
     num_threads: int
-    """Threads for the rank's own computing: its share of the host's cores."""
+    """Number of threads for computations of the rank: its share of the host's cores, at least 1."""
 
     @property
     def device_index(self) -> int | None:
-        """The number of the rank's own GPU among those that it sees; None without any."""
+        """Index of the rank's own GPU among the GPUs that the rank sees. None without a GPU."""
         return None if self.gpu is None else self.visible_gpus.index(self.gpu)
 
 
 def worker_order(address: str) -> list[tuple[int, str]]:
-    """A sort key that puts 10.0.0.9 before 10.0.0.10, so that ranks are stable and neighbours stay together."""
+    """Return a sort key that puts 10.0.0.9 before 10.0.0.10, so that ranks are stable and neighbours stay together."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]
 
 
 def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
-    """How many ranks each worker gets so that each has a GPU of its own; one where there are none.
+    """Return the number of ranks per worker that gives each rank its own GPU. Return 1 without GPUs.
 
     Args:
-        found: The workers, each with its host's name and its GPUs. Workers of one host that see the same share them.
+        found: Worker -> its host's name and its GPUs. Workers of one host that see the same GPUs share them.
 
     Raises:
         ValueError: Some workers have more GPUs than others.
@@ -114,19 +115,19 @@ def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
 def place_ranks(
     nodes: Sequence[Node], ranks_per_worker: int, devices: Literal["own", "all"] = "own"
 ) -> list[list[Place]]:
-    """Give every worker its ranks: consecutive, in the order of `nodes`.
+    """Assign consecutive ranks to each worker, in the order of `nodes`.
 
-    Each rank gets a GPU of its own while its host has one left; after that GPUs are shared in turn. Cores are divided
-    among all the ranks of a host.
+    Each rank gets its own GPU while its host has a free one. Further ranks share GPUs in turn. All ranks of a host
+    divide its cores.
 
     Args:
-        nodes: What the workers have.
-        ranks_per_worker: How many ranks each of them gets.
-        devices: Which GPUs a rank sees; of "all" those come first that the worker's ranks have, in their order, and
-            those of other workers on the host are left out.
+        nodes: The workers' nodes.
+        ranks_per_worker: Number of ranks on each worker.
+        devices: GPUs that a rank sees. "own" is the rank's GPU. "all" is the GPUs of the worker's ranks, in rank order,
+            then other GPUs of the node that no other worker uses.
 
     Returns:
-        For each node, its places.
+        For each node, the places of its ranks.
     """
     ranks_on_host: dict[str, int] = defaultdict(int)
     for node in nodes:
@@ -159,7 +160,10 @@ def place_ranks(
 
 
 def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worker: int) -> list[Node]:
-    """Return the nodes without each of the failed GPUs in whose place the ranks there have others to themselves."""
+    """Return the nodes without the failed GPUs.
+
+    A failed GPU stays if its node has no other GPU, or if more ranks would share a GPU without it.
+    """
     left = list(nodes)
     for gpu in faulty:
         fewer = [node.without([gpu]) for node in left]
@@ -170,29 +174,29 @@ def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worke
 
 
 def _most_shared(nodes: Sequence[Node], ranks_per_worker: int) -> int:
-    """Return how many ranks share the GPU that most ranks have."""
+    """Return the greatest number of ranks on one GPU. Return 0 without GPUs."""
     return max(_own_gpus(nodes, ranks_per_worker)[1].values(), default=0)
 
 
 def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:
-    """Return for each node the GPUs of its ranks, if it has any, and how many ranks have each GPU (`Node.key_of`)."""
+    """Return the GPUs of each node's ranks, and the number of ranks on each GPU, by `Node.key_of`."""
     num_ranks: Counter[tuple[str, str]] = Counter()
     own = []
     for node in nodes:
         keys = {gpu: node.key_of(gpu) for gpu in node.gpus}
         here: list[str] = []
         for _ in range(ranks_per_worker if node.gpus else 0):
-            here.append(min(node.gpus, key=lambda gpu: num_ranks[keys[gpu]]))  # the first of the least used
+            here.append(min(node.gpus, key=lambda gpu: num_ranks[keys[gpu]]))  # the first GPU with the fewest ranks
             num_ranks[keys[here[-1]]] += 1
         own.append(here)
     return own, num_ranks
 
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:
-    """The process group's backend: as asked, or nccl where every rank has a GPU to itself, else gloo.
+    """Return the process group's backend. "auto" becomes nccl if every rank has its own GPU, else gloo.
 
     Raises:
-        ValueError: nccl was asked for and some rank has no GPU, or shares one.
+        ValueError: `asked` is nccl, but a rank has no GPU, or shares one.
     """
     lacking, shared, taken = [], [], set()
     for node, here in zip(nodes, places, strict=True):

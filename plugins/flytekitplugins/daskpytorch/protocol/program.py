@@ -1,6 +1,6 @@
-"""The user's program besides its sources: `__main__`, command line, logging and settings of torch.
+"""State of the user's program: `__main__`, command line, logging and settings of torch.
 
-Taken in the driver, had in a rank.
+The driver reads the state, and each rank applies the state to itself.
 """
 
 import linecache
@@ -19,20 +19,20 @@ import psutil
 from flytekitplugins.daskpytorch.protocol import pickling
 
 MAX_SPARE_PART = 256 << 10
-"""Bytes of a class of `__main__` that nothing in the call names."""
+"""Most bytes of a pickled class of `__main__` that the call does not reach."""
 STREAMS = ("stdout", "stderr")
 FIRST_OWN_SEED = 1 << 32
-"""Seeds that torch draws for itself have 53 random bits: one in two million is smaller. Users' seeds are smaller."""
+"""Least seed that counts as drawn by torch itself. Torch's seeds have 53 random bits: one in two million is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Handler:
-    """A handler that writes to a standard stream."""
+    """A logging handler that writes to a standard stream."""
 
     stream: str
     level: int
     formatter: bytes | None
-    """Pickled; None: logging's own."""
+    """Pickled formatter. None means logging's default formatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,35 +44,35 @@ class _Logger:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings:
-    """The settings that differ from torch's defaults; None or False for the others."""
+    """Settings of torch that differ from its defaults. The other settings are None or False."""
 
     default_dtype: str | None = None
     matmul_precision: str | None = None
-    """Precision of float32 products, an argument of `torch.set_float32_matmul_precision`."""
+    """Argument of `torch.set_float32_matmul_precision`."""
     deterministic: bool = False
     warn_only: bool = False
     cudnn_deterministic: bool = False
     cudnn_benchmark: bool = False
     num_threads: int | None = None
     seed: int | None = None
-    """Given to `torch.manual_seed`. Ranks do not take it; see `rank.hints`."""
+    """Argument of the program's `torch.manual_seed`. Ranks do not apply the seed (see `rank.hints`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What ranks have of the driver's program. Holds the user's objects only as bytes."""
+    """State of the driver's program for the ranks. The user's objects are bytes here."""
 
     arguments: Sequence[str] | None = field(default=None, repr=False)
-    """Its command line without the first word; None: it is none of the user's, but pyflyte, say."""
+    """Command line without the first word. None if the program is not the user's own, such as pyflyte."""
     module: str | None = None
-    """The name that `python -m` had."""
+    """Name of the module that `python -m` ran. None for a script."""
     package: str | None = None
     spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Classes of `__main__` that may be asked for by name only, each pickled."""
+    """Name -> pickled class of `__main__`, for objects in files that name the class."""
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What has no file, as a notebook's cells: its name -> its text."""
+    """Name -> text of source code without a file, such as a notebook's cells."""
     loggers: Mapping[str, _Logger] = field(default_factory=dict)
-    """Those that somebody has set up; the root's name is empty."""
+    """Name -> logger with settings other than logging's defaults. The root logger's name is empty."""
     torch: TorchSettings = field(default_factory=TorchSettings)
 
 
@@ -80,7 +80,11 @@ class Program:
 
 
 def taken(*, is_users: bool) -> Program:
-    """This process's; `is_users`: it is the user's own, so that its command line and `__main__` count."""
+    """Return the state of this process's program.
+
+    Args:
+        is_users: True if the program is the user's own. Its command line and `__main__` are left out otherwise.
+    """
     loggers = dict(_loggers())
     if not is_users:
         return Program(loggers=loggers, torch=_torch_settings())
@@ -101,7 +105,7 @@ def taken(*, is_users: bool) -> Program:
 
 
 def _places() -> set[str]:
-    """Where the definitions of `__main__` say that they stand."""
+    """Return the file names in the code objects of the definitions of `__main__`."""
     functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]
     classes = [value for value in pickling.definitions().values() if isinstance(value, type)]
     functions += [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
@@ -131,12 +135,12 @@ def _handlers(logger: logging.Logger, pickled: dict[int, bytes | None]) -> Itera
 def _pickled(formatter: logging.Formatter | None) -> bytes | None:
     try:
         return None if formatter is None else pickling.dumps(formatter)
-    except Exception:  # one of the user's own, that holds who knows what
+    except Exception:  # a user's own formatter may hold objects of any kind
         return None
 
 
 def _torch_settings() -> TorchSettings:
-    """Return this process's settings; the defaults if it has not imported torch."""
+    """Return torch's settings in this process. Return the defaults if this process has not imported torch."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_dtype"):  # not imported, or being imported
         return TorchSettings()
@@ -157,13 +161,13 @@ def _torch_settings() -> TorchSettings:
 def _matmul_precision(torch: Any) -> str | None:
     try:
         precision = str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # set by torch 2.9's newer names, which it does not mix with this one
+    except RuntimeError:  # the program uses torch 2.9's newer settings, which exclude this one
         return None
     return precision if precision != "highest" else None
 
 
 def _num_threads(torch: Any) -> int | None:
-    """Return the number of threads that the program has set; None where torch may have taken it from the machine."""
+    """Return the number of threads that the program has set. None if the number may be torch's default here."""
     defaults = {os.cpu_count(), len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False)}
     from_environment = {os.environ.get(name, "").partition(",")[0] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     number = int(torch.get_num_threads())
@@ -174,10 +178,14 @@ def _num_threads(torch: Any) -> int | None:
 
 
 def enter(program: Program, script: Path | None) -> None:
-    """Have this process's `__main__`, command line and logging be the program's, whose script lies there.
+    """Set this process's `__main__`, command line and logging to the program's, without a run of the script.
 
-    Nothing of the script is run. As in processes that `multiprocessing` spawns, `__main__` has another name too, by
-    which objects come out of those that this one spawns.
+    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`. Objects from processes
+    that this process spawns have that module name.
+
+    Args:
+        program: The state of the driver's program.
+        script: The script's path on this node. None without a script.
     """
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__package__ = program.package
@@ -195,7 +203,7 @@ def enter(program: Program, script: Path | None) -> None:
 
 
 def enter_torch(settings: TorchSettings) -> None:
-    """Have this rank's torch set as the driver's was."""
+    """Apply the driver's settings of torch to this rank."""
     import torch
 
     if settings.default_dtype is not None:
@@ -213,9 +221,9 @@ def enter_torch(settings: TorchSettings) -> None:
 
 
 def forget_levels() -> None:
-    """Have all loggers forget what they know of each other's levels.
+    """Clear the loggers' caches of effective levels.
 
-    Once for all processes that this one forks from now on: each would copy a page of memory for every logger.
+    The fork server calls this function for its ranks. Otherwise each rank would copy a page of memory for every logger.
     """
     global _forgotten_by
     logging.root.setLevel(logging.root.level)
@@ -224,7 +232,7 @@ def forget_levels() -> None:
 
 @dataclass(frozen=True)
 class _SpareParts:
-    """`__main__`'s own `__getattr__`: makes what is asked for when it is asked for."""
+    """The `__getattr__` of a rank's `__main__`, which unpickles a class when its name is looked up."""
 
     parts: Mapping[str, bytes]
 
@@ -237,7 +245,7 @@ class _SpareParts:
 def _set_up(logger: logging.Logger, asked: _Logger) -> None:
     logger.level = asked.level
     logger.propagate = asked.propagate
-    if logger.handlers:  # a library's, which it has set up here as it did there
+    if logger.handlers:  # a library has set its logger up in the rank, as in the driver
         return
     for handler in asked.handlers:
         made = logging.StreamHandler(getattr(sys, handler.stream))
@@ -248,4 +256,4 @@ def _set_up(logger: logging.Logger, asked: _Logger) -> None:
 
 
 _forgotten_by: int | None = None
-"""The process whose loggers know nothing of each other."""
+"""Number of the process that has called `forget_levels`. None before."""

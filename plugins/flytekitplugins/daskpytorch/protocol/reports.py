@@ -1,4 +1,4 @@
-"""What a rank reports to the driver. Its agent gathers reports and passes them on unopened, all but signs of life."""
+"""Reports from a rank to the driver. The rank's agent passes them on without unpickling, except signs of life."""
 
 import contextlib
 import io
@@ -18,171 +18,173 @@ from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 NUM_MOVES = struct.Struct("!Q")
-"""How many signs of life a rank has given so far: the one thing that its agent reads, to say it in its heartbeat. It is
-shorter than any pickle of a report."""
+"""A rank's number of signs of life so far. Its agent reads this report for the heartbeat, and recognises the report by
+its size. All pickled reports are longer."""
 MAX_TOGETHER = 1 << 14
-"""Bytes of reports in one message; more would make what waits in the driver large, and hardly any cheaper."""
+"""Most bytes of small reports in one message. Larger messages would fill the driver's queues and save little time."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """It has joined the process group."""
+    """The rank has joined the process group."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """It has written a checkpoint, which its agent can send."""
+    """The rank has written a checkpoint, which its agent can send."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class ShardsWritten:
-    """It has written its part of a sharded checkpoint, which is one once all ranks have."""
+    """The rank has written its shards of a sharded checkpoint."""
 
     shards: WrittenShards
 
 
 @dataclass(frozen=True)
 class ShardsNotWritten:
-    """It has given up writing its part of a sharded checkpoint, for this reason."""
+    """The rank could not write its shards of a sharded checkpoint, for this reason."""
 
     number: int
-    """As in `WrittenShards`."""
+    """Number of the checkpoint, as in `WrittenShards`."""
     step: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """It waits for a checkpoint to load, which `orders.Arrived` tells it of."""
+    """The rank waits for a checkpoint to load, until `orders.Arrived`."""
 
     number: int
-    """Which of its requests this is: all ranks get the same for the same number, as rank 0 decides."""
+    """Number of the rank's request, from 1. All ranks get the checkpoint of rank 0's request with that number."""
     step: int | None
-    """None: the best."""
+    """Step of the checkpoint. None means the best checkpoint."""
     is_sharded: bool = False
 
 
 @dataclass(frozen=True)
 class Used:
-    """What it uses of its machine, and what it has done so far."""
+    """The rank's use of its machine, and its work so far."""
 
     usage: RankUsage
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What its time has gone into since it was ready."""
+    """Account of the rank's time since `Ready`."""
 
     seconds: Mapping[str, float]
-    """As of `RankUsage`."""
+    """Seconds by the field's name in `Goodput`, as in `RankUsage.seconds`."""
     step: int | None = None
-    """Until a checkpoint of this step held its work; None: until now."""
+    """Step of the checkpoint at which the account ends. None if the account ends now."""
     is_last: bool = False
-    """Its function has returned."""
+    """True if the rank's function has returned."""
 
 
 @dataclass(frozen=True)
 class GoodputWanted:
-    """It waits to hear where the gang's time has gone (`orders.Accounted`)."""
+    """The rank waits for the gang's goodput, until `orders.Accounted`."""
 
     number: int
-    """Which of its requests this is: all ranks get the same for the same number."""
+    """Number of the rank's request. All ranks get the same goodput for the same number."""
 
 
 @dataclass(frozen=True)
 class Hint:
-    """Something looks forgotten; said once for each kind."""
+    """Advice about a call that the user's code seems to have forgotten. Shown once for each kind."""
 
     kind: str
     text: str
-    """What the rank does, or has done."""
+    """Description of the rank's action."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Something that a user should read."""
+    """A note for the user's log."""
 
     text: str
-    """What the rank has done, or does."""
+    """Description of the rank's action."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """It holds back its next call of `should_stop`, after so many; asked by `Hold`."""
+    """Answer to `Hold`: the rank blocks its next call of `should_stop`."""
 
     num_calls: int
+    """Number of calls so far."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where it is; asked by `Locate`."""
+    """Answer to `Locate`: the rank's stacks and progress."""
 
     num_collectives: int
-    """How many it has entered."""
+    """Number of collectives that the rank has entered."""
     stacks: str
-    """What all of its threads do."""
+    """Stacks of all threads of the rank."""
     num_moves: int
-    """How many signs of life it has given so far."""
+    """Number of the rank's signs of life so far."""
     look: int = 0
-    """The number in the order `Locate`."""
+    """`look` of the order `Locate`."""
     num_bytes: int | None = None
-    """Bytes that it has received by TCP; None while any are on their way, or if nobody knows."""
+    """Bytes that the rank has received over TCP. None while its sockets hold unread or unsent bytes, or if unknown."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """Its last collectives; what follows `Located`."""
+    """The rank's last collectives, sent after `Located`."""
 
     recalled: Recalled | None
-    """None where torch does not record them."""
+    """The collectives. None if torch does not record them."""
 
 
 @dataclass(frozen=True)
 class Stands:
-    """The rank has begun to stand still (no new collective for seconds), or goes on again."""
+    """The rank has begun to stand still, or goes on again."""
 
     is_still: bool
+    """True if the rank has entered no collective, and given no sign of life, for seconds."""
 
 
 @dataclass(frozen=True)
 class FolderWanted:
-    """The folder of its task's results is to be there when the task ends."""
+    """The rank asks the driver to create the folder of the task's results."""
 
 
 @dataclass(frozen=True)
 class StoppedEarly:
-    """Its function returned because `should_stop` had turned true."""
+    """The rank's function returned because `should_stop` had returned True."""
 
 
 @dataclass(frozen=True)
 class AtPrompt:
-    """Its debugger asks for the terminal, which `Prompt` grants."""
+    """The rank's debugger waits for the terminal, until `Prompt`."""
 
 
 @dataclass(frozen=True)
 class LeftPrompt:
-    """Its debugger goes on."""
+    """The rank's debugger has left its prompt."""
 
     steps: bool
-    """It is about to ask again."""
+    """True if the debugger will ask for the terminal again soon, as after `next` or `step`."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """It waits for an editor's debugger, in which it may stand still as long as anybody likes."""
+    """The rank waits for an editor's debugger, and does not count as hung from now on."""
 
     text: str
-    """Where."""
+    """Note for the user with the host and port to attach to."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """Its function returned."""
+    """The rank's function returned."""
 
     value: object = None
-    """What the driver needs of the value; None also where that went in pieces before."""
+    """The return value for the driver. None also if the value was sent in pieces before."""
 
 
 ShortReport = (
@@ -209,21 +211,21 @@ ShortReport = (
     | Returned
     | Failure
 )
-"""A `LogRecord` is a call of `log`, a `Failure` the end of the function by an exception."""
+"""All reports but pieces of results. `LogRecord` is a call of `log`. `Failure` is an exception of the function."""
 Report = ShortReport | Piece
 
 
 @dataclass
 class Gathered:
-    """What has come from a rank since its agent last looked."""
+    """A rank's reports that its agent passes on together."""
 
     messages: list[bytes] = field(default_factory=list)
-    """Reports, pickled, to be passed on in order."""
+    """Pickled reports, oldest first. Each item is one message to the driver."""
     num_moves: int | None = None
-    """Signs of life so far, if the rank has said so."""
+    """Number of signs of life so far. None if no report has the number."""
 
     def add(self, report: bytes) -> None:
-        """Take in the next report; small ones go together: those that come fast would cost a message each."""
+        """Add the next report. Small reports share a message, which costs less for frequent reports."""
         if len(report) == NUM_MOVES.size:
             (self.num_moves,) = NUM_MOVES.unpack(report)
         elif self.messages and len(report) < MAX_TOGETHER:
@@ -233,31 +235,31 @@ class Gathered:
 
     @property
     def is_full(self) -> bool:
-        """Whether to pass it on first."""
+        """True if the agent must pass the messages on before it adds a report."""
         return bool(self.messages) and (len(self.messages) > 1 or len(self.messages[0]) >= MAX_TOGETHER)
 
 
 def gather(channel: Connection) -> Gathered:
-    """What has come from a rank; waits for the first report.
+    """Wait for a rank's next report, and return it with the reports that have already arrived.
 
-    Nothing waits for others to come, and so nothing is lost with the rank.
+    No report is held back for later ones, so none is lost with the rank.
 
     Raises:
-        EOFError, OSError: The channel is closed, and nothing is left in it.
+        EOFError, OSError: The channel is closed, and no reports are left in it.
     """
     gathered = Gathered()
     gathered.add(channel.recv_bytes())
     look = select.poll()
     look.register(channel, select.POLLIN)
-    with contextlib.suppress(EOFError, OSError):  # the next call says so
+    with contextlib.suppress(EOFError, OSError):  # the next call raises the error
         while not gathered.is_full and look.poll(0):
             gathered.add(channel.recv_bytes())
     return gathered
 
 
 def unpack(reports: bytes) -> Iterator[Report]:
-    """The reports that were gathered; their pickles lie one after the other, and records together are one."""
+    """Yield the reports in a message. A message is a row of pickles, and a pickle may hold a list of log records."""
     stream = io.BytesIO(reports)
     while stream.tell() < len(reports):
-        report = pickle.load(stream)  # noqa: S301 - from our own rank, by its agent's connection
+        report = pickle.load(stream)  # noqa: S301 - from the gang's own rank, over its agent's connection
         yield from report if isinstance(report, list) else [report]

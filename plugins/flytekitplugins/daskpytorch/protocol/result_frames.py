@@ -1,4 +1,7 @@
-"""What a rank submits or returns, in pieces: rank -> agent -> driver. Runs in both ends; agents only relay."""
+"""Pieces of submitted results and return values, from a rank through its agent to the driver.
+
+Ranks and the driver run this code. Agents only relay the pieces.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,35 @@ if TYPE_CHECKING:
 
 
 PIECE_SIZE = 1 << 20
-"""Bytes per piece: an agent is done with one in milliseconds, and then sees to its other ranks and its heartbeat."""
+"""Bytes of a piece. An agent relays a piece in milliseconds, and then serves its other ranks and its heartbeat."""
 SMALL_SIZE = 1 << 16
-"""Bytes of a return value up to which it needs no pieces, and goes with the report that it is there."""
+"""Most bytes of a pickled return value that travels within `reports.Returned`, without pieces."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a result; those of one rank come in order, and no other result of that rank between them."""
+    """A part of a result. A rank's pieces arrive in order, one result after the other."""
 
     key: str
-    """Of the handler that submits it."""
+    """Key of the handler that submits the result. Empty for a return value."""
     path: str | None
-    """Where the result is to be written, below the prefix; None of what the rank's function has returned."""
+    """Path of the result's file, below the prefix. None for a return value."""
     data: bytes
     is_first: bool
     is_last: bool
     file: tuple[str, list[tuple[int, int]]] | None = None
-    """The name of a file that has all of the result instead, and the parts in the file; see `segments`."""
+    """Path of a file with the whole result instead of `data`, and the segments of the file (see `segments`)."""
 
 
 def cut(key: str, path: str, data: bytes) -> Iterator[Piece]:
-    """The pieces of a result, also of an empty one."""
+    """Yield the pieces of a result. An empty result has one empty piece."""
     for start in range(0, max(1, len(data)), PIECE_SIZE):
         end = start + PIECE_SIZE
         yield Piece(key, path, data[start:end], start == 0, end >= len(data))
 
 
 class Writer:
-    """A file for a return value, which is on its way before it is complete, unless it is small."""
+    """File object that sends a pickled return value in pieces while pickle writes to it."""
 
     def __init__(self, send: Callable[[Piece], object]) -> None:
         self._send = send
@@ -48,7 +51,7 @@ class Writer:
         self._is_first = True
 
     def write(self, data: ReadableBuffer) -> int:
-        """Take some more."""
+        """Buffer some bytes, and send each full piece."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
@@ -60,7 +63,7 @@ class Writer:
         return size
 
     def close(self) -> bytes | None:
-        """That was all; what is small, or None where it went in pieces."""
+        """Send the last piece. Return all bytes instead if the value is small and no piece has been sent, else None."""
         if self._is_first and len(self._buffer) <= SMALL_SIZE:
             return bytes(self._buffer)
         self._send_piece(is_last=True)
@@ -73,7 +76,7 @@ class Writer:
 
 
 class Reader(io.RawIOBase):
-    """What was written, from its pieces; one of them is in memory at a time."""
+    """File object that reads a result from its pieces, one piece in memory at a time."""
 
     def __init__(self, pieces: Iterator[bytes] | Iterator[memoryview]) -> None:
         super().__init__()
@@ -81,11 +84,11 @@ class Reader(io.RawIOBase):
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True, as `io.BufferedReader` demands."""
         return True
 
     def readinto(self, into: WriteableBuffer) -> int:
-        """Give some more; 0 bytes at the end."""
+        """Fill a buffer with the next bytes, and return their number. Return 0 at the end."""
         if not self._rest:
             self._rest = memoryview(next(self._pieces, b""))
         target = memoryview(into)

@@ -1,9 +1,10 @@
-"""What is large in a call or a return value: in a file that both ends can open, each part mapped as it lies there.
+"""Files with the large parts of a call or a return value. The receiver maps the parts into its memory.
 
-A call's file is memory without a folder (`memfd_create`): the driver or an agent fills it, and the node's ranks map it.
-It lives as long as anybody has it open or mapped; others on the machine open it by the process that keeps it. A return
-value's file lies in the driver's folder: the rank writes it, and the driver removes its name as soon as it maps it. So
-nothing is left of either, however the processes end. What somebody writes into mapped memory only they see.
+A call's file is anonymous memory (`memfd_create`). The driver or an agent fills the file, and the node's ranks open it
+through the keeper's `/proc/PID/fd` and map it. The memory lives while a process has the file open or mapped.
+
+A return value's file is in the driver's folder. The rank writes the file. The driver maps the file and deletes its name
+at once. So no file remains, however the processes end. Writes to mapped memory stay private to their process.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PIECE_SIZE = 1 << 20
-"""Bytes to take from a connection at a time."""
+"""Most bytes of one read from a connection."""
 Segment = tuple[int, int]
-"""Where a part lies in the file: its start, at that of a page, and its size in bytes."""
+"""Position of a part in a file: its start, a multiple of the page size, and its size. Both in bytes."""
 
 
 class Segments:
-    """A file's parts, which are added at its end."""
+    """Appends parts to a file, each at the start of a page."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
         self._end = 0
 
     def add(self, data: bytes | memoryview) -> Segment:
-        """Copy some bytes to the end of the file, to a page of their own.
+        """Copy some bytes to the end of the file, and return their segment.
 
         Raises:
-            OSError: The disk is full, say.
+            OSError: The write failed, for example on a full disk.
         """
         start = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
         self.file.seek(start)
@@ -53,7 +54,7 @@ class Segments:
 
 
 def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
-    """Map these parts of a file. What is written there only this process sees, and takes memory for."""
+    """Map segments of a file into memory. This process's writes stay private, and take memory page by page."""
     memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return [memory[start : start + size] for start, size in segments]
 
@@ -63,50 +64,50 @@ def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
 
 @dataclass(frozen=True)
 class Address:
-    """Where shared memory is, for as long as its keeper lives."""
+    """Address of shared memory, valid while its keeper (the process that made the memory) lives."""
 
     name: str
-    """No other memory has it."""
+    """Unique name of the memory."""
     pid: int
-    """The keeper's."""
+    """Process ID of the keeper."""
     descriptor: int
-    """There."""
+    """File descriptor in the keeper."""
     segments: tuple[Segment, ...]
-    """What is in it, in order."""
+    """Segments of the memory, in order."""
 
     @property
     def path(self) -> Path:
-        """The file, as other processes of the user's on the keeper's machine open it."""
+        """Path of the memory's file, for other processes of the same user on the keeper's machine."""
         return Path(f"/proc/{self.pid}/fd/{self.descriptor}")
 
     @property
     def size(self) -> int:
-        """Bytes of the whole memory."""
+        """Size of the whole memory in bytes."""
         return max((start + size for start, size in self.segments), default=0)
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be opened here; elsewhere a process of this number has other files, if there is one."""
+        """True if this machine has the memory. Elsewhere the process ID is unused or belongs to another process."""
         try:
             return str(self.path.readlink()).startswith(f"/memfd:{self.name} ")
         except OSError:
             return False
 
     def mapped(self) -> list[memoryview]:
-        """Map what is in it.
+        """Map the segments into this process's memory.
 
         Raises:
-            OSError: It is not here.
+            OSError: This machine does not have the memory, or its keeper has ended.
         """
         with self.path.open("rb") as file:
             return mapped(file, self.segments)
 
 
 class SharedMemory:
-    """The keeper's end. With this object the memory is gone, but for those who have mapped it."""
+    """The keeper's end of shared memory. Deletion of this object frees the memory, unless other processes map it."""
 
     def __init__(self) -> None:
-        """Make an empty one.
+        """Make empty shared memory.
 
         Raises:
             OSError: This process may open no more files.
@@ -115,15 +116,19 @@ class SharedMemory:
         self._parts = Segments(self._file)
         self._segments: list[Segment] = []
         self.close = weakref.finalize(self, self._file.close)
-        """Let go of it before this object goes."""
+        """Function that closes the memory's file before the deletion of this object."""
 
     @classmethod
     def received(cls, connection: Connection, original: Address) -> Self:
-        """Another with what is in the original, whose keeper sends it.
+        """Receive a copy of shared memory whose keeper sends the content.
+
+        Args:
+            connection: The connection to the keeper.
+            original: The address of the keeper's memory.
 
         Raises:
-            EOFError: The keeper went away.
-            OSError: The connection broke, or there is no memory for it.
+            EOFError: The keeper closed the connection too early.
+            OSError: The connection broke, or this machine lacks memory.
         """
         memory, left = cls(), original.size
         while left:
@@ -136,12 +141,12 @@ class SharedMemory:
         return memory
 
     def add(self, data: bytes | memoryview) -> None:
-        """Copy some bytes to the end of it."""
+        """Copy some bytes to a new segment at the end of the memory."""
         self._segments.append(self._parts.add(data))
 
     @property
     def address(self) -> Address:
-        """Where all this is."""
+        """Address of the memory, with the segments so far."""
         descriptor = self._file.fileno()
         link = Path(f"/proc/self/fd/{descriptor}").readlink()  # /memfd:NAME (deleted)
         name = str(link).removeprefix("/memfd:").removesuffix(" (deleted)")
@@ -156,15 +161,19 @@ def send_by_file(
     folder: Path,
     send: Callable[[Piece], object],
 ) -> bytes | None:
-    """Pickle a value into a file, and tell the driver of the file; return the pickle instead if it is small.
+    """Pickle a value into a file in the driver's folder, and send the driver the file's name.
 
     Args:
-        dump: Pickles the value into a file. For each buffer, it asks a function whether the buffer goes in there, too.
-        folder: The driver's, which this process can write to.
-        send: Tells the driver.
+        dump: Pickles the value into its first argument. Calls its second argument for each buffer. True as the result
+            puts the buffer into the pickle, too.
+        folder: The driver's folder, which this process can write to.
+        send: Sends a piece to the driver.
+
+    Returns:
+        The pickle itself if it is small, without a file. None otherwise.
 
     Raises:
-        OSError: The disk is full, say. No file is left.
+        OSError: The write failed, for example on a full disk. No file remains.
     """
     pickled, aside = io.BytesIO(), []
 
@@ -190,18 +199,18 @@ def send_by_file(
 
 
 class MappedReturn:
-    """What a rank has returned, in memory that is the file's, until somebody writes there."""
+    """A rank's pickled return value, mapped from a file in the driver's folder."""
 
     def __init__(self, path: str, segments: list[Segment]) -> None:
-        """Map a file, which has no name from now on.
+        """Map a file, and delete its name.
 
         Raises:
-            OSError: It is not here.
+            OSError: The file does not exist or cannot be mapped.
         """
         with Path(path).open("rb") as file:
             Path(path).unlink()
             self.pickled, *self.aside = mapped(file, segments)
 
     def load(self) -> Any:
-        """Return the value."""
-        return pickle.loads(self.pickled, buffers=self.aside)  # noqa: S301 - from our own rank
+        """Unpickle and return the value."""
+        return pickle.loads(self.pickled, buffers=self.aside)  # noqa: S301 - from the gang's own rank

@@ -1,7 +1,4 @@
-"""Tensors' memory in a pickle: written from where it lies, and used where it was read. Runs in ranks and the driver.
-
-By itself torch copies each storage twice on either side.
-"""
+"""Pickles tensors' memory without copies, in ranks and the driver. Torch alone copies each storage twice per side."""
 
 import pickle
 from collections.abc import Callable
@@ -13,9 +10,13 @@ from flytekitplugins.daskpytorch.protocol import torch_parts
 
 
 def reduce(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """What a pickler is to write for a storage; None where that is for torch to say, as of a GPU's memory.
+    """Return how to pickle a storage in main memory without copies, as `__reduce_ex__` does. None leaves it to torch.
 
-    Of one of fewer bytes, too: a storage that comes of this cannot be resized.
+    The unpickled storage cannot be resized.
+
+    Args:
+        storage: Any object. Storages of GPUs, and other objects, give None.
+        at_least: Least bytes of a storage. Smaller storages give None.
     """
     if isinstance(storage, torch.storage.TypedStorage):
         raw = torch_parts.untyped(storage)
@@ -31,7 +32,7 @@ def _typed(raw: torch.storage.TypedStorage, dtype: torch.dtype) -> torch.storage
 
 
 def _raw(memory: bytearray | memoryview) -> torch.storage.TypedStorage:
-    """An untyped storage comes out of torch's own pickles as one of bytes, too, and that is what it rebuilds from."""
+    """Make a storage of bytes, from which torch rebuilds tensors of untyped storages, as from its own pickles."""
     tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
     return _of_type(tensor.untyped_storage(), torch.uint8)
 

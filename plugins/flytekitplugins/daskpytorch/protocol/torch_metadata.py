@@ -1,6 +1,7 @@
-"""What is in a sharded checkpoint, as torch has it and as JSON. Runs in ranks and in the driver; imports torch late.
+"""Converts the contents of a sharded checkpoint between torch's metadata and JSON. Runs in ranks and in the driver.
 
-Rank 0's `WrittenShards.state` is made here, and read here again out of the layout that the driver puts it into.
+Rank 0 makes `WrittenShards.state` with this module. The driver puts that state into the layout, from which this module
+makes torch's metadata again. Torch is imported late.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def state_of(metadata: Metadata) -> str:
-    """The keys, with their paths in the nested state and, of tensors, shape, dtype and chunks."""
+    """Return JSON with each key's path in the nested state, and the shape, dtype and chunks of each tensor."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     keys: dict[str, dict[str, Any]] = {}
@@ -31,7 +32,11 @@ def state_of(metadata: Metadata) -> str:
 
 
 def metadata_of(layout: bytes) -> bytes:
-    """The file `.metadata`, by which `torch.distributed.checkpoint.load` reads the ranks' parts."""
+    """Return the content of the file `.metadata`, with which `torch.distributed.checkpoint.load` reads the shards.
+
+    Args:
+        layout: The content of the checkpoint's `layout.json`.
+    """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
@@ -48,7 +53,7 @@ def metadata_of(layout: bytes) -> bytes:
 
 
 def from_layout(layout: Mapping[str, Any]) -> Metadata:
-    """What there is to load, of a layout that has been parsed."""
+    """Return torch's metadata of the keys in a parsed layout, without the positions of their bytes."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     keys = layout["state"]

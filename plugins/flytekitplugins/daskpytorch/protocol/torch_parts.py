@@ -1,7 +1,7 @@
-"""Private parts of torch: their names stand in this file alone, and in `rank/loaders.py` for the workers of loaders.
+"""Access to private parts of torch. Only this file and `rank/loaders.py` (for workers of loaders) use their names.
 
-Runs in ranks. `docs/private_names.md` says what each name is for, and which versions have it. Where a torch lacks one,
-the caller has the `AttributeError` of it. Torch is imported late: a spawned rank sets its variables before.
+Runs in ranks. `docs/private_names.md` has each name's purpose and versions. Without the name, the functions raise
+`AttributeError`. Torch is imported late, as a spawned rank sets its environment variables first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 NCCL_BACKENDS = ("nccl-legacy", "nccl2", "nccl-lazy")
-"""Names in records of what groups call nccl: torch 2.15's `nccl` is `nccl2`, unless TORCH_DIST_USE_NCCL2 is 0."""
+"""Names of the backend `nccl` in flight records. Torch 2.15's `nccl` is `nccl2`, unless TORCH_DIST_USE_NCCL2 is 0."""
 
 
 def _world() -> Any:
@@ -36,18 +36,18 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def names_of_backends(group: Any) -> list[str]:
-    """Return the names of a group's backends; `pg_map` has one of them, by which `process_group` calls the group."""
+    """Return the names of a group's backends, such as gloo and nccl. `pg_map` has only one of them."""
     config = _world().pg_backend_config[group]  # "cpu:gloo,cuda:nccl"
     return list(dict.fromkeys(backend.rpartition(":")[2] for backend in config.split(",")))
 
 
 def devices_of(group: Any) -> list[torch.device]:
-    """Return the types of device that a group has a backend for."""
+    """Return the device types for which a group has a backend."""
     return list(group._device_types)  # noqa: SLF001
 
 
 def backend_on(group: Any, device: torch.device | str) -> Any:
-    """Return a group's backend for a type of device."""
+    """Return a group's backend for a device type."""
     import torch
 
     return group._get_backend(torch.device(device))  # noqa: SLF001
@@ -60,14 +60,14 @@ def timeout_of(backend: Any) -> timedelta:
 
 
 def num_collectives(group: Any) -> int:
-    """Return how many collectives a group has had, those of DistributedDataParallel included."""
+    """Return the number of a group's collectives so far, including those of DistributedDataParallel."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001
 
 
 def name_default_group(backend: str) -> None:
-    """Have `get_backend` answer as after `init_process_group(backend)`; gloo stays there for tensors on the CPU.
+    """Set the default group's backend name, so that `get_backend` returns it. Gloo remains for tensors on the CPU.
 
-    `new_group` makes its groups of the same backend then, as under torchrun.
+    `new_group` then makes groups with the same backend, as under torchrun.
     """
     from torch import distributed
 
@@ -87,23 +87,23 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
-    """Yield what torch's flight recorders hold, pickled."""
+    """Yield the pickled records of torch's flight recorders."""
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
     dump: Callable[..., bytes] = c10d._dump_fr_trace  # noqa: SLF001
     with _without_compiler():
         yield dump(True, True, False)
-        if has_nccl:  # else nothing touches CUDA
+        if has_nccl:  # a rank without NCCL must not touch CUDA
             yield c10d._dump_nccl_trace(True, True, False)  # noqa: SLF001
             for backend in NCCL_BACKENDS[1:]:
-                with contextlib.suppress(TypeError):  # torch < 2.15 has the recorder of gloo alone here
+                with contextlib.suppress(TypeError):  # before torch 2.15 this function has only gloo's recorder
                     yield dump(True, True, False, backend=backend)
 
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Asked for stacks, torch looks for its compiler to map compiled code, and imports it, for seconds, to look."""
+    """Keep torch from importing its compiler. A dump with stacks would import it, for seconds, to map compiled code."""
     import torch
 
     lazy: set[str] = getattr(torch, "_lazy_modules", set())
@@ -117,7 +117,7 @@ def _without_compiler() -> Iterator[None]:
 
 
 def loader_iterator() -> Any:
-    """Return the class whose `__next__` gives each batch of a `DataLoader`; nothing public is called for each."""
+    """Return the class whose `__next__` returns each batch of a `DataLoader`. Torch has no public hook for batches."""
     from torch.utils.data import dataloader
 
     return dataloader._BaseDataLoaderIter  # noqa: SLF001
@@ -129,5 +129,5 @@ def sampler_of(iterator: Any) -> Any:
 
 
 def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """Return the bytes of a storage; torch warns of every other way to them."""
+    """Return a storage's untyped storage. Torch warns about every other access."""
     return storage._untyped_storage  # noqa: SLF001

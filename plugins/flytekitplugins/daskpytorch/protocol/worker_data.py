@@ -1,4 +1,4 @@
-"""A rank's way to the Dask worker beside it, and through it to that worker's cluster."""
+"""Connection details of a rank's Dask worker, and through the worker of its Dask cluster."""
 
 import contextlib
 import importlib
@@ -8,38 +8,38 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Key = str | tuple[Any, ...]
-"""Dask's name of a partition."""
+"""Dask's key of a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contact:
-    """How a rank reaches Dask."""
+    """Addresses by which a rank reaches Dask."""
 
     name: Any
     """Name of the worker."""
     address: str
     """Address of the worker."""
     scheduler: str
-    """Address of the scheduler, for other processes than its own."""
+    """Address of the scheduler for other processes."""
     reaches_workers: bool
-    """False if the workers are threads of one process, which other processes reach by the scheduler alone."""
+    """False if the workers are threads of one process. Other processes then reach only the scheduler."""
     security: Any = field(repr=False)
-    """Dask's `Security`, as the worker has it."""
+    """The worker's `Security` of Dask."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerData:
-    """A rank's way to its Dask worker. Processes that the rank starts may use it, too."""
+    """Connection details of a rank's Dask worker, for the rank and the processes that the rank starts."""
 
     address: str
-    """Address of a Unix socket without a file."""
+    """Address of an abstract Unix socket."""
     token: bytes = field(repr=False)
-    """First bytes on a connection: they prove that the process is a rank of the worker's own."""
+    """First bytes on a connection, which prove that the process is a rank on this worker."""
     guide: str
     """Name of the module that has `enter`, for ranks that import Dask, and `worker_of`."""
 
     def contact(self) -> Contact:
-        """Ask the worker where it and its scheduler are.
+        """Ask the worker for its address and its scheduler's.
 
         Raises:
             ConnectionError: The worker is ending.
@@ -56,5 +56,5 @@ class WorkerData:
             raise ConnectionError(f"this rank's Dask worker does not answer: it is ending ({error})") from error
 
     def worker(self) -> Any:
-        """Return the worker as ranks know it, with a Dask client of this process."""
+        """Return an object that stands for the worker in this process, with a Dask client of this process."""
         return importlib.import_module(self.guide).worker_of(self)
