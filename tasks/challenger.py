@@ -1,6 +1,6 @@
-"""What a retraining decides by the registry: where the challenger starts, and whether it becomes the champion.
+"""Decisions of a retraining: the challenger's initial weights, and its promotion.
 
-Runs in ordinary tasks, each of which may run again after it was killed anywhere: then it finds what it has done.
+Runs in ordinary tasks. A task that was killed runs again and finds its earlier results in the registry.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from tasks.registry import ChampionChangedError, DamagedFileError, Promotion, Re
 logger = logging.getLogger(__name__)
 
 STATE, NAMES = "model_state.pt", "names.json"
-"""The files of a version."""
+"""Names of a version's files."""
 CHAMPION, SCRATCH = "champion", "scratch"
-"""What a challenger may start from."""
+"""Choices for the challenger's initial weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """The model in use."""
+    """The champion: the model in use."""
 
     promotion: Promotion
     card: ModelCard
     names: set[str]
-    """What it was trained on and judged by."""
+    """Names on which the champion was trained and evaluated."""
 
     @property
     def version(self) -> str:
-        """In the registry."""
+        """Id of the version in the registry."""
         return self.promotion.version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether the challenger is to be the champion."""
+    """Decision about the challenger's promotion, with its reason."""
 
     promotes: bool
     why: str
 
 
 def find_champion(registry: Registry, folder: Path) -> Champion | None:
-    """The champion; None if no model has been promoted yet. The folder is for its list of names."""
+    """Return the champion, or None before the first promotion. The folder receives its list of names."""
     promotion = registry.champion()
     if promotion is None:
         return None
@@ -58,17 +58,17 @@ def find_champion(registry: Registry, folder: Path) -> Champion | None:
 
 
 def find_trained(registry: Registry, fingerprint: str, hp: Mapping[str, Any], start_from: str) -> ModelCard | None:
-    """The newest model since the champion that was trained as asked for on the same names; None if there is none.
+    """Return the newest model since the champion with this recipe on the same names, or None.
 
-    Where it started a training of today is to start, too: then it is the same training, which Flyte's cache has. From
-    the champion itself it would be another one every day, though nothing has changed.
+    A training of today uses the same initial weights as that model, so Flyte's cache has its result. Initial weights
+    from the champion would make a new training every day, even without changes.
     """
     cards = (card for _, card in _since_the_champion(registry))
     return next((card for card in cards if card.has_recipe(fingerprint, hp, start_from)), None)
 
 
 def add(registry: Registry, files: Mapping[str, Path], card: ModelCard) -> str:
-    """Have the model in the registry, once; returns its version."""
+    """Add the model to the registry unless it has the same model already. Return the version."""
     for version, other in _since_the_champion(registry):
         same_recipe = other.has_recipe(card.data.fingerprint, card.hp, card.start_from)
         if same_recipe and other.state_sha256 == card.state_sha256:
@@ -77,7 +77,7 @@ def add(registry: Registry, files: Mapping[str, Path], card: ModelCard) -> str:
 
 
 def judge(registry: Registry, version: str, comparison: Comparison, margin: float) -> Verdict:
-    """Decide whether the version is good enough to be the champion."""
+    """Decide whether the version becomes the champion."""
     history = registry.history()
     if history and history[-1].version == version:
         return Verdict(promotes=False, why="it is the champion itself: nothing has changed")
@@ -102,13 +102,13 @@ def judge(registry: Registry, version: str, comparison: Comparison, margin: floa
 
 
 def promote(registry: Registry, version: str, why: str, *, instead_of: int) -> str:
-    """Make the version the champion, unless another one was made it since; returns what has happened, in words.
+    """Make the version the champion, unless another was promoted since. Return the result in words.
 
     Args:
-        registry: Has the version.
+        registry: The registry that contains the version.
         version: The challenger.
-        why: Goes into the registry's history.
-        instead_of: The number of the promotion that the challenger was compared with; 0 if there was none.
+        why: Reason for the registry's history.
+        instead_of: Number of the promotion of the compared champion. 0 if no champion existed.
     """
     compared = next((promotion for promotion in registry.history() if promotion.number == instead_of), None)
     try:
@@ -119,15 +119,16 @@ def promote(registry: Registry, version: str, why: str, *, instead_of: int) -> s
 
 
 def sha256(path: str | Path) -> str:
-    """Of a file's content."""
+    """Return the SHA-256 checksum of a file's content."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _since_the_champion(registry: Registry) -> Iterator[tuple[str, ModelCard]]:
-    """The champion and what came after it, newest first: older ones are of no use, and may be many.
+    """Yield the champion and the later versions, newest first.
 
-    Nor is what cannot be read, which must not keep others from being trained.
+    Older versions have no use here, and may be many. Unreadable versions are skipped, so that they do not block other
+    trainings.
     """
     champion, versions = registry.champion(), registry.versions()
     first = versions.index(champion.version) if champion is not None else 0

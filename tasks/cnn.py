@@ -1,6 +1,7 @@
-"""A convolutional network for digits and its training loop. Runs in every rank of a gang, or in one process alone.
+"""Convolutional network for digits and its training loop. Runs in every rank of a gang, or in one process alone.
 
-There is neither Flyte nor Dask in here: `current_rank()` says who this process is, and torch.distributed does the rest.
+`current_rank()` says which rank this process is, and torch.distributed connects the ranks. Flyte and Dask are not
+imported here.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "gloo", "nccl")
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307 * 255, 0.3081 * 255
-"""Of MNIST's training images."""
+"""Mean and deviation of the pixels of MNIST's training images, from 0 to 255."""
 
 
 @dataclass
 class Hyperparameters(StrictInputs):
-    """How to train. A plain dataclass, so that it can be the input of a workflow."""
+    """Hyper-parameters. A plain dataclass can be the input of a workflow."""
 
     backend: str = "auto"
-    """What carries gradients and sums between the ranks: `gloo`, `nccl`, or the gang's own choice."""
+    """Backend for gradients and sums between the ranks: `gloo`, `nccl`, or `auto` for the gang's own backend."""
     batch_size: int = 64
-    """Images per step of the whole gang; the share of a rank is rounded up."""
+    """Images per step of the whole gang. Each rank's share is rounded up."""
     test_batch_size: int = 1000
-    """The same where no gradient is kept."""
+    """Images per step of the whole gang in evaluations."""
     epochs: int = 3
-    """How often every training image is seen."""
+    """Number of epochs. Each sees every training image once."""
     learning_rate: float = 0.03
-    """The step size of stochastic gradient descent at the start; it falls evenly to zero at the end."""
+    """Initial learning rate of stochastic gradient descent, which falls linearly to zero."""
     sgd_momentum: float = 0.9
-    """The share of the last step that goes into the next."""
+    """Momentum of stochastic gradient descent, from 0 to below 1."""
     seed: int = 0
-    """Fixes the initial weights and the order of the images; without MNIST, also which digits are the test set."""
+    """Seed of the initial weights and the order of the images. Without MNIST, also the seed of the test set."""
     log_interval: int = 10
-    """Steps between two reports of the loss; each report waits for the device."""
+    """Number of steps between two reports of the loss. Each report waits for the device."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -62,48 +63,48 @@ class Hyperparameters(StrictInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What Weights & Biases gets besides the curves. It changes nothing about the result."""
+    """Records in Weights & Biases in addition to the curves. They have no effect on the result."""
 
     num_batches: int = 0
-    """Test batches whose predictions are shown after each epoch; 0: no table."""
+    """Number of test batches whose predictions are shown after each epoch. 0: no table."""
     num_images: int = 0
-    """Images of each of these batches."""
+    """Number of images of each of these batches."""
     gradients: bool = False
-    """Whether there are histograms of the gradients."""
+    """True to record histograms of the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What a model makes of the whole test set; the same on every rank."""
+    """Results of a model on the whole test set, the same on every rank."""
 
     loss: float
     """Mean cross-entropy in nats per image."""
     accuracy: float
-    """The share of the images whose digit the model ranks first."""
+    """Share of the images whose digit the model ranks first, from 0 to 1."""
     scores: Tensor
-    """The ten probabilities of each image, (num_images, 10), float32 on the CPU, in the order of the test set."""
+    """Ten probabilities of each image, (num_images, 10), float32 on the CPU, in the order of the test set."""
 
     @property
     def num_images(self) -> int:
-        """How many images the ranks evaluated together, each once."""
+        """Number of images that the ranks evaluated together, each once."""
         return len(self.scores)
 
     @property
     def guesses(self) -> Tensor:
-        """The digit ranked first for each image, (num_images,), int64."""
+        """Digit that the model ranks first for each image, (num_images,), int64."""
         return self.scores.argmax(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a training run leaves; the same on every rank."""
+    """Result of a training, the same on every rank."""
 
     state_dict: dict[str, Tensor]
-    """The trained weights as CPU tensors, for `CNN.from_state_dict`."""
+    """Trained weights as CPU tensors, for `CNN.from_state_dict`."""
     epochs: list[EpochMetrics]
-    """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
+    """Metrics of the epochs, in order. A gang that was stopped has fewer epochs than `Hyperparameters.epochs`."""
     evaluation: Evaluation | None
-    """That of the last epoch; None if none came to its end."""
+    """Evaluation of the last epoch. None if no epoch was completed."""
 
 
 class CNN(Model):
@@ -135,18 +136,18 @@ class CNN(Model):
 
 
 def train(digits: Digits, hp: Hyperparameters, recorded: Recorded = Recorded()) -> TrainingResult:
-    """Train a `CNN` together with the other ranks of the gang; every rank calls this with the same arguments.
+    """Train a `CNN` together with the other ranks. Every rank calls this function with the same arguments.
 
-    Gangs of any size start from the same weights and draw the same order, and cut it into the same batches where their
-    ranks can share them evenly. What becomes of checkpoints and of a gang that is to stop, `Trainer` says.
+    Gangs of any size start from the same weights and draw the same order of images. They also have the same batches if
+    the ranks can share a batch evenly. `Trainer` describes checkpoints and the stop of a gang.
 
     Args:
-        digits: What to train on, and to test on after every epoch.
-        hp: How to train.
-        recorded: What rank 0 records besides the curves.
+        digits: Digits for the training, and for a test after every epoch.
+        hp: Hyper-parameters.
+        recorded: Records of rank 0 in addition to the curves.
 
     Raises:
-        ValueError: `hp.backend` is nccl and this rank has no GPU, or there are fewer digits than ranks.
+        ValueError: `hp.backend` is nccl and this rank has no GPU, or the digits are fewer than the ranks.
     """
     trainer = _Trainer(digits, hp, recorded)
     trainer.train()
@@ -162,7 +163,7 @@ class _Trainer(Trainer):
         self.test = digits.test.to(rank.device)
         self.evaluation: Evaluation | None = None
         group = _group(hp.backend)
-        torch.manual_seed(hp.seed)  # the same initial weights, whatever the number of ranks
+        torch.manual_seed(hp.seed)  # the same initial weights for any number of ranks
         model = CNN().to(rank.device)
         training = digits.training.to(rank.device)
         batch_size = math.ceil(hp.batch_size / rank.world_size)
@@ -177,13 +178,13 @@ class _Trainer(Trainer):
             self.rank.watch(self.model)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over this rank's share, weighted; its sum, and the number of images."""
+        """Return the weighted mean loss over this rank's share, the sum of the loss, and the number of images."""
         loss = F.cross_entropy(self.gang_model(images), labels)
         count = torch.full_like(loss, len(self.loader.share))
         return loss * self.loader.weight, torch.stack([loss.detach() * count, count]).double()
 
     def follow(self, loss: Tensor) -> None:
-        """As always, by a step whose size falls evenly to zero."""
+        """Update the weights, with a learning rate that falls linearly to zero."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.hp.learning_rate * (1 - (self.step - 1) / self.num_steps)
         super().follow(loss)
@@ -203,7 +204,7 @@ class _Trainer(Trainer):
         )
 
     def shown(self, metrics: EpochMetrics) -> dict[str, Any]:
-        """With the predictions to record, on rank 0; where there is no run for them, they go nowhere."""
+        """Return the metrics, on rank 0 with the predictions. Without a run of Weights & Biases, these are dropped."""
         return super().shown(metrics) | self._table()
 
     def state(self) -> dict[str, Any]:
@@ -225,7 +226,7 @@ class _Trainer(Trainer):
                 num_batches=self.recorded.num_batches,
                 num_images=self.recorded.num_images,
             )
-        except Exception as error:  # the disk may be full, say; what is only recorded must not end the training
+        except Exception as error:  # such as a full disk; a record must not fail the training
             logger.warning("no table of predictions: %s: %s. The training goes on.", type(error).__name__, error)
             return {}
         return {"predictions": table}
@@ -235,14 +236,14 @@ class _Trainer(Trainer):
 def evaluate(model: nn.Module, test: DigitSet, batch_size: int, group: dist.ProcessGroup | None = None) -> Evaluation:
     """Test the model on every image once.
 
-    In a gang every rank calls this with the same arguments, evaluates its share and gets the result for all images;
-    elsewhere one process evaluates them all. Leaves the model in evaluation mode.
+    In a gang, every rank calls this function with the same arguments and evaluates its share. All ranks return the
+    result for all images. Without a gang, one process evaluates all images. The model stays in evaluation mode.
 
     Args:
         model: The model, not wrapped in DistributedDataParallel.
-        test: The digits.
+        test: The test digits.
         batch_size: Images per forward pass of all ranks together.
-        group: The process group that the ranks exchange their results by; None is the gang's own.
+        group: Process group for the exchange of results. None: the gang's own group.
 
     Raises:
         RuntimeError: The ranks together did not see every image exactly once.
@@ -250,7 +251,7 @@ def evaluate(model: nn.Module, test: DigitSet, batch_size: int, group: dist.Proc
     rank = current_rank()
     test = test.to(rank.device)
     model.eval()
-    # Each rank fills in its own rows of what all of them will have: the sum over the ranks is the whole.
+    # Each rank fills in its own rows of the logits. The sum over the ranks has all rows.
     logits = torch.zeros(len(test), 10, device=rank.device)
     times_seen = torch.zeros(len(test), device=rank.device)
     own = torch.arange(len(test), device=rank.device)[rank.rank :: rank.world_size]
@@ -267,10 +268,10 @@ def evaluate(model: nn.Module, test: DigitSet, batch_size: int, group: dist.Proc
 
 
 def _group(backend: str) -> dist.ProcessGroup | None:
-    """The process group for gradients and sums: the gang's own (None), or one of the backend that was asked for.
+    """Return the process group for gradients and sums: None for the gang's own, or a new one with this backend.
 
     Raises:
-        ValueError: That is nccl, and this rank has no GPU.
+        ValueError: The backend is nccl, and this rank has no GPU.
     """
     rank = current_rank()
     if backend == "nccl" and rank.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The data of the MNIST example: handwritten digits from a directory, the network or scikit-learn. Runs in tasks."""
+"""Reads the digits of the MNIST example from a directory, the network or scikit-learn. Runs in tasks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own docu
 from torch import Tensor
 
 FILES = tuple(f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-"""What torchvision's directory holds."""
+"""Files in torchvision's directory."""
 HOST = "ossci-datasets.s3.amazonaws.com"
-"""The first mirror that torchvision asks."""
+"""Host of torchvision's first mirror."""
 NETWORK_TIMEOUT = 5.0
-"""Seconds of silence from a server. Of the first mirror's addresses each is waited for in turn: a minute in all."""
+"""Timeout for a server's answer, in seconds. It counts for each address of the first mirror: a minute in all."""
 TEST_SHARE = 0.2
-"""Of scikit-learn's digits, which come without a test set."""
+"""Share of scikit-learn's digits that become the test set, as they have none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DigitSet:
-    """Pictures of digits, and which digits they are."""
+    """Pictures of digits, with their labels."""
 
     images: Tensor
-    """(num_images, 28, 28), uint8: 0 is the background, 255 the ink."""
+    """Pictures, (num_images, 28, 28), uint8: 0 is the background, 255 the ink."""
     labels: Tensor
-    """(num_images,), int64, from 0 to 9."""
+    """Labels, (num_images,), int64, from 0 to 9."""
 
     def __post_init__(self) -> None:
         shape, num_labels = tuple(self.images.shape), len(self.labels)
@@ -46,31 +46,31 @@ class DigitSet:
         return len(self.labels)
 
     def to(self, device: torch.device) -> DigitSet:
-        """The same digits on this device."""
+        """Return the digits on this device."""
         return DigitSet(images=self.images.to(device), labels=self.labels.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Digits:
-    """What to train on, and what to test on."""
+    """Training and test digits."""
 
     training: DigitSet
     test: DigitSet
     source: str
-    """Where they come from, and why not from elsewhere."""
+    """Source of the digits, with the reason if it is not MNIST."""
 
     @property
     def report(self) -> str:
-        """One line for people."""
+        """Return a line for people: the numbers of digits and their source."""
         return f"{len(self.training):,} training and {len(self.test):,} test digits from {self.source}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them to one file: the same digits make the same bytes, wherever they came from."""
+        """Write the digits to one file. Equal digits give equal bytes, whatever their source."""
         torch.save([self.training.images, self.training.labels, self.test.images, self.test.labels], path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Digits:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         images, labels, test_images, test_labels = torch.load(path, weights_only=True)
         return cls(
             training=DigitSet(images=images, labels=labels),
@@ -80,14 +80,14 @@ class Digits:
 
 
 def load_digits(directory: str | os.PathLike[str] | None = None, *, source: str | None = None, seed: int = 0) -> Digits:
-    """Read MNIST from a directory, else download it, else take the small digits that scikit-learn brings.
+    """Read MNIST from a directory, or download it, or fall back to scikit-learn's small digits.
 
-    A download is kept in torch's cache (`~/.cache/torch/hub/mnist`, or below `TORCH_HOME`) and made once.
+    Torch's cache (`~/.cache/torch/hub/mnist`, or below `TORCH_HOME`) keeps a download, which happens only once.
 
     Args:
-        directory: What `torchvision.datasets.MNIST(directory, download=True)` fills; None to download.
-        source: What to call the directory in reports and errors, where it is a copy.
-        seed: Decides which of scikit-learn's digits are held out as the test set; MNIST has its own.
+        directory: A directory that `torchvision.datasets.MNIST(directory, download=True)` fills. None: download MNIST.
+        source: Name of the directory in reports and errors, if it is a copy.
+        seed: Seed of the test set of scikit-learn's digits. MNIST has its own test set.
 
     Raises:
         ValueError: The directory has no digits in torchvision's layout, or they cannot be read.
@@ -102,12 +102,12 @@ def load_digits(directory: str | os.PathLike[str] | None = None, *, source: str 
 
 
 def small_digits(seed: int) -> Digits:
-    """The 1,797 digits of 8x8 pixels that scikit-learn brings, enlarged.
+    """Return the 1,797 digits of 8x8 pixels of scikit-learn, enlarged.
 
     Args:
-        seed: Decides which fifth of them is the test set.
+        seed: Seed that decides which fifth of the digits is the test set.
     """
-    from sklearn.datasets import load_digits as load_small  # takes a second to import, too
+    from sklearn.datasets import load_digits as load_small  # the import takes a second
 
     small = load_small()
     pixels = torch.from_numpy(small.images).float() * (255 / 16)
@@ -123,12 +123,12 @@ def small_digits(seed: int) -> Digits:
 
 
 def _read(directory: Path, source: str) -> Digits:
-    """Read torchvision's layout.
+    """Read a directory with torchvision's layout.
 
     Raises:
-        ValueError: It is not there, or cannot be read.
+        ValueError: Files are missing, or cannot be read.
     """
-    from torchvision.datasets import MNIST  # takes a second to import, which the ranks need not spend
+    from torchvision.datasets import MNIST  # the import takes a second, which the ranks save
 
     if missing := [file for file in FILES if not (directory / file).is_file()]:
         raise ValueError(
@@ -139,7 +139,7 @@ def _read(directory: Path, source: str) -> Digits:
     try:
         parts = [MNIST(os.fspath(directory), train=train) for train in (True, False)]
         training, test = (DigitSet(images=part.data, labels=part.targets) for part in parts)
-    except Exception as error:  # torchvision checks little, and damaged files end in errors of any kind
+    except Exception as error:  # torchvision checks little, so damaged files raise many types
         raise ValueError(
             f"cannot read the digits in {source}: {error or type(error).__name__}. The likely cause is a copy or a "
             "download that was cut off; get the files anew."
@@ -148,7 +148,7 @@ def _read(directory: Path, source: str) -> Digits:
 
 
 def _download() -> Path:
-    """The directory of the downloaded MNIST, after the download where it was not made before."""
+    """Return the directory of the downloaded MNIST. Download it if needed."""
     from torchvision.datasets import MNIST
 
     home = Path(torch.hub.get_dir(), "mnist")
@@ -159,7 +159,7 @@ def _download() -> Path:
 
 @contextlib.contextmanager
 def _impatient(seconds: float) -> Iterator[None]:
-    """Bound every wait for the network: torchvision does not, and a firewall that drops packets would hang it."""
+    """Set a timeout for the network. Torchvision sets none, so a firewall that drops packets would hang it."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -169,7 +169,7 @@ def _impatient(seconds: float) -> Iterator[None]:
 
 
 def _instead(small: Digits, error: Exception) -> Digits:
-    """The digits to make do with; they say why."""
+    """Return the substitute digits, whose source tells the reason."""
     problem = " ".join(str(error).split()) or type(error).__name__
     source = (
         f"{small.source}, because MNIST could not be downloaded: {problem}. For MNIST itself give data_dir a directory "

@@ -1,4 +1,4 @@
-"""Whether new names may be trained on: enough of them, clean, and like those before. Runs in ordinary tasks."""
+"""Checks of new names: their number, cleanness and likeness to earlier names. Runs in ordinary tasks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tasks.names import NAME_CHARACTERS, CleanNames
 
 @dataclass
 class Limits(StrictInputs):
-    """What new names must keep to."""
+    """Limits that new names must keep."""
 
     min_names: int = 500
-    """Fewer usable names are an export that went wrong."""
+    """Least number of usable names. A smaller number means a failed export."""
     min_growth: float = 0.5
-    """So many times the names that the champion was trained on must be there."""
+    """Least number of names, as a multiple of the number that the champion was trained on."""
     max_dropped: float = 0.1
-    """The share of the entries that may be empty, or have characters outside the alphabet."""
+    """Largest share of entries that are empty or have characters outside the alphabet, from 0 to 1."""
     max_repeated: float = 0.9
-    """The share of the names that may be there already; some pets' names are common."""
+    """Largest share of repeated names, from 0 to 1. Some pets' names are common."""
     max_drift: float = 0.15
-    """How far the characters may have moved since the champion's names, as `drift` measures it: 0 to 1."""
+    """Largest distance of the characters from those of the champion's names, by `drift`, from 0 to 1."""
 
     def __post_init__(self) -> None:
         share = "a fraction from 0 to 1"
@@ -41,13 +41,13 @@ class Limits(StrictInputs):
 
 
 def character_counts(names: Iterable[str]) -> dict[str, int]:
-    """How often each character is in the names."""
+    """Return the number of occurrences of each character in the names."""
     return dict(sorted(Counter("".join(names)).items()))
 
 
 def drift(characters: Mapping[str, int], before: Mapping[str, int]) -> float:
-    """The Jensen-Shannon distance of two distributions of characters, to base 2: 0 if alike, 1 if nothing is shared."""
-    from scipy.spatial.distance import jensenshannon  # late: only the task that reads needs it
+    """Return the Jensen-Shannon distance of two distributions of characters to base 2: 0 if equal, 1 if disjoint."""
+    from scipy.spatial.distance import jensenshannon  # here because only the task `prepare` needs it
 
     alphabet = sorted(NAME_CHARACTERS)
     counts = [[some.get(character, 0) for character in alphabet] for some in (characters, before)]
@@ -55,15 +55,15 @@ def drift(characters: Mapping[str, int], before: Mapping[str, int]) -> float:
 
 
 def check(loaded: CleanNames, limits: Limits, before: DataFacts | None) -> None:
-    """Refuse names that had better not be trained on.
+    """Check new names against the limits.
 
     Args:
         loaded: The new names.
-        limits: What they must keep to.
-        before: The names that the champion was trained on; None if there is no champion.
+        limits: The limits.
+        before: Facts about the champion's names. None if no champion exists.
 
     Raises:
-        ValueError: They do not keep to the limits; names all that are broken, with the values.
+        ValueError: The names break limits. The message lists all broken limits with their values.
     """
     if problems := _problems(loaded, limits, before):
         raise ValueError(

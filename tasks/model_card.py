@@ -1,4 +1,4 @@
-"""What is written down beside a model's weights: how it was made, of what, how good it is. Runs in ordinary tasks."""
+"""Model cards: the origin, the data and the quality of a model's weights. Runs in ordinary tasks."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ DISTRIBUTION = "flytekitplugins-daskpytorch"
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """The names that a model was trained and judged on."""
+    """Facts about the names on which a model was trained and evaluated."""
 
     source: str
-    """The file, or `the embedded list`."""
+    """URI of the file, or `the embedded list`."""
     day: str
-    """For which they were read, as 2026-01-31."""
+    """Day of the names, in the form 2026-01-31."""
     fingerprint: str
-    """The SHA-256 of the sorted names: alike for the same names in another order."""
+    """SHA-256 of the sorted names. Their order in the source has no effect."""
     num_names: int
     num_distinct: int
     num_new: int
-    """Different names that were not among those of the champion of that day."""
+    """Number of different names that the champion of that day did not have."""
     drift: float | None
-    """How far the characters moved since that champion's names; None if there was no champion."""
+    """Distance of the characters from those of that champion's names. None if no champion existed."""
     characters: dict[str, int]
-    """How often each is in the names."""
+    """Number of occurrences of each character in the names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The challenger and the champion of its day on the same held-out names; losses in nats per character."""
+    """Losses of challenger and champion on the same held-out names, in nats per character."""
 
     loss: float
     accuracy: float
     champion_loss: float | None
-    """None if there was no champion."""
+    """Loss of the champion. None if no champion existed."""
     champion_accuracy: float | None
     bigram_loss: float
-    """Of a model that knows only the character before."""
+    """Loss of a model that knows only the previous character."""
     num_held_out: int
-    """How many different names."""
+    """Number of different held-out names."""
 
     @property
     def gain(self) -> float | None:
-        """By how much the challenger is better than the champion."""
+        """Difference of the champion's loss and the challenger's. None if no champion existed."""
         return None if self.champion_loss is None else self.champion_loss - self.loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """All that is known of a version."""
+    """Description of a version of the model."""
 
     data: DataFacts
     hp: dict[str, Any]
-    """The fields of `Hyperparameters`."""
+    """Hyper-parameters: the fields of `Hyperparameters`."""
     start_from: str
-    """What was asked for: `champion` or `scratch`."""
+    """Requested initial weights: `champion` or `scratch`."""
     start: str
-    """The version whose weights it started from; empty: random ones."""
+    """Version whose weights the training started from. Empty: random weights."""
     champion: str
-    """The champion that it was compared with; empty: there was none."""
+    """Champion in the comparison. Empty: no champion existed."""
     comparison: Comparison
     held_out: float
-    """The fraction of the names that neither it, nor those that it came from, nor that champion was trained on."""
+    """Fraction of the names on which neither this model, its ancestors nor that champion were trained."""
     state_sha256: str
-    """Of the file of weights."""
+    """SHA-256 of the file of weights."""
     plugin_version: str
     git_version: str
-    """Of the code, as `git describe` says it, with `-dirty` if it was changed since; empty where it is not known."""
+    """Output of `git describe` for the code, with `-dirty` after local changes. Empty if unknown."""
     registered_version: str
-    """The version under which the workflow was registered with Flyte; empty in a local run."""
+    """Version of the registered workflow in Flyte. Empty in a local run."""
     execution: str
     """Flyte's name of the execution."""
     wandb_url: str
-    """The training's run in Weights & Biases; empty if it is not there."""
+    """Address of the training's run in Weights & Biases. Empty without a run."""
 
     @classmethod
     def from_dict(cls, card: Mapping[str, Any]) -> Self:
-        """Read what `as_dict` gave, also by another release of this file.
+        """Read the output of `as_dict`, also of another release of this file.
 
         Raises:
-            ValueError: It is no such card.
+            ValueError: The card lacks fields.
         """
         try:
             data = DataFacts(**_known(DataFacts, card["data"]))
@@ -103,15 +103,15 @@ class ModelCard:
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the card as a dict for JSON."""
         return dataclasses.asdict(self)
 
     def has_recipe(self, fingerprint: str, hp: Mapping[str, Any], start_from: str) -> bool:
-        """Whether it was trained as asked for, on the same names."""
+        """Return True if the model was trained on the same names, with the same hyper-parameters and start."""
         return (self.data.fingerprint, self.hp, self.start_from) == (fingerprint, dict(hp), start_from)
 
     def html(self) -> str:
-        """Tables of a Deck."""
+        """Return tables for a Deck."""
         made = {name: value for name, value in self.as_dict().items() if name not in ("data", "hp", "comparison")}
         data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "characters"}
         parts = {"Data": data, "Hyper-parameters": self.hp, "Made": made}
@@ -119,16 +119,16 @@ class ModelCard:
 
 
 def plugin_version() -> str:
-    """Of the installed plugin; empty if it runs from sources that are not installed."""
+    """Return the version of the installed plugin. Empty if the plugin runs from sources."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(DISTRIBUTION)
     return ""
 
 
 def git_version() -> str:
-    """Of the checkout that this file is in, else of the commit that the plugin was installed from; empty if unknown."""
+    """Return the version of this file's checkout, or the commit of the installed plugin. Empty if unknown."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, no checkout, or somebody else's
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, no checkout, or another user's checkout
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, KeyError):
         origin = json.loads(importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
@@ -137,7 +137,7 @@ def git_version() -> str:
 
 
 def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are fields: a newer release may have written more."""
+    """Return the values that are fields. A newer release may have written more."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if name in names}
 

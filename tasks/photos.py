@@ -12,35 +12,35 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 COATS = ((0.16, 0.13, 0.12), (0.52, 0.30, 0.13), (0.85, 0.66, 0.36), (0.92, 0.89, 0.84), (0.45, 0.50, 0.58))
-"""Black, brown, golden, white and blue-grey, as red, green and blue from 0 to 1."""
+"""Colours of black, brown, golden, white and blue-grey fur, as red, green and blue from 0 to 1."""
 BREEDS = (
     *("affenpinscher", "chesapeake", "labrador", "samoyed", "weimaraner"),
     *("schipperke", "boxer", "ridgeback", "maltese", "greyhound"),
     *("scottie", "dachshund", "dalmatian", "pointer", "blue-heeler"),
     *("newfoundland", "beagle", "collie", "papillon", "schnauzer"),
 )
-"""One for each marking and coat: five plain, five striped, five spotted and five patched."""
+"""Breeds, one for each marking and coat: five plain, five striped, five spotted and five patched."""
 SIDES = (64, 96)
-"""The least and the greatest width and height, in pixels."""
+"""Least and greatest width and height, in pixels."""
 JPEG_QUALITY = 85
 
 
 class _Plane(NamedTuple):
-    """Where each pixel lies in the dog's own axes, its length from -1 to 1, whatever its pose."""
+    """Coordinates of each pixel on the dog's own axes. The dog's length is from -1 to 1 in any pose."""
 
     x: Floats
     y: Floats
 
 
 def write_photos(folder: str | os.PathLike[str], *, num_per_class: int = 30, seed: int = 0) -> Path:
-    """Write JPEG files as `folder/breed/number.jpg`: the same ones for the same arguments.
+    """Write JPEG files as `folder/breed/number.jpg`. The same arguments give the same files.
 
-    A dog's coat and markings say its breed; pose, size, light, ground and noise do not. Pictures differ in size.
+    Coat and markings depend on the breed. Pose, size, light, ground and noise do not. The sizes of the pictures differ.
 
     Args:
-        folder: Made if need be.
-        num_per_class: Pictures of each of the `BREEDS`.
-        seed: Another one gives other pictures of the same breeds.
+        folder: The folder, which is created if needed.
+        num_per_class: Number of pictures of each of the `BREEDS`.
+        seed: Seed of the pictures. Another seed gives other pictures of the same breeds.
 
     Returns:
         The folder.
@@ -62,7 +62,7 @@ def write_photos(folder: str | os.PathLike[str], *, num_per_class: int = 30, see
 
 
 def _photo(label: int, random: np.random.Generator) -> NDArray[np.uint8]:
-    """A picture of a dog of the breed with this number, (height, width, 3)."""
+    """Return a picture of a dog of the breed with this number, (height, width, 3)."""
     height, width = random.integers(*SIDES, size=2, endpoint=True)
     rows, columns = np.mgrid[:height, :width].astype(np.float32)
     plane = _pose(rows, columns, random)
@@ -74,7 +74,7 @@ def _photo(label: int, random: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def _pose(rows: Floats, columns: Floats, random: np.random.Generator) -> _Plane:
-    """Turn, shift and scale the dog, and mirror half of them."""
+    """Return the pixels' coordinates for a dog that is turned, shifted, scaled and, in half of the cases, mirrored."""
     height, width = rows.shape
     size = min(height, width) * random.uniform(0.36, 0.5)
     x = (columns - width * random.uniform(0.42, 0.58)) / size * random.choice((-1, 1))
@@ -84,7 +84,7 @@ def _pose(rows: Floats, columns: Floats, random: np.random.Generator) -> _Plane:
 
 
 def _outline(plane: _Plane) -> NDArray[np.bool_]:
-    """Where there is dog: body, head, ear, tail and legs."""
+    """Return True for pixels of the dog: body, head, ear, tail and legs."""
     x, y = plane
     body = (x / 0.75) ** 2 + (y / 0.38) ** 2 < 1
     head = ((x - 0.75) / 0.3) ** 2 + ((y + 0.35) / 0.27) ** 2 < 1
@@ -95,12 +95,12 @@ def _outline(plane: _Plane) -> NDArray[np.bool_]:
 
 
 def _coat(coat: int, random: np.random.Generator) -> Floats:
-    """The fur's colour, a little different on every dog."""
+    """Return the fur's colour, which varies a little between dogs."""
     return np.asarray(COATS[coat], dtype=np.float32) * random.uniform(0.85, 1.1) + random.normal(0, 0.03, 3)
 
 
 def _markings(kind: int, plane: _Plane, random: np.random.Generator) -> Floats:
-    """What the fur's colour is multiplied by: none, stripes, spots or a few large patches; dark on fair coats."""
+    """Return factors for the fur's colour: none, stripes, spots or a few large patches, dark on fair coats."""
     x, y = plane
     phase, other_phase = random.uniform(0, 2 * np.pi, 2)
     strength = random.uniform(0.35, 0.6)
@@ -118,7 +118,7 @@ def _markings(kind: int, plane: _Plane, random: np.random.Generator) -> Floats:
 
 
 def _ground(depth: Floats, random: np.random.Generator) -> Floats:
-    """Sky above and meadow, sand or floor below, of any colour and with grain; (height, width, 3)."""
+    """Return sky above and ground below, in random colours and with grain, (height, width, 3)."""
     above, below = random.uniform(0.15, 0.95, (2, 3)).astype(np.float32)
     horizon = random.uniform(0.3, 0.7)
     share = (1 / (1 + np.exp(-12 * (depth - horizon))))[..., None]

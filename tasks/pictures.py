@@ -1,4 +1,4 @@
-"""How predictions are shown: as a table of Weights & Biases, and as pieces of a Deck."""
+"""Predictions as a table of Weights & Biases, and as pieces of a Deck."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 CELL = "padding:0.4em 0.6em;text-align:right;min-width:2.6em"
 PIXELS = 84
-"""The longer edge of a picture on the page, in pixels: of a digit, three times its own."""
+"""Longer edge of a picture on the page, in pixels: three times that of a digit."""
 JPEG_QUALITY = 90
 
 
 class Picture(NamedTuple):
-    """A picture with what is written below it."""
+    """Picture with a caption."""
 
     image: Tensor
-    """(height, width) grey or (3, height, width) in red, green and blue; uint8, on the CPU."""
+    """Pixels, (height, width) grey or (3, height, width) in red, green and blue, uint8, on the CPU."""
     caption: str
     is_wrong: bool
-    """Wrong ones get a red frame."""
+    """True for a wrong prediction, which gets a red frame."""
 
 
 def predictions_table(
     images: Tensor, labels: Tensor, scores: Tensor, *, batch_size: int, num_batches: int, num_images: int
 ) -> wandb.Table:
-    """The first images of the first test batches with their guesses, as a table of Weights & Biases.
+    """Return a table of Weights & Biases with the first images of the first test batches, and their predictions.
 
     Args:
-        images: Of the whole test set in its order, (num_test, 28, 28), uint8.
-        labels: (num_test,).
-        scores: The ten probabilities of each image, (num_test, 10).
+        images: Images of the whole test set in its order, (num_test, 28, 28), uint8.
+        labels: Labels, (num_test,).
+        scores: Ten probabilities of each image, (num_test, 10).
         batch_size: Images per test batch.
-        num_batches: How many batches are shown …
-        num_images: … with at most so many images of each.
+        num_batches: Number of batches in the table.
+        num_images: Most images of each batch.
     """
-    import wandb  # only rank 0 comes here
+    import wandb  # only rank 0 needs it
 
     columns = ["id", "image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
     guesses = scores.argmax(dim=1).tolist()
@@ -65,7 +65,7 @@ def predictions_table(
 
 
 def confusion_matrix(labels: Tensor, guesses: Tensor) -> str:
-    """An HTML table that counts the guesses for each digit, the darker the greater their share of the digit."""
+    """Return an HTML table that counts the guesses for each digit. Darker cells have larger shares of the digit."""
     counts = torch.bincount(labels * 10 + guesses, minlength=100).reshape(10, 10)
     shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     head = "".join(f"<th style='{CELL}'>{digit}</th>" for digit in range(10))
@@ -77,17 +77,17 @@ def confusion_matrix(labels: Tensor, guesses: Tensor) -> str:
 
 
 def picture_grid(pictures: Iterable[Picture], *, pixels: int = PIXELS) -> str:
-    """The pictures side by side.
+    """Return the pictures side by side as HTML.
 
     Args:
-        pictures: Of any size.
-        pixels: The longer edge of each on the page.
+        pictures: Pictures of any size.
+        pixels: Longer edge of each picture on the page, in pixels.
     """
     return report.pictures(_piece(picture, pixels) for picture in pictures)
 
 
 def _shown(num_test: int, batch_size: int, num_batches: int, num_images: int) -> Iterator[tuple[int, int, int]]:
-    """The batch, the place in it and the index in the test set of each image that the table shows."""
+    """Yield the batch, the place in the batch and the index in the test set of each image in the table."""
     for batch, start in enumerate(range(0, num_test, batch_size)[:num_batches]):
         for place, index in enumerate(range(start, min(start + batch_size, num_test))[:num_images]):
             yield batch, place, index
@@ -102,7 +102,7 @@ def _matrix_row(digit: int, counts: Tensor, shares: Tensor) -> str:
 
 
 def _shade(share: float, *, is_right: bool) -> str:
-    """Blue on the diagonal, red beside it, where a few per cent shall be seen already."""
+    """Return a cell's colour: blue on the diagonal, red elsewhere. A square root makes small errors visible."""
     red, green, blue, strength = (31, 119, 180, share) if is_right else (214, 39, 40, share**0.5)
     return f"background:rgba({red},{green},{blue},{strength:.2f})"
 
@@ -120,7 +120,7 @@ def _piece(picture: Picture, pixels: int) -> report.Picture:
 
 
 def _encoded(image: Tensor) -> bytes:
-    """As a file: photographs as JPEG, which is a tenth of their PNG."""
+    """Return the image as a file. Photographs are JPEG, which is a tenth of the size of PNG."""
     from PIL import Image
 
     file, is_grey = io.BytesIO(), image.dim() == 2

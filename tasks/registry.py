@@ -1,17 +1,17 @@
-"""A registry of models: versions that never change, and which of them is the champion.
+"""Registry of models: immutable versions, and the history of the champion.
 
-Runs in ordinary tasks, and by hand:
+The registry runs in ordinary tasks, and on the command line:
 
     python -m tasks.registry --registry s3://bucket/models history
     python -m tasks.registry --registry s3://bucket/models roll-back --reason "too many names with q"
 
-What is where below the registry's URI:
+Objects below the registry's URI:
 
-    versions/ID/...         the version's files and its card.json
-    versions/ID.json        the files' sizes and checksums; written last, so that a version is there whole or not at all
-    promotions/00000001.json ...   who became champion when, why, and instead of whom; the newest is the champion
+    versions/ID/...               the version's files and its card.json
+    versions/ID.json              sizes and checksums of the files, written last to commit the version
+    promotions/00000001.json ...  promoted version, time, reason and previous champion (the newest is the champion)
 
-A promotion is made by creating the object with the next number, which of several at once only one can do.
+A promotion creates the object with the next number. If several processes try at once, only one succeeds.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ from typing import Any
 from tasks.stores import open_store
 
 VARIABLE = "PET_NAMES_REGISTRY"
-"""The environment variable with the URI of the registry."""
+"""Name of the environment variable with the registry's URI."""
 CARD = "card.json"
 VERSION = re.compile(r"\d{8}T\d{12}Z-[0-9a-f]{12}", re.ASCII)
-"""UTC to the microsecond, and the beginning of the manifest's checksum."""
+"""Pattern of a version's id: the UTC time in microseconds, and the beginning of the manifest's checksum."""
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 PROMOTION = re.compile(r"\d{8}\.json", re.ASCII)
 
 
 class ChampionChangedError(RuntimeError):
-    """Somebody else has promoted meanwhile; nothing was changed."""
+    """Another process has promoted a version in the meantime. The registry is unchanged."""
 
 
 class DamagedFileError(RuntimeError):
-    """A file of a version is not what was added."""
+    """A file of a version differs from the file that was added."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """A version became the champion."""
+    """Record of a version that became the champion."""
 
     number: int
-    """1, 2, ...; the newest is the champion."""
+    """Number of the promotion, from 1. The newest promotion is the champion."""
     version: str
-    """The version that became champion."""
+    """Version that became the champion."""
     previous: str | None
-    """The version that it replaced; None the first time."""
+    """Version that was replaced. None for the first promotion."""
     reason: str
-    """Why, for people."""
+    """Reason of the promotion, for people."""
     at: str
-    """When, in UTC, as ISO 8601 writes it."""
+    """Time of the promotion in UTC, in ISO 8601 format."""
 
 
 class Registry:
-    """Versions of a model, and which of them is the champion.
+    """Versions of a model, and the history of its champion.
 
     Args:
-        uri: A local folder, which is made if need be, or `s3://bucket/prefix`.
-        storage_options: What fsspec needs to reach it, besides what the environment says.
+        uri: A local folder, which is created if needed, or `s3://bucket/prefix`.
+        storage_options: Additional options of fsspec for the access.
 
     Raises:
-        ValueError: The URI is none of these.
+        ValueError: The URI is neither a local folder nor `s3://bucket/prefix`.
     """
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -80,12 +80,13 @@ class Registry:
         self._is_checked = False
 
     def check(self) -> None:
-        """Try whether one can write here, and whether of two that promote at once only one can; once per object.
+        """Check that the registry can be written, and that of two simultaneous promotions only one succeeds.
 
-        `add` and `promote` do so, too. Call it before a long training, to have an error before it.
+        Each `Registry` object checks once. `add` and `promote` check, too. Call this method before a long training, to
+        get errors early.
 
         Raises:
-            RuntimeError: Two could; or the folder cannot be written.
+            RuntimeError: Both promotions succeeded, or the folder cannot be written.
             OSError: The bucket cannot be reached or written.
         """
         if not self._is_checked:
@@ -95,18 +96,18 @@ class Registry:
     # ---- Versions
 
     def add(self, files: Mapping[str, Path], card: Mapping[str, Any]) -> str:
-        """Add a version: whole or, if this fails or is killed, not at all. It never changes afterwards.
+        """Add a version, which never changes afterwards. If the call fails or is killed, no version is added.
 
         Args:
-            files: Local files by the names that they get: letters, digits, `_`, `-` and `.`.
-            card: What people should know of the version; what JSON can write.
+            files: Local files by their names in the registry. Names consist of letters, digits, `_`, `-` and `.`.
+            card: Description of the version for people, as a mapping that JSON can write.
 
         Returns:
             The version's id. Ids sort by time.
 
         Raises:
-            ValueError: A name cannot be, or a file is missing; the message names all of them.
-            RuntimeError, OSError: As `check` says.
+            ValueError: Names are invalid, or files are missing. The message lists all of them.
+            RuntimeError, OSError: As in `check`.
         """
         _refuse(files)
         self.check()
@@ -119,25 +120,25 @@ class Registry:
         return version
 
     def versions(self) -> list[str]:
-        """The ids of all versions, oldest first."""
+        """Return the ids of all versions, oldest first."""
         ids = (name.removesuffix(".json") for name in self._store.names("versions") if name.endswith(".json"))
         return [version for version in ids if VERSION.fullmatch(version)]
 
     def files(self, version: str) -> dict[str, int]:
-        """The names and sizes in bytes of a version's files, its card among them.
+        """Return the names and sizes, in bytes, of a version's files, including its card.
 
         Raises:
-            ValueError: There is no such version.
-            DamagedFileError: Its manifest is not what was added.
+            ValueError: The version does not exist.
+            DamagedFileError: The manifest differs from the one that was added.
         """
         return {name: entry["size"] for name, entry in self._manifest(version).items()}
 
     def card(self, version: str) -> dict[str, Any]:
-        """What people should know of a version.
+        """Return the description of a version.
 
         Raises:
-            ValueError: There is no such version.
-            DamagedFileError: The card is not what was added.
+            ValueError: The version does not exist.
+            DamagedFileError: The card differs from the one that was added.
         """
         entry = self._manifest(version)[CARD]
         (found,) = self._store.read([f"versions/{version}/{CARD}"])
@@ -146,14 +147,14 @@ class Registry:
         return card
 
     def fetch(self, version: str, name: str, folder: Path) -> Path:
-        """Copy a file of a version into a local folder, which is made if need be.
+        """Copy a file of a version into a local folder, which is created if needed.
 
-        It is what was added, but whoever may write to the registry may have added anything: load states with
-        `torch.load(path, weights_only=True)`.
+        The checksum proves that the file is the one that was added. Anyone who can write to the registry can add any
+        file, so load states with `torch.load(path, weights_only=True)`.
 
         Raises:
-            ValueError: There is no such version, or it has no such file.
-            DamagedFileError: The file is not what was added; nothing is left in the folder.
+            ValueError: The version does not exist, or has no file of this name.
+            DamagedFileError: The file differs from the one that was added. The folder does not keep it.
         """
         manifest = self._manifest(version)
         if name not in manifest or not FILE.fullmatch(name):
@@ -170,26 +171,26 @@ class Registry:
     # ---- Promotions
 
     def champion(self) -> Promotion | None:
-        """The newest promotion; None as long as there has been none."""
+        """Return the newest promotion, or None before the first promotion."""
         newest = self._read_promotions(self._promotions()[-1:])
         return newest[0] if newest else None
 
     def history(self) -> list[Promotion]:
-        """All promotions, oldest first; a roll-back is one, too."""
+        """Return all promotions, oldest first. A roll-back is a promotion, too."""
         return self._read_promotions(self._promotions())
 
     def promote(self, version: str, *, instead_of: Promotion | None, reason: str) -> Promotion:
-        """Make a version the champion, unless the champion has changed. The same promotion twice is one.
+        """Make a version the champion, unless the champion has changed. Repeating the same promotion has no effect.
 
         Args:
-            version: An id.
-            instead_of: The champion that the version was compared with; None if there was none.
-            reason: Why, for people.
+            version: Id of the version.
+            instead_of: The champion in the comparison. None if no champion existed.
+            reason: Reason of the promotion, for people.
 
         Raises:
-            ChampionChangedError: The champion is not `instead_of`; nothing was changed.
-            ValueError: There is no such version, or it is the champion already.
-            RuntimeError, OSError: As `check` says.
+            ChampionChangedError: The champion is not `instead_of`. The registry is unchanged.
+            ValueError: The version does not exist, or is the champion already.
+            RuntimeError, OSError: As in `check`.
         """
         self._manifest(version)
         if instead_of is not None and instead_of.version == version:
@@ -207,7 +208,7 @@ class Registry:
         champion = self.champion()
         if champion == instead_of:
             champion = self._create(wanted)
-        # The same one: the answer to our own request was lost and it was sent again, or the whole task is run again.
+        # The same promotion stands if a lost answer made us send the request again, or the task runs again.
         if champion is None or (champion.number, champion.version) != (wanted.number, version):
             raise ChampionChangedError(
                 f"version {version} was not promoted in {self._uri}: it was to replace {_described(instead_of)}, but "
@@ -220,14 +221,14 @@ class Registry:
         """Make an earlier champion the champion again.
 
         Args:
-            to: A version that has been champion. By default the one before the champion; done twice, this goes back
-                by two, not to and fro.
-            reason: Why, for people.
+            to: A version that has been the champion. None: the previous champion. Two calls with None go back by two
+                champions.
+            reason: Reason of the roll-back, for people.
 
         Raises:
-            ChampionChangedError: Somebody has promoted at the same time; nothing was changed.
-            ValueError: There is nothing to go back to, or `to` has not been champion or is it now.
-            RuntimeError, OSError: As `check` says.
+            ChampionChangedError: Another process has promoted a version at the same time. The registry is unchanged.
+            ValueError: No earlier champion exists, or `to` was never the champion or is the champion now.
+            RuntimeError, OSError: As in `check`.
         """
         history = self.history()
         standing = _standing(history)
@@ -238,7 +239,7 @@ class Registry:
             raise ValueError(f"version {to!r} has never been champion of {self._uri}; promote it if you mean it")
         return self.promote(to or standing[-2], instead_of=history[-1], reason=reason)
 
-    # ---- What is in the store
+    # ---- Objects in the store
 
     def _manifest(self, version: str) -> dict[str, dict[str, Any]]:
         if not VERSION.fullmatch(version):
@@ -269,7 +270,7 @@ class Registry:
         return [Promotion(**json.loads(found)) for found in self._store.read([f"promotions/{name}" for name in names])]
 
     def _create(self, promotion: Promotion) -> Promotion:
-        """The promotion that has this number now: this one, or that of somebody who was faster."""
+        """Create a promotion. Return the promotion with this number, which may be another process's."""
         name = f"{promotion.number:08}.json"
         try:
             self._store.create(f"promotions/{name}", _json(asdict(promotion)))
@@ -300,7 +301,7 @@ def _fingerprint(source: Path | bytes) -> dict[str, Any]:
 
 
 def _digest(manifest: bytes) -> str:
-    """What a version's id ends with, so that it stands for these contents and no others."""
+    """Return the end of a version's id, which identifies the contents of its files."""
     return hashlib.sha256(manifest).hexdigest()[:12]
 
 
@@ -313,7 +314,7 @@ def _described(promotion: Promotion | None) -> str:
 
 
 def _standing(history: Sequence[Promotion]) -> list[str]:
-    """The champions that came one upon the other; who goes back to one takes away those above it."""
+    """Return the stack of champions. A roll-back to one of them removes all champions above it."""
     standing: list[str] = []
     for version in (promotion.version for promotion in history):
         standing = [*standing[: standing.index(version)], version] if version in standing else [*standing, version]
@@ -324,14 +325,14 @@ def _standing(history: Sequence[Promotion]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says, and return the exit code."""
+    """Run the command line, and return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.registry:
         parser.error(f"say which registry: --registry URI, or the environment variable {VARIABLE}")
     try:
         options.command(Registry(options.registry), options)
-    except Exception as error:  # whatever the store's client raises
+    except Exception as error:  # the store's client raises many types
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

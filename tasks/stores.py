@@ -1,4 +1,4 @@
-"""Where a registry keeps its objects, each whole or not at all: a local folder or a bucket. Runs in ordinary tasks."""
+"""Stores for a registry's objects, in a local folder or a bucket, with atomic writes. Runs in ordinary tasks."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from fsspec.spec import AbstractFileSystem
 from flytekitplugins.daskpytorch import url_to_fs
 
 NUM_RIVALS = 4
-"""How many try to create one object at once, to see whether only one of them can."""
+"""Number of simultaneous attempts to create one object, in the check that only one of them succeeds."""
 MAX_TRIES = 5
-"""How often an object is created anew after S3 says 409, which means: again, please."""
+"""Most attempts to create an object if S3 answers 409, which asks for a retry."""
 
 
 class Store(Protocol):
-    """Objects by keys such as `folder/name`."""
+    """Objects by keys, for example `folder/name`."""
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted; nothing where there is no such folder."""
+        """Return the names in a folder, sorted. A missing folder is empty."""
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """The objects' bytes; FileNotFoundError if one is missing."""
+        """Return the objects' bytes. Raise FileNotFoundError if an object is missing."""
 
     def download(self, key: str, path: Path) -> None:
-        """Copy an object to a local file; FileNotFoundError if it is missing."""
+        """Copy an object to a local file. Raise FileNotFoundError if the object is missing."""
 
     def write(self, key: str, source: Path | bytes) -> None:
-        """Write an object, in place of one that is there."""
+        """Write an object, and replace an existing one."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object that is not there yet; FileExistsError if it is. Of several at once one succeeds."""
+        """Create an object, or raise FileExistsError if it exists. Of simultaneous calls, one succeeds."""
 
     def check(self) -> None:
-        """Try whether one can write here, and whether `create` keeps its word; RuntimeError if not."""
+        """Check that the store can be written and that `create` is exclusive. Raise RuntimeError if not."""
 
 
 def open_store(uri: str, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """The store at a URI.
+    """Return the store at a URI.
 
     Args:
         uri: A local folder, or `s3://bucket/prefix`.
-        storage_options: What fsspec needs to reach it, besides what the environment says.
+        storage_options: Additional options of fsspec for the access.
 
     Raises:
-        ValueError: The URI is none of these.
+        ValueError: The URI is neither a local folder nor `s3://bucket/prefix`.
     """
     fs, root = url_to_fs(uri, **(storage_options or {}))
     if isinstance(fs, LocalFileSystem) and uri:
@@ -67,38 +67,38 @@ def open_store(uri: str, storage_options: Mapping[str, Any] | None = None) -> St
 
 
 class Folder:
-    """A local folder, also one that several machines share."""
+    """Store in a local folder, which several machines may share."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, but for what a killed process has left half-written."""
+        """Return the names in a folder, without partial files of killed processes."""
         try:
             return sorted(path.name for path in self._path(folder).iterdir() if not path.name.startswith("."))
         except FileNotFoundError:
             return []
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """The files' bytes."""
+        """Return the files' bytes."""
         return [self._path(key).read_bytes() for key in keys]
 
     def download(self, key: str, path: Path) -> None:
-        """Copy a file."""
+        """Copy a file to a local path."""
         shutil.copyfile(self._path(key), path)
 
     def write(self, key: str, source: Path | bytes) -> None:
-        """Write a file."""
+        """Write a file, and replace an existing one."""
         with self._whole(key, source) as whole:
             whole.replace(self._path(key))
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a file that is not there yet."""
+        """Create a file, or raise FileExistsError if it exists."""
         with self._whole(key, data) as whole:
-            self._path(key).hardlink_to(whole)  # unlike a renaming it fails if there is one
+            self._path(key).hardlink_to(whole)  # fails if the file exists, unlike a rename
 
     def check(self) -> None:
-        """Try a hard link, which not all file systems have."""
+        """Check that the folder can be written and its file system has hard links."""
         key = f"probes/{uuid.uuid4().hex}"
         try:
             self.create(key, b"")
@@ -110,7 +110,7 @@ class Folder:
         self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
-        """The file's path.
+        """Return the file's path.
 
         Raises:
             PermissionError: A link leads out of the folder.
@@ -122,7 +122,7 @@ class Folder:
 
     @contextmanager
     def _whole(self, key: str, source: Path | bytes) -> Iterator[Path]:
-        """A file with all its bytes, safe on the disk, that needs nothing but its name."""
+        """Yield a temporary file with all bytes on the disk, which the caller only has to rename or link."""
         folder = self._path(key).parent
         folder.mkdir(parents=True, exist_ok=True)
         whole = folder / f".{uuid.uuid4().hex}"
@@ -140,40 +140,40 @@ class Folder:
 
 
 class Bucket:
-    """A bucket of S3, or a prefix in it."""
+    """Store in a bucket of S3, or in a prefix of a bucket."""
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
 
     def names(self, folder: str) -> list[str]:
-        """The last parts of all keys in a folder; asks S3 each time."""
+        """Return the last parts of all keys in a folder, by a new request to S3."""
         try:
             paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
         except FileNotFoundError as error:
-            if _code(error):  # S3 says so: it is the bucket that is not there
+            if _code(error):  # S3's own answer: the bucket is missing
                 raise FileNotFoundError(f"the registry s3://{self._root} is in no bucket of S3's: {error}") from error
             return []
         return sorted(path.rpartition("/")[2] for path in paths)
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """The objects' bytes, several at a time."""
+        """Return the objects' bytes, by up to eight requests at a time."""
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(self._fs.cat_file, [f"{self._root}/{key}" for key in keys]))
 
     def download(self, key: str, path: Path) -> None:
-        """Get an object."""
+        """Download an object to a local path."""
         self._fs.get_file(f"{self._root}/{key}", str(path))
 
     def write(self, key: str, source: Path | bytes) -> None:
-        """Put an object."""
+        """Upload an object."""
         if isinstance(source, bytes):
             self._fs.pipe_file(f"{self._root}/{key}", source)
         else:
             self._fs.put_file(str(source), f"{self._root}/{key}")
 
     def create(self, key: str, data: bytes) -> None:
-        """Put an object with `If-None-Match: *`."""
+        """Upload an object with `If-None-Match: *`."""
         for attempt in range(1, MAX_TRIES + 1):
             try:
                 self._fs.pipe_file(f"{self._root}/{key}", data, mode="create")
@@ -192,7 +192,7 @@ class Bucket:
         with ThreadPoolExecutor(NUM_RIVALS) as pool:
             num_created = sum(pool.map(self._creates, [key] * NUM_RIVALS))
         num_created += self._creates(key)
-        with suppress(PermissionError):  # a registry does without the right to delete
+        with suppress(PermissionError):  # a registry does not need the right to delete
             self._fs.rm_file(f"{self._root}/{key}")
         if num_created > 1:
             raise RuntimeError(
@@ -210,13 +210,13 @@ class Bucket:
 
 
 def _code(error: OSError) -> str:
-    """What S3 calls an error; s3fs keeps some names to itself."""
+    """Return S3's error code, which s3fs drops from some errors."""
     answer = getattr(error.__cause__, "response", None)
     return str(answer["Error"]["Code"]) if isinstance(answer, dict) else ""
 
 
 def _flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, outlive a loss of power."""
+    """Flush a file's bytes, or a folder's names, to the disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
