@@ -1,18 +1,18 @@
-"""Every number of this project by one command, which writes the table of `README.md` itself.
+"""Run all benchmarks by one command, and write the table of `README.md`.
 
     python benchmarks/all.py                              # everything on the CPU, three hours
-    python benchmarks/all.py --only launch.py many.py     # these alone; the other rows stay as they are
-    python benchmarks/all.py --gpu                        # what GPUs are needed for, too
-    python benchmarks/all.py --quick                      # everything in its smallest size: does it still run?
-    python benchmarks/all.py --compare                    # measures nothing: how do the rows differ from those in git?
+    python benchmarks/all.py --only launch.py many.py     # only these, while the other rows stay unchanged
+    python benchmarks/all.py --gpu                        # also the benchmarks that need GPUs
+    python benchmarks/all.py --quick                      # everything in its smallest size, as a trial
+    python benchmarks/all.py --compare                    # no measurement: compare the rows with those in git
 
-The benchmarks run one after the other, each as its own page of help says. As soon as one is done its rows are in the
-table, with the machine, the day and the versions; what fails leaves the rows that were there, is named at the end, and
-makes the exit code 1. What `--quick` finds is printed and goes into no table, since it is one round of little work.
+The benchmarks run one after the other, as their own pages of help describe. When a benchmark ends, its rows go into the
+table, with the machine, the day and the versions. A failed benchmark leaves its old rows. Its name is printed at the
+end, and the exit code is 1. With `--quick`, the table does not change, since the figures come from one small round.
 
-The figures are kept in `figures.json` beside the table, which is made from that file and nothing else.
+The file `figures.json` beside the table holds the figures, and the table is made from that file alone.
 
-This process imports nothing but the standard library; what is measured runs in processes of its own.
+This process imports only the standard library. Other processes run the measured programs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 KEPT, PAGE = BENCHMARKS / "figures.json", BENCHMARKS / "README.md"
 BEGIN, END = "<!-- figures: written by all.py -->", "<!-- end of figures -->"
 TIME_LIMIT = 3600.0
-"""Seconds for any one benchmark."""
+"""Timeout for each benchmark, in seconds."""
 
 
 COMMANDS = (
@@ -57,31 +57,31 @@ COMMANDS = (
     ("memory.py",),
     ("scale.py",),
 )
-"""Scripts, and the options with which they are run for the table."""
+"""Scripts with their options for the table."""
 ON_GPUS = ("gpu.py", "--minutes", "30")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one benchmark found, as it is kept."""
+    """Figures of one benchmark, as the file holds them."""
 
     command: str
     on: str
-    """The machine, the day and the versions."""
+    """Machine, day and versions."""
     figures: list[Figure]
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> Measurement:
-        """The one that was kept."""
+        """Return the object from its JSON form."""
         return cls(kept["command"], kept["on"], [figure_of(each) for each in kept["figures"]])
 
 
 Kept = dict[str, dict[str, Any]]
-"""Measurements by their script, and by the GPUs where there are any."""
+"""Measurements by script, or by the GPUs for benchmarks on GPUs."""
 
 
 def figure_of(kept: dict[str, Any]) -> Figure:
-    """The one that was kept."""
+    """Return the object from its JSON form."""
     return Figure(**(kept | {"goals": [Goal(**goal) for goal in kept["goals"]]}))
 
 
@@ -89,7 +89,7 @@ def figure_of(kept: dict[str, Any]) -> Figure:
 
 
 def measure(command: tuple[str, ...], *, quick: bool) -> tuple[Outcome, dict[str, Any] | None]:
-    """Run a benchmark; return its outcome, and what is kept of the figures that it has found."""
+    """Run a benchmark, and return its outcome and the JSON form of its figures. None: no figures."""
     on = machine()
     line = [command[0], "--quick"] if quick else list(command)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,12 +102,12 @@ def measure(command: tuple[str, ...], *, quick: bool) -> tuple[Outcome, dict[str
 
 
 def key_of(command: tuple[str, ...]) -> str:
-    """Return the key of a command's figures in the file; those of GPUs are kept by their models."""
+    """Return the key of a command's figures in the file. Benchmarks on GPUs have their models in the key."""
     return f"gpu.py, {gpu_models()}" if command is ON_GPUS else " ".join(command)
 
 
 def replace(kept: Kept, key: str, measurement: dict[str, Any]) -> None:
-    """Keep a measurement, in place of all rows of the same names."""
+    """Add a measurement, and remove older rows with the same names."""
     names = {figure["what"] for figure in measurement["figures"]}
     for other in list(kept):
         kept[other]["figures"] = [figure for figure in kept[other]["figures"] if figure["what"] not in names]
@@ -120,7 +120,7 @@ def replace(kept: Kept, key: str, measurement: dict[str, Any]) -> None:
 
 
 def table(kept: Kept) -> Iterator[str]:
-    """The lines between the marks of the page."""
+    """Yield the lines between the marks of the page."""
     measurements = [Measurement.from_json(each) for each in kept.values()]
     places = list(dict.fromkeys(without_load(each.on) for each in measurements))
     yield f"{HEAD[0]} where | command |"
@@ -133,12 +133,12 @@ def table(kept: Kept) -> Iterator[str]:
 
 
 def without_load(on: str) -> str:
-    """The machine without what else it did."""
+    """Return the machine without its load."""
     return re.sub(r", load [\d.]+ before the start", "", on)
 
 
 def write_page(kept: Kept) -> None:
-    """Have the page show these."""
+    """Write these measurements to the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text("\n".join([f"{before}{BEGIN}", "", *table(kept), "", f"{END}{after}"]))
@@ -148,7 +148,7 @@ def write_page(kept: Kept) -> None:
 
 
 def changes(old: Kept, new: Kept) -> Iterator[str]:
-    """How each row differs from what it was: as a ratio of medians, and whether the two spreads overlap."""
+    """Yield the changes of each row: the ratio of the medians, and whether the spreads overlap."""
     rows = {(key, figure.what): figure for key, each in old.items() for figure in Measurement.from_json(each).figures}
     yield "| what | before | now | now / before | |"
     yield "|---|---|---|---|---|"
@@ -163,7 +163,7 @@ def changes(old: Kept, new: Kept) -> Iterator[str]:
 
 
 def changed(before: Figure, now: Figure) -> str:
-    """The row of one that was measured again."""
+    """Return the row of a figure that was measured again."""
     was, became = statistics.median(before.here), statistics.median(now.here)
     factor = f"{number(became / was)} x" if was else "-"
     overlap = min(before.here) <= max(now.here) and min(now.here) <= max(before.here)
@@ -172,20 +172,20 @@ def changed(before: Figure, now: Figure) -> str:
 
 
 def in_git() -> Kept:
-    """The figures of the last commit; none where there were none."""
+    """Return the figures of the last commit. Empty if the commit has none."""
     command = ["git", "-C", str(BENCHMARKS), "show", "HEAD:./figures.json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(shown.stdout) if not shown.returncode else {}
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Return the commands to be run."""
+    """Return the commands to run."""
     commands = [each for each in COMMANDS if not arguments.only or each[0] in arguments.only]
     return [*commands, *([ON_GPUS] if arguments.gpu else [])]
 
 
 def main() -> None:
-    """Measure, writing the table as it grows; or compare."""
+    """Measure and update the table after each benchmark, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices={each[0] for each in COMMANDS}, metavar="SCRIPT")
     parser.add_argument("--gpu", action="store_true", help="also what needs GPUs: gpu.py")

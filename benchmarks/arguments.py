@@ -1,22 +1,23 @@
-"""A large argument and a large return value: how long they take, and what they cost in memory, beside their peers.
+"""Measure the time and memory of a large argument and a large return value, beside peers.
 
     pip install '.[bench]'                                # Ray, for its row
-    python benchmarks/arguments.py                        # 300 MB, 8 ranks, three rounds, some five minutes
-    python benchmarks/arguments.py --quick                # 20 MB, 2 ranks, one round: does it still run?
+    python benchmarks/arguments.py                        # 300 MB, 8 ranks, three rounds, about five minutes
+    python benchmarks/arguments.py --quick                # 20 MB, 2 ranks, one round, as a trial
 
-An array of bytes goes to all ranks of one machine, each of which reads a byte of every page of it; then rank 0 returns
-another one of that size, which the caller reads likewise. Given are the seconds from the call until the last rank has
-read its argument, those from rank 0's `return` until the caller has read what it returned, and what a rank's memory
-grows by: its proportional set size (PSS), in which what several processes share counts for each in equal parts, while
-all hold the argument, less that of a call with a byte.
+All ranks of one machine receive an array of bytes, and each reads a byte of every page. Then rank 0 returns an array of
+the same size, which the caller reads in the same way. The benchmark measures the seconds from the call until the last
+rank has read its argument. It also measures the seconds from rank 0's `return` until the caller has read the value.
 
-Each round has every way once, in turn, on clusters that are up and have run before:
+The third measure is the growth of a rank's memory over a call with a single byte, while all ranks hold the argument.
+The memory is the proportional set size (PSS), which divides a shared page equally among its processes.
+
+Each round runs each way once, in turn, on clusters that have run before:
 
 gang           `dispatch.run` on a Dask cluster with a worker for all ranks
-Ray Train      the argument is put into Ray's store within the call, and all ranks get it from there
-scatter        Dask's `scatter(broadcast=True)`, and a task for each worker: no gang, but processes that are there
+Ray Train      the argument goes into Ray's store within the call, and all ranks get it from there
+scatter        Dask's `scatter(broadcast=True)`, and a task for each worker, in running processes without a gang
 
-This process imports nothing but the standard library; what is measured runs in processes of its own.
+This process imports only the standard library. Other processes run the measured programs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from figures import Figure, at_least, at_most, report
 from running import SERVE, Cluster, Program, asked, nothing_left, take_turns
 
 GROWTH = 1.5
-"""Of the argument's size: what all ranks of a machine together may grow by."""
+"""Largest growth of all ranks of a machine together, as a multiple of the argument's size."""
 TIME_LIMIT = 300.0
-"""Seconds for one call."""
+"""Timeout for one call, in seconds."""
 
 WORK = f"""{SERVE}
 import time
@@ -76,7 +77,7 @@ def measured(call, count, size, folder):
         raise ValueError(f"{{len(noted('touched'))}} of {{count}} ranks")
     return max(noted("touched")) - began, ended - noted("returns")[0], max(noted("memory"))
 """
-"""What all ranks do, and who calls them."""
+"""Part of the programs: the work of the ranks, and of their caller."""
 
 GANG = f"""{WORK}
 from distributed import Client
@@ -135,11 +136,11 @@ serve(lambda *order: measured(call, *order))
 
 WAYS = ("gang", "Ray Train", "scatter")
 Taken = tuple[float, float, float]
-"""Seconds until all ranks have read their argument, and of the returned value; bytes of memory of a rank."""
+"""Seconds until all ranks have read the argument, seconds of the return value, and bytes of a rank's memory."""
 
 
 def started(way: str, count: int, folder: Path) -> Program:
-    """Start a contestant with a cluster of its own."""
+    """Start a contestant with its own cluster."""
     if way == "Ray Train":
         temporary = folder / "tmp"  # short, for the names of Ray's sockets
         temporary.mkdir()
@@ -149,7 +150,7 @@ def started(way: str, count: int, folder: Path) -> Program:
 
 
 def caller(program: Program, count: int, size: int, folder: Path) -> Callable[[], Taken]:
-    """Return the turn of a contestant, after a call with a byte whose memory is subtracted."""
+    """Return the turn of a contestant. A first call with one byte measures the memory to subtract."""
     program.hear("ready")
     numbers = iter(range(1_000_000))
 
@@ -169,7 +170,7 @@ def caller(program: Program, count: int, size: int, folder: Path) -> Callable[[]
 
 
 def figures(found: dict[str, list[Taken]], count: int, megabytes: float) -> Iterator[Figure]:
-    """Return the rows: sooner than each peer, and the ranks of a machine share one copy."""
+    """Yield the rows: times beside each peer, and the memory of a rank."""
     named = f"{megabytes:g} MB as {{}}, {count} ranks"
     arguments, returned, memory = zip(*found["gang"], strict=True)
     for peer, taken in found.items():

@@ -1,20 +1,20 @@
-"""Disturb trainings by random faults, and check that each ends as it must.
+"""Disturb trainings by random faults, and check that each ends as required.
 
-    python benchmarks/chaos.py                            # 20 faults in one training, some five minutes
-    python benchmarks/chaos.py --quick                    # 4 faults: does it still run?
+    python benchmarks/chaos.py                            # 20 faults in one training, about five minutes
+    python benchmarks/chaos.py --quick                    # 4 faults, as a trial
     python benchmarks/chaos.py --faults 100 --seed 7
-    python benchmarks/chaos.py --schedules 200            # so many trainings, some forty minutes; prints the seed
+    python benchmarks/chaos.py --schedules 200            # 200 trainings, about forty minutes, prints the seed
     python benchmarks/chaos.py --schedules 200 --seed 7
-    python benchmarks/chaos.py --seed 7 --only 31         # one of these again
+    python benchmarks/chaos.py --seed 7 --only 31         # repeats one of these trainings
 
-`--faults`: one gang trains a model of names while ranks are killed (SIGKILL), crash (SIGSEGV) and are suspended
-(SIGSTOP, which the hang detector has to find), and workers are killed. All must be blamed rightly, the weights must be
-those of an undisturbed training, bit for bit, and the gang's account of its time must add up to the wall time.
+`--faults`: one gang trains a model of names under many faults. Ranks are killed (SIGKILL), crash (SIGSEGV) or are
+suspended (SIGSTOP, for the hang detector), and workers are killed. The gang must blame all faults rightly. The weights
+must equal those of an undisturbed training, bit for bit. The gang's account of its time must add up to the wall time.
 
-`--schedules`: many gangs of many settings, each with one to three faults of many kinds at drawn moments. `verdicts.py`
-has what is drawn and what must be so, `schedules.py` runs it. A seed decides all of it.
+`--schedules`: many gangs with many settings, each with one to three faults of many kinds at random moments.
+`verdicts.py` draws the schedules and judges the results, and `schedules.py` runs them. A seed decides all schedules.
 
-The exit code is 0 if all was as it must be, else 1.
+The exit code is 0 if all trainings ended as required, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verdicts import draw, draw_chain
 
 
 def figures(drawn: list[schedules.Schedule], ended: schedules.Ended) -> Iterator[Figure]:
-    """Return the rows."""
+    """Yield the rows."""
     if not drawn[0].setting.trains_model:
         goals, right = at_least(len(drawn), "here"), len(ended.stories) - len(ended.failed)
         what = f"random schedules of faults that ended as they must, of {len(drawn)}"
@@ -43,7 +43,7 @@ def figures(drawn: list[schedules.Schedule], ended: schedules.Ended) -> Iterator
 
 
 def main() -> None:
-    """Draw, run, and say how it went."""
+    """Draw the schedules, run them, and print the results."""
     arguments = asked(
         __doc__,
         faults=(20, 4, "how many faults in one training"),

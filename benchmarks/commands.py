@@ -1,19 +1,19 @@
-"""How long a command takes: to its first all-reduce, to the first step of an edited file, and back to the prompt.
+"""Measure a command's time to its first all-reduce, to the first step of an edited file, and back to the prompt.
 
     pip install '.[flyte2]'                     # Flyte 2, for the row of `flyte run --local`
-    python benchmarks/commands.py               # five rounds, some ten minutes
-    python benchmarks/commands.py --quick       # one round: does it still run?
+    python benchmarks/commands.py               # five rounds, about ten minutes
+    python benchmarks/commands.py --quick       # one round, as a trial
 
-Two ranks on the CPU take twenty tiny steps, by `torchrun --standalone` and by local runs of the same function as a
-task. Before each run a line of the file is changed, so that nothing compiled or packed of the last one can be used.
-Rank 0 notes three moments of each run:
+Two ranks on the CPU take twenty tiny steps, under `torchrun --standalone` and in local runs of the same function as a
+task. Before each run, a line of the file changes, so that no compiled or packed file of the last run is valid. Rank 0
+notes three moments of each run:
 
-met      its first all-reduce is done: seconds since the command was started
-step     its first optimizer step is done: the same
-prompt   the command has ended: seconds since the last step; of `interrupted` since Ctrl-C, sent two seconds after the
-         first of 100,000 steps
+met      end of the first all-reduce: seconds since the start of the command
+step     end of the first optimizer step: seconds since the start of the command
+prompt   end of the command: seconds since the last step, or since Ctrl-C for `interrupted`, which gets Ctrl-C
+         two seconds after the first of 100,000 steps
 
-`late` is `pyflyte run` under another name, with which no fork server is started ahead of the workflow's import.
+`late` is `pyflyte run` under another name, so that no fork server starts before the workflow's import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from figures import Figure, at_most, report
 from running import Program, asked, console_script, nothing_left, take_turns, until
 
 MARKS = "BENCHMARK_MARKS"
-"""Environment variable with the folder in which rank 0 notes its moments, a file each."""
+"""Environment variable with the folder of rank 0's notes, one file for each moment."""
 
 TRAIN = f"""
 import os
@@ -108,12 +108,12 @@ ROWS = {
     "step": ("Enter to the first step of a file just changed, two ranks", ("dask",), 1.15),
     "prompt": ("last step of 20 to the prompt", ("dask", "dask_deck"), 1.0),
 }
-"""Moment -> its row, the contestants that have one, and the goal: at most so many times `torchrun`'s seconds."""
+"""Row, contestants and goal of each moment. The goal is the largest ratio to `torchrun`'s seconds."""
 Seconds = dict[str, float]
 
 
 def command_of(way: str, folder: Path) -> list[str]:
-    """Write the program that a contestant runs, and return its command."""
+    """Write a contestant's program, and return its command."""
     text = {"torchrun": TORCHRUN, "flyte run": FLYTE}.get(way, PYFLYTE)
     plugins = "flyteplugins" if way == "flyte run" else "flytekitplugins"
     (folder / "program.py").write_text(text.format(edited=time.time_ns(), plugins=plugins))
@@ -151,7 +151,7 @@ def run(way: str, folder: Path) -> Seconds:
 
 
 def figures(found: dict[str, list[Seconds]]) -> Iterator[Figure]:
-    """Return the rows, all beside `torchrun` but for Ctrl-C."""
+    """Yield the rows, all beside `torchrun` except that of Ctrl-C."""
     for moment, (what, ways, bound) in ROWS.items():
         for way in ways:
             if {way, "torchrun"} <= found.keys():

@@ -1,12 +1,12 @@
-"""How many JPEGs per second become tensors of 250 x 250, by who decodes them and at which size, without any bucket.
+"""Measure how many JPEGs per second become tensors of 250 x 250, by decoder and size, without a bucket.
 
     python benchmarks/decoding.py                         # five rounds, about a minute
-    python benchmarks/decoding.py --quick                 # one round of few pictures: does it still run?
+    python benchmarks/decoding.py --quick                 # one round of few pictures, as a trial
 
 Photo-like JPEGs of 3,000 x 2,000 pixels lie in memory. Each way decodes them, makes their shorter side 256 and crops
-250, on one core: `PIL` as torchvision's `ImageFolder` decodes, the other one as `S3ImageFolder` does with
-`decoder="pil", min_side=256`. Where there is a GPU, torchcodec decodes a batch there by nvJPEG, and the
-pictures are resized there, too. Ways take turns.
+250, on one core. `PIL` decodes as torchvision's `ImageFolder` does. The second way decodes as `S3ImageFolder` does with
+`decoder="pil", min_side=256`. On a GPU, torchcodec decodes a batch with nvJPEG, and the pictures are resized there,
+too. The ways take turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 
 from flytekitplugins.daskpytorch.data.image_decoder import Decoder, decode, prepare
 
-# The pictures are those of the tests.
+# The tests' module generates the pictures.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from jpegs import encoded, photo
 
@@ -37,23 +37,23 @@ LARGE = (3000, 2000)
 PEER = "PIL"
 NVJPEG = "torchcodec on the GPU (nvJPEG)"
 GOALS = {'`decoder="pil", min_side=256`': 2.0, NVJPEG: 1.0}
-"""Ways that have a row, and at least how many times as fast as PIL they are to be."""
+"""Ways with a row, and the least ratio of their speed to PIL's."""
 SHAPED = v2.Compose([v2.Resize(SIDE), v2.CenterCrop(CROP), v2.ToImage(), v2.ToPureTensor()])
 Way = Callable[[Sequence[bytes]], list[Tensor]]
 
 
 def by_pil(bodies: Sequence[bytes]) -> list[Tensor]:
-    """As `ImageFolder`'s loader does it."""
+    """Decode the pictures as `ImageFolder`'s loader does."""
     return [SHAPED(Image.open(io.BytesIO(body)).convert("RGB")) for body in bodies]
 
 
 def by_us(bodies: Sequence[bytes], decoder: Decoder, min_side: int | None = None) -> list[Tensor]:
-    """As `S3ImageFolder` does it."""
+    """Decode the pictures as `S3ImageFolder` does."""
     return [SHAPED(decode(body, decoder, min_side=min_side)) for body in bodies]
 
 
 def by_nvjpeg(bodies: Sequence[bytes]) -> list[Tensor]:
-    """The whole batch on the GPU, where it stays."""
+    """Decode the whole batch on the GPU, and leave the tensors there."""
     from torchcodec.decoders import decode_jpeg
 
     pictures: Any = decode_jpeg(
@@ -65,7 +65,7 @@ def by_nvjpeg(bodies: Sequence[bytes]) -> list[Tensor]:
 
 
 def ways() -> dict[str, Way]:
-    """All that can be measured here."""
+    """Return the ways that this machine can measure."""
     found: dict[str, Way] = {
         PEER: by_pil,
         '`decoder="pil", min_side=256`': partial(by_us, decoder="pil", min_side=SIDE),
@@ -74,7 +74,7 @@ def ways() -> dict[str, Way]:
 
 
 def figures(bodies: Sequence[bytes], rounds: int) -> Iterator[Figure]:
-    """Have all ways decode the pictures in turn, and return the rows beside PIL."""
+    """Decode the pictures by all ways in turn, and yield the rows beside PIL."""
 
     def speed(way: Way) -> float:
         began = time.perf_counter()

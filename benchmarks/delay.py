@@ -1,8 +1,8 @@
-"""A server that is far away: passes bytes on to a near one, and each answer back after the time of a round trip.
+"""Proxy that simulates a distant server. It delays each answer of a near server by a round trip.
 
     python benchmarks/delay.py PORT SECONDS             # prints the port that it listens at
 
-A new connection takes one round trip more, as TCP's handshake does.
+A new connection takes an additional round trip, as with TCP's handshake.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 
 
 class _Far(asyncio.Protocol):
-    """The connection to the near server; what comes from it goes to the client, late."""
+    """Connection to the near server. Its data reaches the client after the delay."""
 
     def __init__(self, client: asyncio.Transport, delay: float) -> None:
         self._client, self._delay = client, delay
@@ -33,7 +33,7 @@ class _Far(asyncio.Protocol):
 
 
 class _Near(asyncio.Protocol):
-    """A client's connection; what comes from it goes to the server at once, but for the first round trip."""
+    """Connection of a client. Its data reaches the server at once, except during the first round trip."""
 
     def __init__(self, port: int, delay: float) -> None:
         self._port, self._delay = port, delay
@@ -66,7 +66,7 @@ class _Near(asyncio.Protocol):
 
 
 async def serve(port: int, delay: float) -> None:
-    """Pass everything on to that port, for ever."""
+    """Run the proxy to that port, without end."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Near(port, delay), "127.0.0.1", 0, backlog=1024)
     print("@ready", server.sockets[0].getsockname()[1], flush=True)

@@ -1,11 +1,11 @@
-"""What a rank sees of its machine's GPUs, and whether code that finds its GPU in either usual way finds its own.
+"""Check which GPUs a rank sees, and that the two usual ways to find a rank's GPU return its own.
 
-    python benchmarks/devices.py               # a rank per GPU, with nccl; half a minute, a table at the end
-    python benchmarks/devices.py --quick       # the same: it is small. Without GPUs two ranks on the CPU, with gloo
+    python benchmarks/devices.py               # a rank per GPU, with nccl, half a minute, a table at the end
+    python benchmarks/devices.py --quick       # the same size. Without GPUs, two ranks on the CPU, with gloo
 
-Nothing is measured here but right or wrong: a rank's devices, its cores, collectives of tensors on the GPU and of
-Python objects, an asynchronous checkpoint of `torch.distributed.checkpoint`, and a group that is formed again. Tests
-have made-up GPUs; this shows what only real ones can, two or more of them `devices="all"`.
+The results are right or wrong. The checks cover a rank's devices, its cores, and collectives of tensors on the GPU and
+of Python objects. They also cover an asynchronous checkpoint of `torch.distributed.checkpoint`, and a new process group
+after the first. The tests use simulated GPUs. This script needs real ones, and two or more for `devices="all"`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD = ["Gang(devices=...)", "rank", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "devi
 
 
 def look(folder: str) -> dict[str, Any]:
-    """One rank's view, and what is wrong with it."""
+    """Return one rank's view of its devices, and its errors."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -34,7 +34,7 @@ def look(folder: str) -> dict[str, Any]:
     wrong = []
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # what most scripts begin with
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # as most scripts begin
         if torch.cuda.current_device() != rank.device.index:
             wrong.append("LOCAL_RANK is another GPU's")
     number = torch.tensor(float(rank.rank + 1), device=rank.device)
@@ -69,7 +69,7 @@ def look(folder: str) -> dict[str, Any]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Of 0, 1, 2 and 8, "0-2, 8"."""
+    """Return numbers as ranges: 0, 1, 2 and 8 become "0-2, 8"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -80,7 +80,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def main() -> None:
-    """Form both kinds of gangs, and print what their ranks see."""
+    """Form both kinds of gangs, and print the ranks' views."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="nothing is left out; for `gpu.py`")
     parser.parse_args()

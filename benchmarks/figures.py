@@ -1,9 +1,9 @@
-"""Figures of a benchmark: the rows of the table in `README.md`, and the machine on which they were measured.
+"""Figures of a benchmark: the rows of the table in `README.md`, and the machine of the measurement.
 
-A benchmark makes a `Figure` of each number that counts and passes all of them to `report`, which prints the table.
-`all.py` also has them written to a file. A number that misses its goal is bold.
+A benchmark makes a `Figure` of each number that counts, and passes all figures to `report`, which prints the table.
+`all.py` also writes the figures to a file. A number that misses its goal is bold.
 
-This module imports the standard library alone.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "BENCHMARK_FIGURES"
-"""Environment variable with the file that `report` appends figures to, one line of JSON each."""
+"""Environment variable with the file to which `report` appends figures, one line of JSON each."""
 HEAD = ("| what | here | peer | ratio | goal |", "|---|---|---|---|---|")
 PACKAGES = (
     "flytekitplugins-daskpytorch",
@@ -40,21 +40,21 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Bound that a figure is to keep."""
+    """Goal of a figure: a bound on a number or on a ratio."""
 
     bound: float
     of: str = "ratio"
-    """`ratio`: the ratio is bounded. `here`: the number measured here is bounded."""
+    """Bounded value. `ratio`: the ratio to the peer. `here`: the number measured here."""
     at_most: bool = False
 
     def is_met(self, found: float) -> bool:
-        """Return whether the number keeps the bound."""
+        """Return True if the number keeps the bound."""
         return found <= self.bound if self.at_most else found >= self.bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Number of each round, the peer's beside it, and its goals."""
+    """Numbers of a row, one for each round, with the peer's numbers and the goals."""
 
     what: str
     """Name of the row. A later measurement replaces the row of the same name."""
@@ -63,7 +63,7 @@ class Figure:
     peer: str = ""
     theirs: Sequence[float] = ()
     ratios: Sequence[float] = ()
-    """Ratio of each round, in the direction that `ratio_of` names."""
+    """Ratio of each round, whose meaning is in `ratio_of`."""
     ratio_of: str = "as fast"
     goals: Sequence[Goal] = ()
 
@@ -72,10 +72,10 @@ class Figure:
         """Return a figure with a peer's numbers.
 
         Args:
-            peer: The peer's name.
-            theirs: The peer's numbers, one for each round.
-            share: True for the share of the peer's number that ours takes. False for how many times as fast ours is:
-                seconds are faster the fewer they are, all other units the more there are.
+            peer: Name of the peer.
+            theirs: Numbers of the peer, one for each round.
+            share: True: the ratio is our number divided by the peer's. False: the ratio says how many times as fast
+                ours is. Fewer seconds are faster, and so are more of all other units.
             others: The other fields.
         """
         is_time = others.get("unit", "s") in ("s", "ms", "µs")
@@ -85,18 +85,18 @@ class Figure:
 
     @classmethod
     def beside_quickest(cls, peers: Mapping[str, Sequence[float]], **others: Any) -> Figure:
-        """Return a figure in seconds beside the quickest of several peers in each round; the row names all of them."""
+        """Return a figure in seconds beside the quickest of several peers in each round. The row names all of them."""
         best = [min(each) for each in zip(*peers.values(), strict=True)]
         names = ", ".join(f"{name} {spread(theirs, 's')}" for name, theirs in peers.items())
         return cls.beside(f"{names}; the quickest" if len(peers) > 1 else next(iter(peers)), best, **others)
 
     def misses(self, of: str) -> bool:
-        """Return whether the median misses a goal for `ratio` or `here`."""
+        """Return True if the median misses a goal for `ratio` or `here`."""
         values = self.ratios if of == "ratio" else self.here
         return any(goal.of == of and not goal.is_met(statistics.median(values)) for goal in self.goals)
 
     def cells(self) -> list[str]:
-        """Return the row: what, here, peer, ratio, goal."""
+        """Return the cells of the row: what, here, peer, ratio, goal."""
         here, ratio = (f"**{self.measured(of)}**" if self.misses(of) else self.measured(of) for of in ("here", "ratio"))
         its = f"{self.peer} {spread(self.theirs, self.unit)}" if self.theirs else self.peer
         return [self.what, here, its or "-", ratio, "; ".join(map(self.wanted, self.goals)) or "-"]
@@ -114,28 +114,28 @@ class Figure:
 
 
 def at_most(bound: float, of: str = "ratio") -> list[Goal]:
-    """Return the goal of a number that is to be small."""
+    """Return the goal of a number that should be small."""
     return [Goal(bound=bound, of=of, at_most=True)]
 
 
 def at_least(bound: float, of: str = "ratio") -> list[Goal]:
-    """Return the goal of a number that is to be great."""
+    """Return the goal of a number that should be large."""
     return [Goal(bound=bound, of=of)]
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """Return the median, and in brackets the least and the greatest of several rounds."""
+    """Return the median of several rounds, with the least and the greatest value in brackets."""
     median = f"{number(statistics.median(values))} {unit}".strip()
     return f"{median} ({number(min(values))}-{number(max(values))})" if len(values) > 1 else median
 
 
 def number(value: float) -> str:
-    """Return the number with three significant digits, and with all before the point."""
+    """Return the number with three significant digits, and with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
 
 
 def report(figures: Iterable[Figure], on: str) -> None:
-    """Print the machine and the table, and append the figures to the file that `all.py` has named."""
+    """Print the machine and the table, and append the figures to the file that `all.py` names."""
     found = list(figures)
     if file := os.environ.get(FILE):
         with Path(file).open("a") as lines:
@@ -175,7 +175,7 @@ def cpu_model() -> str:
 
 @functools.cache
 def gpus() -> list[str]:
-    """Return the models of the GPUs that torch finds, in a process of its own."""
+    """Return the models of the GPUs that torch finds in a separate process."""
     if not Path("/dev/nvidiactl").exists():
         return []
     question = """if True:
@@ -186,6 +186,6 @@ def gpus() -> list[str]:
 
 
 def gpu_models() -> str:
-    """Return how many GPUs there are of which model."""
+    """Return the number of GPUs of each model, in words."""
     counts = Counter(gpus())
     return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "no GPU"

@@ -1,21 +1,21 @@
-"""All that is to be measured on a machine with GPUs, by one command, as one Markdown page.
+"""Run all benchmarks for machines with GPUs by one command, and print one Markdown page.
 
-    python benchmarks/gpu.py                              # within ten minutes; needs nothing from the network
-    python benchmarks/gpu.py --minutes 20 --to gpu.md     # longer, with many GPUs; and into a file
-    python benchmarks/gpu.py --quick                      # small: does it still run? Without GPUs, too, and says so
+    python benchmarks/gpu.py                              # within ten minutes, without network access
+    python benchmarks/gpu.py --minutes 20 --to gpu.md     # longer, for many GPUs, and into a file
+    python benchmarks/gpu.py --quick                      # small trial, also without GPUs
 
-It runs the other benchmarks one after the other, each with a rank per GPU and nccl, also where there is one GPU:
+The script runs the other benchmarks in turn, each with a rank per GPU and nccl, even on a single GPU:
 
-devices     what ranks see of the GPUs, each its own or all, and whether what the tests make up is so on real ones
-launch      how long until the first all-reduce: warm and first gangs beside `torchrun`
-training    the throughput of 1, 2, 4, ... ranks beside `torchrun`, and what supervision and checkpoints cost
-recipe      the pet-names recipe beside the one that is usually written, by the time to the same loss
-decoding    JPEGs per second that become tensors, by PIL, by torchcodec, and by its nvJPEG on the GPU
+devices     the GPUs that ranks see, each its own or all, to confirm the tests' simulated GPUs
+launch      the time to the first all-reduce: warm and first gangs beside `torchrun`
+training    the throughput of 1, 2, 4, ... ranks beside `torchrun`, and the cost of supervision and checkpoints
+recipe      the pet-names recipe beside the usual one, by the time to the same loss
+decoding    JPEGs per second that become tensors, by PIL, by torchcodec, and by nvJPEG on the GPU
 
-The first table says what became of each; what they print follows. If one fails, or is not done in its share of the
-time, the others go on, and the exit code is 1. Without GPUs they run on the CPU, with gloo.
+The first table lists the outcome of each benchmark, and their outputs follow. If a benchmark fails or exceeds its share
+of the time, the others still run, and the exit code is 1. Without GPUs, the benchmarks run on the CPU with gloo.
 
-This process imports nothing but the standard library; what is measured runs in processes of its own.
+This process imports only the standard library. Other processes run the measured programs.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ PARTS: tuple[tuple[str, ...], ...] = (
     ("recipe.py",),
     ("decoding.py",),
 )
-"""Scripts and their options; the backend's name is added to the first's."""
+"""Scripts and their options. The script launch.py gets the backend's name as well."""
 FAREWELL = 20.0
-"""Seconds for a part to end what it has started, once it is told to."""
+"""Seconds for a benchmark to end its processes after SIGTERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one part."""
+    """Outcome of one benchmark."""
 
     command: str
     seconds: float
     failure: str
-    """Empty where it is done."""
+    """Reason of the failure. Empty if the benchmark succeeded."""
     output: str
 
     @property
     def row(self) -> str:
-        """A line of the table."""
+        """Row of the table."""
         said = f"**failed**: {self.failure.replace('|', '/')}" if self.failure else "done"
         return f"| `{self.command}` | {self.seconds:.0f} s | {said} |"
 
     @property
     def section(self) -> str:
-        """What it has printed, below a heading."""
+        """Output of the benchmark, below a heading."""
         return f"## {self.command.split()[1]}\n\n{self.output.strip() or self.failure}\n"
 
 
 def run(part: list[str], limit: float) -> Outcome:
-    """Run one benchmark; what it says of its progress is passed on."""
+    """Run one benchmark, and pass on its standard error."""
     print(f"---- {' '.join(part)}, at most {limit:.0f} s", file=sys.stderr, flush=True)
     began = time.monotonic()
     last = deque(["it says nothing"], maxlen=1)
@@ -88,7 +88,7 @@ def run(part: list[str], limit: float) -> Outcome:
         talk.start()
         try:
             code = process.wait(limit)
-            talk.join(1)  # what it has started may still hold its standard error
+            talk.join(1)  # its processes may keep the standard error open
             failure = f"exit code {code}: {last[0]}" if code else ""
         except subprocess.TimeoutExpired:
             failure = f"not done within {limit:.0f} s; it was at: {last[0]}"
@@ -101,14 +101,14 @@ def run(part: list[str], limit: float) -> Outcome:
 
 
 def pass_on(lines: IO[str], last: deque[str]) -> None:
-    """Show what it writes, and keep the last line."""
+    """Pass on the lines, and keep the last one."""
     for line in lines:
         sys.stderr.write(line)
         last.append(line.strip() or last[0])
 
 
 def put_down(process: subprocess.Popen[str]) -> None:
-    """End it, with time to end what it has started."""
+    """End a benchmark, with time to end its own processes."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(FAREWELL)
@@ -117,14 +117,14 @@ def put_down(process: subprocess.Popen[str]) -> None:
 
 
 def page(outcomes: list[Outcome], on_what: str) -> str:
-    """A Markdown page."""
+    """Return the Markdown page."""
     lines = ["# Measured on GPUs" if gpus() else "# There is no GPU here: small sizes on the CPU, with gloo", ""]
     lines += [on_what, "", "| command | took | |", "|---|---|---|", *(outcome.row for outcome in outcomes), ""]
     return "\n".join([*lines, *(outcome.section for outcome in outcomes)])
 
 
 def main() -> None:
-    """Run all parts, and print what came of them."""
+    """Run all benchmarks, and print their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="for all of it (default: 10)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="write the page there, too")
@@ -140,7 +140,7 @@ def main() -> None:
             options.append("nccl" if gpus() else "gloo")
         if arguments.quick or not gpus():
             options.append("--quick")
-        limit = max(1.0, deadline - time.monotonic()) / (len(PARTS) - number)  # what one leaves is for the next
+        limit = max(1.0, deadline - time.monotonic()) / (len(PARTS) - number)  # time that is left goes to the next
         outcomes.append(run([name, *options], limit))
     text = page(outcomes, on_what)
     print(text, end="")

@@ -1,7 +1,7 @@
-"""What each extra brings, in megabytes and packages, and how long an import takes: python benchmarks/installs.py.
+"""Measure the size of each extra in megabytes and packages, and the time of imports: python benchmarks/installs.py.
 
-Each is installed by uv into a virtual environment of its own, which is removed again. Needs a package index, and some
-10 GB of disk for uv's cache and two environments at a time, most of it torch with its CUDA.
+uv installs each extra into its own virtual environment, which is removed afterwards. The benchmark needs a package
+index, and about 10 GB of disk for uv's cache and two environments. Most of the 10 GB are torch with its CUDA.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ IMPORTS = {
     "`import torch`": "import torch",
 }
 OF_TORCH = ("cuda", "nvidia", "torch", "triton")
-"""How what it brings along is called."""
+"""Beginnings of the names of torch's dependencies."""
 PACKAGE = "flytekitplugins-daskpytorch"
 
 
 def install(python: Path, extra: str) -> None:
-    """The core, or it with one extra."""
+    """Install the core, or the core with one extra."""
     what = f"{REPOSITORY}[{extra}]" if extra else str(REPOSITORY)
     subprocess.run(["uv", "pip", "install", "--quiet", "--python", python, what], check=True)
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each package there, as its list of files says."""
+    """Return the bytes of each package in the folder, as its list of files says."""
     return {
         found.name: sum(file.size or 0 for file in found.files or ()) for found in distributions(path=[str(folder)])
     }
 
 
 def seconds(python: Path, code: str, rounds: int) -> Iterator[float]:
-    """Of whole processes, after one that does not count."""
+    """Yield the seconds of whole processes, after one that does not count."""
     for number in range(rounds + 1):
         begun = time.perf_counter()
         subprocess.run([python, "-c", code], check=True, cwd="/")
@@ -55,7 +55,7 @@ def seconds(python: Path, code: str, rounds: int) -> Iterator[float]:
 
 
 def table_of_sizes(folder: Path) -> dict[str, dict[str, int]]:
-    """What each extra has installed; prints how much that is beyond the core."""
+    """Return the packages of each extra. Print the size that each adds to the core."""
     found: dict[str, dict[str, int]] = {}
     print("| installed | packages | MB |\n|---|---|---|")
     for extra in EXTRAS:

@@ -1,21 +1,23 @@
-"""How long until a gang trains: from its launch to the end of its first all-reduce, beside its peers.
+"""Measure the time from a gang's launch to the end of its first all-reduce, beside its peers.
 
     pip install '.[bench]'                                # Ray, Monarch and torchrunx, for their rows
     python benchmarks/launch.py                           # five rounds, a quarter of an hour
     python benchmarks/launch.py --quick --skip "Ray Train"
     python benchmarks/launch.py --backend nccl            # one rank per GPU
 
-Each launch ends when the slowest rank has done an all-reduce, whose value is checked. There are two ranks with gloo on
-the CPU, or one rank per GPU with nccl. `torchrun` imports torch in each launch; the clock starts with its command.
+Each launch ends when the slowest rank has completed an all-reduce, whose value is checked. The launch has two ranks
+with gloo on the CPU, or one rank per GPU with nccl. `torchrun` imports torch in each launch, and its time starts with
+the command.
 
 warm         `dispatch.run` on a running Dask cluster with a worker for each rank, or one for all GPUs
-first gang   the same on a new cluster; preloaded: its workers have preloaded for 15 s what ranks import
+first gang   the same on a new cluster
+preloaded    the same, and the workers have preloaded the ranks' imports for 15 s
 second task  a `SpawnDDP` task, in a process that has run one before
 Ray Train    `fit()` on a running Ray (gloo only)
 Monarch      two processes of `this_host()`, an actor in each that joins a process group (gloo only)
-torchrunx    `Launcher.run`, from a process that is up (gloo only)
+torchrunx    `Launcher.run`, from a running process (gloo only)
 
-`commands.py` has the times of `pyflyte run`.
+`commands.py` measures `pyflyte run`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from figures import Figure, at_least, at_most, gpus, report
 from running import SERVE, TIME_LIMIT, Cluster, Program, asked, console_script, nothing_left, take_turns
 
 SIZE, BACKEND = "LAUNCH_SIZE", "LAUNCH_BACKEND"
-"""Environment variables: how many ranks are launched, and the backend of their process group."""
+"""Environment variables with the number of ranks, and with the backend of their process group."""
 UP_FOR = 15.0
 """Seconds between a worker's start and its first gang, if the worker preloads."""
 
@@ -137,7 +139,7 @@ PEERS = {"Ray Train": RAY, "Monarch": MONARCH, "torchrunx": TORCHRUNX}
 
 
 class Bench:
-    """Launchers of all contestants; each launch has a folder of its own."""
+    """Launchers of all contestants. Each launch has its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -146,7 +148,7 @@ class Bench:
         self._num_launches = 0
 
     def ways(self, chosen: list[str]) -> dict[str, Callable[[], float]]:
-        """Return the launches by name. Programs that stay are started now."""
+        """Return the launches by name. Programs that serve several launches start now."""
         single = {
             "torchrun": self.torchrun,
             "first gang": self.first_gang,
@@ -157,7 +159,7 @@ class Bench:
         return {name: launches[name] for name in chosen}
 
     def started(self, name: str) -> Program:
-        """Return a program that launches a gang whenever it is asked."""
+        """Return a running program that launches a gang at each request."""
         if name == "warm":
             return self.on_dask(Cluster(self.folder / "cluster", self.num_workers), self.folder / "warm")
         temporary = self.folder / name[:1]  # short, for the names of Ray's sockets
@@ -174,13 +176,13 @@ class Bench:
         return driver
 
     def asked(self, program: Program) -> float:
-        """Return the seconds of a launch by a program that is up."""
+        """Return the seconds of a launch by a running program."""
         folder, began = self.next_folder(), time.time()
         program.call(str(folder))
         return self.met_at(folder) - began
 
     def torchrun(self) -> float:
-        """Return the seconds of a `torchrun`, which starts with its command."""
+        """Return the seconds of a launch by `torchrun`, including its own start."""
         folder = self.next_folder()
         (folder / "program.py").write_text(TORCHRUN)
         options = ["--standalone", f"--nproc-per-node={self.num_ranks}", "program.py", str(folder)]
@@ -191,7 +193,7 @@ class Bench:
         return self.met_at(folder) - began
 
     def first_gang(self, *options: str, up_for: float = 0.0) -> float:
-        """Return the seconds of the first gang on a new cluster, whose workers have been up for so long."""
+        """Return the seconds of the first gang on a new cluster, whose workers have run for `up_for` seconds."""
         folder = self.next_folder()
         cluster = Cluster(folder / "cluster", self.num_workers, *options)
         time.sleep(up_for)
@@ -209,12 +211,12 @@ class Bench:
         return folder
 
     def met_at(self, folder: Path) -> float:
-        """Return when the slowest rank had done its all-reduce."""
+        """Return the time at which the slowest rank had completed its all-reduce."""
         return max(float((folder / str(rank)).read_text()) for rank in range(self.num_ranks))
 
 
 def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
-    """Return the rows: all beside `torchrun`, and a warm gang beside the quickest of its other peers."""
+    """Yield the rows: all ways beside `torchrun`, and a warm gang beside the quickest of the other peers."""
     gang = f"{os.environ[SIZE]} ranks ({os.environ[BACKEND]}), launch to first all-reduce"
     bounds = {"warm": at_least(40), "first gang": at_most(2.2, "here"), "preloaded": at_most(0.5, "here")}
     bounds["second task"] = at_most(0.5, "here")

@@ -1,17 +1,19 @@
-"""How well many models are packed onto one cluster, and what each costs besides its training, beside Ray Tune.
+"""Measure the packing of many models onto one cluster, and the cost of each beside its training, beside Ray Tune.
 
     pip install '.[bench]'                              # Ray, for its row
     python benchmarks/many.py                           # three rounds of three mixes, half an hour
-    python benchmarks/many.py --quick                   # one small round: does it still run?
+    python benchmarks/many.py --quick                   # one small round, as a trial
 
-27 experiments of fake work of equal length take one, two or four workers each, on four workers, in three mixes. The
-best packing of them is known: all of size four alone, the others side by side without a gap. Its makespan is the
-measure. Every round runs the same grid by `dispatch.map` and by Ray Tune (a placement group per trial), in turn, on
-clusters that are up. The cost of a model is the time of many that do nothing, divided by their number: starting,
-meeting, ending.
+The 27 experiments do fake work of equal length and take one, two or four workers each. The cluster has four workers,
+and the benchmark has three mixes. The best packing is known: experiments of size four run alone, and the others side by
+side without a gap. The measure is the makespan beside that of the best packing. Each round runs the same grid by
+`dispatch.map` and by Ray Tune (a placement group per trial), in turn, on running clusters.
 
-Ranks are processes that form a process group; Ray Tune's trials are functions in actors that do not. The ranks of one
-gang share this machine's cores, as their start does, so the fewer the cores, the dearer a large gang.
+The cost of a model is the time of many models that do nothing, divided by their number. The cost covers start,
+rendezvous and end.
+
+Our ranks are processes that form a process group. Ray Tune's trials are functions in actors without a process group.
+The ranks of a gang start on this machine's shared cores, so large gangs cost more on fewer cores.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ NUM_WORKERS = 4
 NUM_EXPERIMENTS = 27
 SIZES = (1, 2, 4)
 TIME_LIMIT = 1200.0
-"""Seconds for one grid."""
+"""Timeout for one grid, in seconds."""
 
 TIMED = f"""{SERVE}
 import os
@@ -80,23 +82,23 @@ serve(lambda grid: timed(run, grid))
 
 
 def grid_of(sizes: list[int], seconds: float) -> list[dict[str, float]]:
-    """Experiments of these sizes."""
+    """Return a grid of experiments of these sizes."""
     return [{"index": index, "size": size, "seconds": seconds} for index, size in enumerate(sizes)]
 
 
 def best_makespan(sizes: list[int], seconds: float) -> float:
-    """Of the best packing onto four workers: those of size four one by one, then pairs and singles without a gap."""
+    """Return the makespan of the best packing: those of size four one by one, then the others without a gap."""
     small = 2 * sizes.count(2) + sizes.count(1)
     return seconds * (sizes.count(4) + -(-small // NUM_WORKERS))
 
 
 def run(program: Program, grid: list[dict[str, float]]) -> float:
-    """Have a grid done, and return its seconds."""
+    """Run a grid, and return its seconds."""
     return float(program.call(grid, timeout=TIME_LIMIT))
 
 
 def figures(folder: Path, arguments: argparse.Namespace) -> Iterator[Figure]:
-    """Measure, and return the rows: the makespan of mixes, and the cost of a model."""
+    """Measure, and yield the rows: the makespan of the mixes, and the cost of a model."""
     cluster = Cluster(folder / "cluster", NUM_WORKERS)
     programs = {"dispatch.map": Program.of(DASK, folder / "dask", cluster.contact)}
     if "Ray Tune" in arguments.ways:

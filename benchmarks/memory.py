@@ -1,16 +1,16 @@
-"""Memory of a gang of four ranks with all of its helpers, beside `torchrun`.
+"""Measure the memory of a gang of four ranks with all of its helper processes, beside `torchrun`.
 
-    python benchmarks/memory.py               # three rounds, some six minutes
-    python benchmarks/memory.py --quick       # one round of two ranks: does it still run?
+    python benchmarks/memory.py               # three rounds, about six minutes
+    python benchmarks/memory.py --quick       # one round of two ranks, as a trial
 
-Ranks on the CPU train a small model; after ten seconds the memory of all processes that belong to the launch is added
-up: ranks, driver, agents, fork servers, Dask's scheduler, workers and nannies. Memory is the proportional set size
-(PSS): a page that several processes share counts for each of them in equal parts.
+Ranks on the CPU train a small model. After ten seconds, the benchmark adds up the memory of all processes of the
+launch: ranks, driver, agents, fork servers, Dask's scheduler, workers and nannies. The memory is the proportional set
+size (PSS), which divides a shared page equally among its processes.
 
 torchrun   `torchrun --standalone`
 spawn      a `SpawnDDP` task
 first      the first `dispatch.run` on a new cluster, with a worker for each rank
-warm       the second one on that cluster
+warm       the second `dispatch.run` on that cluster
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from figures import Figure, at_most, report
 from running import Cluster, Program, asked, console_script, nothing_left, read, started_here, take_turns, until
 
 SETTLE = 10.0
-"""Seconds of training before memory is added up."""
+"""Seconds of training before the measurement."""
 
 TRAIN = """
 import os
@@ -101,13 +101,13 @@ class Bench:
         cluster = Cluster(self.folder / f"cluster-{self._num_started}", self.num_ranks)
         found = self._trained(DASK, cluster.contact, others, way)
         if way == "warm":
-            time.sleep(2 * SETTLE)  # fork servers import what training needs between two gangs
+            time.sleep(2 * SETTLE)  # fork servers import for training between two gangs
             found = self._trained(DASK, cluster.contact, others, way)
         cluster.close()
         return found
 
     def _trained(self, text: str, argument: str, others: set[int], way: str) -> float:
-        """Run a training until its memory is known."""
+        """Run a training, and return its memory in megabytes."""
         self._num_started += 1
         (folder := self.folder / str(self._num_started)).mkdir()
         (folder / "program.py").write_text(text)
@@ -124,7 +124,7 @@ class Bench:
 
 
 def figures(found: dict[str, list[float]], num_ranks: int) -> Iterator[Figure]:
-    """Return the rows, all beside `torchrun`."""
+    """Yield the rows, all beside `torchrun`."""
     for way, (label, bound) in BOUNDS.items():
         if {way, "torchrun"} <= found.keys():
             what = f"memory (PSS) of {num_ranks} ranks with all helpers, {label}"

@@ -1,25 +1,29 @@
-"""How soon a model of names has learnt as much, beside the recipe as it is usually written.
+"""Measure the training time of a model of names to the same loss, beside the usual recipe.
 
-    python benchmarks/recipe.py                           # the embedded names: five rounds, some six minutes
+    python benchmarks/recipe.py                           # the embedded names: five rounds, about six minutes
     python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own-epochs 2 --own-batch 2048
-    python benchmarks/recipe.py --quick                   # one short round: does it still run?
+    python benchmarks/recipe.py --quick                   # one short round, as a trial
 
-The recipe: all windows as one-hot floats in memory, an item-by-item `Dataset` behind a `DataLoader`, `nn.LSTM`, Adam,
-one process that has all cores (or the GPU), a `loss.item()` at every step. Ours: `tasks.char_lstm.train`, by
-`dispatch.run` in a rank per core, or per GPU. Both train the same model on the same windows with the same loss, and are
-judged by the same function on the same held-out names.
+The usual recipe holds all windows in memory as one-hot floats. It has an item-by-item `Dataset` behind a `DataLoader`,
+`nn.LSTM`, Adam, and a `loss.item()` at every step. One process has all cores or the GPU. Our way is
+`tasks.char_lstm.train`, which `dispatch.run` runs in one rank per core or GPU. Both train the same model on the same
+windows with the same loss. The same function evaluates both on the same held-out names.
 
-Where the gain comes from, on a CPU: the layers start with weights that let them see their inputs (`CharLSTM` has why),
-which alone halves the steps; the LSTM runs once per distinct prefix of a batch instead of once per row and position
-(three times less work at 128 windows, four times at 512, so that larger batches cost less per window); all windows are
-in memory as bytes, and a batch is one indexing operation; the dense layer starts from the characters' frequencies; Adam
-is fused; the loss is read at every hundredth step.
+On a CPU, these differences make our way faster:
 
-Each round trains all of them from the start, in turn, with a seed of its own, and evaluates them after each epoch. The
-measure is the training time, from names in memory to the first evaluation that is as good as the recipe's best;
-evaluations, imports and the start of processes are left out for all, the latter by a round that is not counted.
+- The layers start with larger input weights, which halves the steps (see `CharLSTM`).
+- The LSTM runs once per distinct prefix of a batch instead of once per row and position. This is a third of the work at
+  128 windows, and a quarter at 512, so larger batches cost less per window.
+- All windows are in memory as bytes, and one indexing operation returns a batch.
+- The dense layer starts from the characters' frequencies.
+- Adam is fused.
+- The loss is read at every hundredth step.
 
-This process imports nothing but the standard library; what is measured runs in processes of its own.
+Each round trains both from the start, in turn, with its own seed, and evaluates after each epoch. The measure is the
+training time from names in memory to the first evaluation with the recipe's best loss or a lower one. The time does not
+include evaluations, imports and the start of processes. A round that does not count covers the latter two.
+
+This process imports only the standard library. Other processes run the measured programs.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from running import SERVE, Cluster, Program, asked, nothing_left, take_turns
 GOAL = 4.0
 GOAL_ON_GPU = 10.0
 TIME_LIMIT = 1800.0
-"""Seconds for one training."""
+"""Timeout for one training, in seconds."""
 
 SETUP = f"""{SERVE}
 import time
@@ -133,12 +137,12 @@ Curve = list[tuple[float, float]]
 
 
 def seconds_to(loss: float, curve: Curve) -> float:
-    """Return the seconds to the first evaluation that was so good; infinity if none was."""
+    """Return the seconds to the first evaluation with this loss or a lower one. Infinity if no evaluation has it."""
     return next((seconds for seconds, found in curve if found <= loss), float("inf"))
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, list[Curve]]:
-    """Train by all ways in turn, each round with a seed of its own."""
+    """Train by all ways in turn, each round with its own seed."""
     cluster = Cluster(folder / "cluster", 1)
     num_ranks = arguments.ranks or len(gpus()) or len(os.sched_getaffinity(0))
     recipe = Program.of(RECIPE, folder / "recipe")

@@ -1,22 +1,22 @@
-"""What a failure costs: seconds until the ranks train again, and whether the right rank and cause are named.
+"""Measure the seconds from a failure until the ranks train again, and check that reports name the rank and cause.
 
     pip install '.[bench]'                                # Ray, Monarch and torchrunx, for their rows
     python benchmarks/recovery.py                         # five rounds, half an hour
-    python benchmarks/recovery.py --quick                 # one round: does it still run?
+    python benchmarks/recovery.py --quick                 # one round, as a trial
     python benchmarks/recovery.py --only rank torchrun    # some contestants
 
-Two ranks on the CPU train for eight seconds before they are hit. The seconds end when the slower rank has done its
-first optimizer step in a new process, from a checkpoint.
+Two ranks on the CPU train for eight seconds before the fault. The measured time ends when the slower rank has completed
+its first optimizer step in a new process, from a checkpoint.
 
 rank       a rank is killed (SIGKILL): `dispatch.run` on a running Dask cluster
-torchrun   the same under `torchrun --max-restarts`, with a checkpoint file that rank 0 writes. It runs with
-           TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without that variable a restart of gloo ranks often fails
-Ray Train  the same with `FailureConfig(max_failures=3)` and such a file
-Monarch    the same: the caller hears of the failure, stops all processes and spawns new ones
-torchrunx  the same: the caller hears of the failure and launches again
-lost       a worker is killed with its nanny, as when its pod is lost, and the other one is enough (`min_workers=1`)
-returned   a worker is killed alone, and all are needed; counted from the registration of its nanny's next worker
-blame      faults whose consequences hide the cause, in either rank: how often is the guilty rank named, with its cause?
+torchrun   the same under `torchrun --max-restarts`, with a checkpoint file that rank 0 writes, and with
+           TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as restarts of gloo ranks often fail without that variable
+Ray Train  the same with `FailureConfig(max_failures=3)` and a checkpoint file of rank 0
+Monarch    the same: the caller receives the failure, stops all processes and spawns new ones
+torchrunx  the same: the caller receives the failure and launches again
+lost       a worker is killed with its nanny, as in the loss of a pod, and the other worker suffices (`min_workers=1`)
+returned   a worker is killed alone, and all are needed: time since the registration of its nanny's next worker
+blame      number of reports with the right rank and cause, for faults in either rank whose consequences hide the cause:
            `dispatch.run`, `torchrun` (its report, with `@record`) and torchrunx
 """
 
@@ -37,11 +37,11 @@ from running import SERVE, Cluster, Program, asked, console_script, is_installed
 
 NUM_RANKS = 2
 WARM_UP = 8.0
-"""Seconds of training before a fault. By then launchers have done what they do in the background."""
+"""Seconds of training before a fault, in which launchers finish their work in the background."""
 TIME_LIMIT = 180.0
-"""Seconds for a gang to start, or to train again."""
+"""Timeout in seconds for a gang to start, or to train again."""
 HANG_TIMEOUT = 6.0
-"""Seconds after which a hang shows: by the watchdog, or else by the process group's time-out."""
+"""Seconds after which the watchdog, or the process group's timeout, reports a hang."""
 
 # ---- Programs -------------------------------------------------------------------------------------------------------
 
@@ -251,13 +251,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Training:
-    """Two ranks that train, and the notes that they write in a folder."""
+    """Training of two ranks, and their notes in a folder."""
 
     program: Program
     folder: Path
 
     def steps(self, rank: int) -> list[tuple[int, int, float]]:
-        """Return process id, number and time of each step of a rank, in all attempts."""
+        """Return the process id, the step and the time of each step of a rank, in all attempts."""
         path = self.folder / f"steps-{rank}"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [
@@ -266,7 +266,7 @@ class Training:
         ]
 
     def wait_until_warm(self) -> list[int]:
-        """Wait until all ranks have trained for long enough, and return their process ids."""
+        """Wait until all ranks have trained for `WARM_UP` seconds, and return their process ids."""
 
         def is_warm() -> bool:
             everyone = [self.steps(rank) for rank in range(NUM_RANKS)]
@@ -276,7 +276,7 @@ class Training:
         return [self.steps(rank)[-1][0] for rank in range(NUM_RANKS)]
 
     def wait_until_resumed(self, old_pids: list[int], num_ranks: int = NUM_RANKS) -> float:
-        """Wait until all ranks have done a step in a new process, and return when the slowest had."""
+        """Wait until all ranks have completed a step in a new process, and return the time of the slowest."""
         first: dict[int, tuple[int, int, float]] = {}
 
         def has_resumed() -> bool:
@@ -311,7 +311,7 @@ PEERS = {"torchrun": TORCHRUN, "Ray Train": RAY, "Monarch": MONARCH, "torchrunx"
 
 
 class Bench:
-    """The cluster, and the trainings that are started one after the other."""
+    """Dask cluster, with trainings that run one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -319,7 +319,7 @@ class Bench:
         self._num_started = 0
 
     def started(self, way: str, min_workers: int = NUM_RANKS) -> Training:
-        """Start a training in a folder of its own."""
+        """Start a training in its own folder."""
         self._num_started += 1
         folder = self.folder / str(self._num_started)
         (folder / "t").mkdir(parents=True)
@@ -328,13 +328,13 @@ class Bench:
         if way == "torchrun":
             options = ["--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=3"]
             command = [console_script("torchrun"), *options, *command[1:3]]
-        # torch 2.15 keeps one store for all attempts, in which gloo finds the addresses of the dead ranks: a restart
-        # fails once more, or waits for minutes.
+        # torch 2.15 shares one store among all attempts, so gloo finds the addresses of dead ranks there. Without this
+        # variable, a restart fails again or waits for minutes.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder / "t")}
         return Training(Program(command, folder, environment), folder)
 
     def kill_a_rank(self, way: str) -> float:
-        """Return the seconds from the kill of a rank to the next step of all."""
+        """Return the seconds from the kill of a rank to the next step of all ranks."""
         training = self.started(way)
         pids = training.wait_until_warm()
         killed_at = time.time()
@@ -344,7 +344,7 @@ class Bench:
         return seconds
 
     def lose_a_worker(self) -> float:
-        """Return the seconds from the loss of a worker to the next step of the ranks that are left."""
+        """Return the seconds from the loss of a worker to the next step of the remaining ranks."""
         training = self.started("lost", min_workers=NUM_RANKS - 1)
         pids = training.wait_until_warm()
         killed_at = time.time()
@@ -364,14 +364,14 @@ class Bench:
         return seconds
 
     def ways(self, chosen: list[str]) -> dict[str, Callable[[], float]]:
-        """Return what is measured, by name."""
+        """Return the measurements by name."""
         workers = {"lost": self.lose_a_worker, "returned": self.kill_a_worker}
         ranks = {way: lambda it=way: self.kill_a_rank(it) for way in ("rank", *PEERS)}
         return {way: (workers | ranks)[way] for way in chosen if way != "blame"}
 
 
 def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
-    """Return the rows of the seconds."""
+    """Yield the rows of the seconds."""
     what = "rank killed: `dispatch.run`, to all ranks' next step"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     if "rank" in times and "torchrun" in peers:
@@ -396,13 +396,13 @@ CASES = {
     "memory": "MemoryError",
     "hang": r"hangs|(?i:timed? ?out)",
 }
-"""Fault -> the words without which its cause is not named."""
+"""Pattern of the right cause in a report, by fault."""
 Blamed = tuple[int | None, str]
-"""Rank that a launcher names, and its report."""
+"""Rank that a launcher blames, and its report."""
 
 
 def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
-    """Return what the report of a `torchrun` says."""
+    """Return the rank and text of `torchrun`'s report."""
     folder.mkdir()
     (folder / "program.py").write_text(BLAME_TORCHRUN)
     options = ["--standalone", f"--nproc-per-node={NUM_RANKS}"]
@@ -415,7 +415,7 @@ def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
 
 
 def judge(repeats: int, folder: Path, cluster: Cluster) -> Figure:
-    """Return the row: how often each launcher was right."""
+    """Return the row with the number of right reports of each launcher."""
     dask = Program.of(BLAME_DASK, folder / "blame", cluster.contact)
     numbers = iter(range(sys.maxsize))
     launchers: dict[str, Callable[[str, int], Blamed]] = {

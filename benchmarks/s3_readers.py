@@ -1,9 +1,9 @@
-"""The ways to read an image folder that `s3.py` compares, as their users would write them.
+"""Readers of an image folder that `s3.py` compares, written as their users would write them.
 
     python benchmarks/s3_readers.py WAY FOLDER SERVER FAR_SERVER PREFIX
 
-Each way has a process of its own, which is told on its standard input what to read: from the near or the far server, by
-how many loader workers, and how many pictures. The clients find the credentials in the environment.
+Each way has its own process, which reads orders from standard input. An order has the near or far server,
+the number of loader workers, and the number of pictures. The clients find the credentials in the environment.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from torchvision.transforms import v2
 BUCKET = "photos"
 BATCH_SIZE = 32
 NUM_CONNECTIONS = 32
-"""Requests in flight per process, where a reader can have more than one."""
+"""Requests in flight per process, for readers with several requests."""
 
 Item = tuple[Tensor, int]
 
 
 def transform() -> Callable[[Any], Tensor]:
-    """From a picture, as PIL or as a tensor, to bytes: the device makes numbers of them, four times as many."""
+    """Return a transform from a picture (PIL or tensor) to bytes, which the device converts to floats."""
     return v2.Compose([v2.Resize(256), v2.CenterCrop(250), v2.ToImage(), v2.ToPureTensor()])
 
 
 @dataclass
 class Source:
-    """Where the images are."""
+    """Location of the images."""
 
     folder: Path
-    """The same ones on the local disk."""
+    """Folder with the same images on the local disk."""
     endpoint: str
     prefix: str
 
@@ -54,12 +54,12 @@ class Source:
 
     @staticmethod
     def class_of(key: str) -> str:
-        """The name of an image's folder."""
+        """Return the name of an image's folder."""
         return key.split("/")[-2]
 
 
 class Folder(Dataset[Item]):
-    """What the readers have in common: the keys are known; `read` gets one."""
+    """Common part of the readers. The keys are known, and `read` fetches one."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -73,16 +73,16 @@ class Folder(Dataset[Item]):
         return self.finished(key, self.read(key))
 
     def finished(self, key: str, body: bytes) -> Item:
-        """An image, decoded by PIL, and its label."""
+        """Return an image, decoded by PIL, and its label."""
         return self.transform(Image.open(io.BytesIO(body)).convert("RGB")), self.source.labels[Source.class_of(key)]
 
     def read(self, key: str) -> bytes:
-        """One object."""
+        """Return the bytes of one object."""
         raise NotImplementedError
 
 
 class Forerunner(Folder):
-    """As dask-pytorch-ddp does it: a new resource of boto3's and a temporary file for each image."""
+    """Reader as in dask-pytorch-ddp: a new boto3 resource and a temporary file for each image."""
 
     def read(self, key: str) -> bytes:
         import boto3
@@ -94,7 +94,7 @@ class Forerunner(Folder):
 
 
 def connector(source: Source) -> Dataset[Item]:
-    """Amazon's s3torchconnector, as it comes."""
+    """Return the data set of Amazon's s3torchconnector, with its defaults."""
     from s3torchconnector import S3ClientConfig, S3MapDataset
 
     folder = Folder(source)
@@ -109,14 +109,14 @@ def connector(source: Source) -> Dataset[Item]:
 
 
 def local(source: Source) -> Dataset[Item]:
-    """Torchvision's `ImageFolder` on the local disk."""
+    """Return torchvision's `ImageFolder` on the local disk."""
     from torchvision.datasets import ImageFolder
 
     return ImageFolder(source.folder, transform())
 
 
 def ours(source: Source, decoder: str) -> Dataset[Item]:
-    """`S3ImageFolder`."""
+    """Return an `S3ImageFolder` with this decoder."""
     from flytekitplugins.daskpytorch import data
 
     return data.S3ImageFolder(
@@ -139,7 +139,7 @@ WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
 
 
 class Some(Sampler[int]):
-    """So many of the images, others each time."""
+    """Sampler of some of the images, which differ in each pass."""
 
     def __init__(self, num_all: int) -> None:
         self.num_all = self.count = num_all
@@ -153,7 +153,7 @@ class Some(Sampler[int]):
 
 
 def loader(dataset: Dataset[Item], sampler: Some, num_workers: int, *, reads_ahead: bool) -> DataLoader[Item]:
-    """A loader whose workers stay."""
+    """Return a loader with persistent workers."""
     batches: Any = BatchSampler(sampler, BATCH_SIZE, drop_last=False)
     if reads_ahead:
         from flytekitplugins.daskpytorch import data
@@ -163,7 +163,7 @@ def loader(dataset: Dataset[Item], sampler: Some, num_workers: int, *, reads_ahe
 
 
 def main() -> None:
-    """Read what is asked for, and print how long each read took."""
+    """Read pictures at each order, and print the seconds of each read."""
     way, folder, near, far, prefix = sys.argv[1:]
     loaders: dict[tuple[str, int], tuple[Some, DataLoader[Item]]] = {}
     print("@ready", flush=True)

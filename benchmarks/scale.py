@@ -1,28 +1,28 @@
-"""What a gang costs its driver as it grows: gangs of up to 10,000 ranks, on one machine; and a million log records.
+"""Measure the driver's cost for gangs of up to 10,000 ranks on one machine, and for a million log records.
 
-    python benchmarks/scale.py                            # 10,000 ranks, three rounds, some four minutes
+    python benchmarks/scale.py                            # 10,000 ranks, three rounds, about four minutes
     python benchmarks/scale.py --sizes 500 1000 5000 --per-agent 8
-    python benchmarks/scale.py --quick                    # small gangs: does it still run?
+    python benchmarks/scale.py --quick                    # small gangs, as a trial
 
-The driver is the real one, with the Deck's observer. Its agents are simulated, all in one process without torch: they
-dial in, prove who they are, take their orders, beat as often and say how their ranks fare and what these use,
-deliver or fail, and clean up, in the real ones' messages over real connections. Each round has one gang of every size
-that delivers 1 KiB per rank, and one in which a rank fails.
+The driver is the real one, with the Deck's observer. One process without torch simulates its agents. They connect and
+authenticate, take their orders, send heartbeats and the ranks' states and usage at the usual rates, deliver or fail,
+and clean up. Their messages and connections are real. Each round has two gangs of every size: one delivers 1 KiB per
+rank, and in the other a rank fails.
 
-start      from the call to the last order: the agents dial in, the ranks are placed, each agent gets its order
-form       from there until the driver knows that all ranks have met
-live       the share of a core that the driver takes for the heartbeats of ranks that just train
-results    from the moment all ranks deliver until `run` returns them, agents dismissed
-abort      from one rank's failure until all the others have ended and the error is raised
+start      from the call to the last order: agents connect, ranks are placed, and each agent gets its order
+form       from then until the driver knows that all ranks have met
+live       share of a core that the driver spends on the heartbeats of ranks that just train
+results    from the delivery by all ranks until `run` returns, agents dismissed
+abort      from one rank's failure until all other ranks have ended and the error is raised
 
-Of each phase the seconds by the clock and the processor time of the driver's threads are shown as they come. Driver and
-agents share the machine's cores, so the clock has the agents' own work, too. Where a phase grows in proportion to the
-number of ranks, its processor time per rank is the same for all sizes.
+The output has the wall time of each phase and the processor time of the driver's threads. Driver and agents share the
+machine's cores, so the wall time includes the agents' work. If a phase grows in proportion to the number of ranks, its
+processor time per rank is the same for all sizes.
 
-Then a real rank on this node logs as fast as it can, by its agent to the driver and there to the Deck and a terminal:
-how much memory the driver has after a tenth of the records, and after all.
+In the last part, a real rank on this node logs as fast as possible. The records go through its agent to the driver, the
+Deck and a terminal. The output has the driver's memory after a tenth of the records, and after all.
 
-This process imports nothing but the standard library; what is measured runs in processes of its own.
+This process imports only the standard library. Other processes run the measured programs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from figures import Figure, at_most, report
 from running import SERVE, Program, asked, nothing_left
 
 Seconds = tuple[float, float]
-"""Of the clock, and of processor time that the driver took."""
+"""Seconds of wall time, and of the driver's processor time."""
 LIVE_SECONDS = 4.0
 TIME_LIMIT = 900.0
-"""Seconds for one gang."""
+"""Timeout for one gang, in seconds."""
 
 SETUP = """
 import json
@@ -266,13 +266,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Size:
-    """Of a gang."""
+    """Size of a gang."""
 
     num_ranks: int
     per_agent: int
 
     def __str__(self) -> str:
-        """As rows name it."""
+        """Return the size in the words of the rows."""
         return f"{self.num_ranks} simulated ranks" + (f", {self.per_agent} per agent" if self.per_agent > 1 else "")
 
 
@@ -280,7 +280,7 @@ Taken = dict[Size, dict[str, list[Seconds]]]
 
 
 def measure(driver: Program, sizes: Sequence[Size], rounds: int) -> Taken:
-    """For each size and phase, what every gang took."""
+    """Return the times of every gang, by size and phase."""
     taken: Taken = {size: {} for size in sizes}
     for number in range(1, rounds + 1):
         for size in sizes:
@@ -308,14 +308,14 @@ def main() -> None:
         (folder / "driver" / "agents.py").write_text(AGENTS)
         driver = Program.of(DRIVER, folder / "driver")
         driver.hear("ready")
-        measure(driver, [Size(8, 1)], 1)  # imports what is imported late
+        measure(driver, [Size(8, 1)], 1)  # loads late imports
         memory = driver.call("log", arguments.records, timeout=TIME_LIMIT)
         taken = measure(driver, sizes, arguments.rounds)
     report([*of_gangs(taken), of_records(arguments.records, memory)], arguments.on)
 
 
 def of_gangs(taken: Taken) -> Iterator[Figure]:
-    """Return the row of each gang."""
+    """Yield the row of each gang."""
     for size, phases in taken.items():
         live = [100 * own / clock for clock, own in phases["live"]]
         yield Figure(
@@ -324,7 +324,7 @@ def of_gangs(taken: Taken) -> Iterator[Figure]:
 
 
 def of_records(count: int, memory: Sequence[float]) -> Figure:
-    """Return the row of a driver to which a rank logs without end."""
+    """Return the row of a driver that receives many log records from a rank."""
     before, after = memory
     what = f"{count:,} log records: the driver's memory, more than after {count // 10:,}"
     return Figure(what=what, here=[(after - before) / (1 << 20)], unit="MiB", goals=at_most(5, "here"))

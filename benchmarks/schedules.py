@@ -1,12 +1,12 @@
-"""Disturb gangs by random schedules of faults, and check that each ends as it must.
+"""Disturb gangs by random schedules of faults, and observe their behaviour.
 
-`chaos.py` is the command. Each schedule has a driver of its own, which trains on real Dask processes; a cluster that no
-fault has hit serves the next schedule, too. `verdicts.py` draws the schedules and has what must be so.
+`chaos.py` is the command. Each schedule has its own driver, which trains on real Dask processes. A cluster that no
+fault has hit also serves the next schedule. `verdicts.py` draws the schedules and judges the results.
 
-The training is exact: each step adds up integers over all ranks, so that its result depends on the number of steps
-alone, not on the ranks or on how often it was resumed. With `Setting.trains_model` each step also trains a model, and
-an undisturbed training of as many steps has the weights that must come out. A training goes on until it is told to
-finish, so that every fault finds a gang to disturb.
+The training is exact. Each step adds up integers over all ranks, so the result depends only on the number of steps. The
+ranks and the number of restarts have no effect. With `Setting.trains_model`, each step also trains a model. The weights
+must equal those of an undisturbed training with as many steps. A training continues until the order to finish, so that
+every fault finds a gang to disturb.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from verdicts import (
 )
 
 PACE = 0.03
-"""Seconds of each step."""
+"""Duration of a step, in seconds."""
 PATIENCE = 75.0
-"""Seconds for whatever a schedule waits for; longer than anything takes that goes right."""
+"""Default timeout of a schedule in seconds, longer than all regular waits."""
 SETTLE_TIME = 12.0
-"""Seconds for processes, folders, descriptors and threads to be gone."""
+"""Timeout in seconds for the disappearance of processes, folders, descriptors and threads."""
 PROGRESS = 3
-"""Steps that every rank takes before a gang counts as trained again."""
+"""Number of steps that every rank takes before a gang counts as trained again."""
 
 DRIVER = f"""
 import gc, hashlib, json, os, signal, sys, threading, time
@@ -239,25 +239,25 @@ if __name__ == "__main__":
 """
 
 SERVER = "daskpytorch.node.fork_server"
-"""What is in the command line of a fork server, and of the ranks that it has forked."""
+"""Text in the command line of a fork server, and of its ranks."""
 
 
 # ---- Looking at processes -------------------------------------------------------------------------------------------
 
 
 def session_of(pid: int) -> int:
-    """Its session."""
+    """Return the session of a process. 0 if the process has ended."""
     fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(fields[3]) if fields else 0
 
 
 def is_server(pid: int) -> bool:
-    """Whether it is a fork server."""
+    """Return True if the process is a fork server."""
     return SERVER in read(f"/proc/{pid}/cmdline") and not is_rank(pid)
 
 
 def is_rank(pid: int) -> bool:
-    """Whether it is a rank, also one that waits for its orders: forked by a fork server, with a session of its own."""
+    """Return True if the process is a rank, forked by a fork server, with or without its orders."""
     return (
         SERVER in read(f"/proc/{pid}/cmdline")
         and session_of(pid) == pid
@@ -266,7 +266,7 @@ def is_rank(pid: int) -> bool:
 
 
 def family(root: int) -> list[int]:
-    """A process and all its descendants."""
+    """Return a process and all its descendants."""
     pids = [root]
     for pid in pids:
         pids += children_of(pid)
@@ -274,29 +274,29 @@ def family(root: int) -> list[int]:
 
 
 def pod_of(nanny: int) -> list[int]:
-    """All that a pod's runtime would find: nanny, workers, fork servers of earlier workers too, and ranks."""
+    """Return all processes of a pod: nanny, workers, their ranks, and fork servers, also of earlier workers."""
     servers = [pid for pid in started_here() if is_server(pid) and nanny_of(pid) == nanny]
     return list(dict.fromkeys([*family(nanny), *(pid for server in servers for pid in family(server))]))
 
 
 def addresses_of(pid: int) -> set[str]:
-    """Where a Dask worker listens, as Dask has it."""
+    """Return the addresses at which a Dask worker listens, in Dask's notation."""
     connections = psutil.Process(pid).net_connections("tcp")
     return {f"tcp://127.0.0.1:{it.laddr.port}" for it in connections if it.status == psutil.CONN_LISTEN}
 
 
 def census_of(pid: int) -> dict[str, int]:
-    """Descriptors by kind, threads and bytes of memory of a process."""
+    """Return a process's descriptors by kind, its number of threads, and its memory in bytes."""
     kinds: Counter[str] = Counter()
     for entry in entries(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # closed since
+        with contextlib.suppress(OSError):  # the descriptor is closed now
             link = str(entry.readlink())
             kinds["file" if link.startswith("/") else link.partition("[")[0].rstrip(":")] += 1
     return {**kinds, "threads": len(entries(f"/proc/{pid}/task")), "memory": memory_of(pid)}
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of memory that a process has in use."""
+    """Return the resident memory of a process, in bytes."""
     return int((read(f"/proc/{pid}/statm").split() or ["0", "0"])[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -304,12 +304,12 @@ def memory_of(pid: int) -> int:
 
 
 class LostPatienceError(Exception):
-    """What was waited for did not come."""
+    """An expected event did not come in time."""
 
 
 @dataclass
 class Watched:
-    """One gang, its driver and its cluster; chores that have become due are done whenever something is waited for."""
+    """A gang with its driver and its cluster. Every wait also runs the chores that are due."""
 
     driver: Program
     cluster: Cluster
@@ -317,11 +317,11 @@ class Watched:
     story: Story = field(default_factory=Story)
     num_wanted: int = 0
     chores: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    """What is to be done at some moment on the monotonic clock: have a process go on, start a worker."""
+    """Chores, each with its time on the monotonic clock: resume a process, or start a worker."""
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Take in what has been written, and do what is due."""
+        """Read new events and notes, and run the chores that are due."""
         now = time.monotonic()
         due = [chore for chore in self.chores if chore[0] <= now]
         self.chores = [chore for chore in self.chores if chore[0] > now]
@@ -345,14 +345,14 @@ class Watched:
         return whole
 
     def has_ended(self) -> bool:
-        """The driver has said how it went, or is no more."""
+        """Return True if the driver has reported its outcome, or has ended."""
         return self.driver.has_spoken()
 
     def wait(self, condition: Callable[[], object], what: str, patience: float = PATIENCE) -> bool:
-        """Wait for a condition; whether it came before the gang's end.
+        """Wait for a condition, and return True if it came before the gang's end.
 
         Raises:
-            LostPatienceError: It did not come in time.
+            LostPatienceError: The condition did not come in time.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -366,7 +366,7 @@ class Watched:
             time.sleep(0.005)
 
     def pause(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait for some seconds, and read events and run chores meanwhile."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.look()
@@ -376,21 +376,21 @@ class Watched:
 
     @property
     def attempt(self) -> int:
-        """The newest, from 0; -1 before there is one."""
+        """Number of the newest attempt, from 0. -1 before the first."""
         return len(self.story.of_kind("placed")) - 1
 
     @property
     def workers(self) -> list[str]:
-        """The worker of each rank of the newest attempt."""
+        """Worker of each rank of the newest attempt."""
         placed = self.story.of_kind("placed")
         return list(placed[-1]["workers"]) if placed else []
 
     def pids(self) -> dict[int, int]:
-        """The processes of its ranks that have begun to train."""
+        """Return the processes of the ranks that have begun to train, by rank."""
         return {n.rank: n.pid for n in self.story.notes if n.attempt == self.attempt and n.kind == "start"}
 
     def num_steps(self, since: float = 0.0) -> int:
-        """How many steps each rank of the newest attempt has taken since."""
+        """Return the least number of steps that a rank of the newest attempt has taken since this time."""
         steps = Counter(
             note.rank
             for note in self.story.notes
@@ -399,15 +399,15 @@ class Watched:
         return min((steps[rank] for rank in range(len(self.workers))), default=0)
 
     def has_newcomer(self, since: float) -> bool:
-        """Whether a worker was registered since."""
+        """Return True if a worker was registered since this time."""
         return any(at > since for at in self.cluster.workers().values())
 
     def has_event(self, since: float, kind: str, text: str = "") -> bool:
-        """Whether the driver's observer has heard of such a thing since."""
+        """Return True if the driver's observer received an event of this kind and text since this time."""
         return any(e["at"] > since and text in str(e.get("text")) for e in self.story.of_kind(kind))
 
     def has_note(self, since: float, kind: str) -> bool:
-        """Whether a rank has written such a note since."""
+        """Return True if a rank wrote a note of this kind since this time."""
         return any(note.kind == kind and note.at > since for note in self.story.notes)
 
 
@@ -415,11 +415,11 @@ class Watched:
 
 
 FORKED = {"rank": is_rank, "fork server": is_server}
-"""Targets that are not there from the beginning."""
+"""Targets that do not exist from the beginning, with their checks."""
 
 
 def reach(gang: Watched, fault: Fault, since: float) -> bool:
-    """Wait for a fault's moment; False if the gang has ended before."""
+    """Wait for a fault's moment. Return False if the gang ends before."""
     match fault.moment:
         case "start":
             gang.pause(fault.delay)
@@ -437,7 +437,7 @@ def reach(gang: Watched, fault: Fault, since: float) -> bool:
 
 
 def _is_time(gang: Watched, fault: Fault, since: float) -> bool:
-    """Whether a fault's moment shows."""
+    """Return True if the sign of a fault's moment is present."""
     is_of_target = FORKED.get(fault.target, bool)
     signs: dict[str, Callable[[], bool]] = {
         "start": lambda: any(map(is_of_target, started_here())),
@@ -454,7 +454,7 @@ def _is_time(gang: Watched, fault: Fault, since: float) -> bool:
 
 
 def recovered(gang: Watched, since: float) -> bool:
-    """Wait until all is well again: suspended processes go on, lost workers are back, all ranks train."""
+    """Wait until suspended processes run, lost workers are back, and all ranks train."""
     if not gang.wait(lambda: not gang.chores, "suspended processes and lost workers"):
         return False
     if gang.num_wanted and not gang.wait(lambda: len(gang.workers) >= gang.num_wanted, "the gang to be whole again"):
@@ -463,13 +463,13 @@ def recovered(gang: Watched, since: float) -> bool:
 
 
 def finish(gang: Watched) -> None:
-    """Have the training come to its end."""
+    """Order the training to finish."""
     (gang.folder / "finish").touch()
 
 
 @dataclass
 class Victims:
-    """Who is hit, and who may be blamed."""
+    """Processes that a fault hits, with the ranks and workers that may be blamed."""
 
     pids: list[int]
     ranks: set[int] | None = None
@@ -477,7 +477,7 @@ class Victims:
 
 
 def victims_of(gang: Watched, fault: Fault) -> Victims:
-    """Whom a fault hits; nobody where they are being replaced just now."""
+    """Return the victims of a fault. Empty if they are just being replaced."""
     gang.look()
     of: dict[str, Callable[[], Victims]] = {
         "rank": lambda: _rank(gang, fault),
@@ -488,12 +488,12 @@ def victims_of(gang: Watched, fault: Fault) -> Victims:
     }
     try:
         return of.get(fault.target, lambda: _pod(gang, fault))()
-    except (SystemExit, OSError):  # a nanny is without its worker, or a rank has gone
+    except (SystemExit, OSError):  # a nanny has no worker, or a rank has ended
         return Victims([])
 
 
 def _pod(gang: Watched, fault: Fault) -> Victims:
-    """A worker, its nanny, or both; if the pod is told to end, all that is in it."""
+    """Return a worker, its nanny, or both. SIGTERM to a pod hits all its processes."""
     nannies = [nanny for nanny in gang.cluster.nannies if is_running(nanny)]
     if not nannies:
         return Victims([])
@@ -533,7 +533,7 @@ def _ranks_on(gang: Watched, workers: set[str]) -> set[int]:
 
 
 def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
-    """Hit; None where there was nobody to be hit."""
+    """Make the fault. Return None if the fault had no victims."""
     found = victims_of(gang, fault)
     if not found.pids:
         return None
@@ -546,13 +546,13 @@ def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
         gang.chores.append((time.monotonic() + fault.seconds, lambda: [_kill(pid, signal.SIGCONT) for pid in hit]))
     if fault.loses_pod:
         _replace_pod(gang, fault, found.pids[0])
-    is_known = (settled or fault.moment == "end") and found.workers != set()  # a nanny's worker may just be starting
+    is_known = (settled or fault.moment == "end") and found.workers != set()  # a nanny's worker may be starting
     return Made(
         fault=fault,
         at=at,
         ranks=found.ranks if is_known else None,
         workers=found.workers if is_known else None,
-        is_certain=is_certain and settled and (found.ranks is None or bool(found.ranks)),  # else it hits a newcomer
+        is_certain=is_certain and settled and (found.ranks is None or bool(found.ranks)),  # not a new worker
     )
 
 
@@ -563,7 +563,7 @@ def _replace_pod(gang: Watched, fault: Fault, nanny: int) -> None:
         return
 
     def start() -> None:
-        if is_running(nanny):  # as Kubernetes replaces a pod that has ended
+        if is_running(nanny):  # Kubernetes replaces a pod only after its end
             gang.chores.append((time.monotonic() + 0.2, start))
         elif not gang.has_ended() and is_running(gang.cluster.scheduler):
             gang.cluster.start_worker()
@@ -583,7 +583,7 @@ def _kill(pid: int, signum: int) -> bool:
 
 
 def disturb(gang: Watched, schedule: Schedule) -> None:
-    """Make all the faults, then have the training finish."""
+    """Make all faults, then order the training to finish."""
     since, faults = 0.0, schedule.faults
     for index, fault in enumerate(faults):
         if not reach(gang, fault, since):
@@ -604,7 +604,7 @@ def disturb(gang: Watched, schedule: Schedule) -> None:
 
 
 def _watch_recovery(gang: Watched, made: Made, schedule: Schedule) -> None:
-    """Note how long it takes until the gang trains again, unless the next fault is to come before that."""
+    """Measure the seconds until the gang trains again, unless the next fault comes before."""
     later = [fault for fault in schedule.faults if fault.moment in ("restart", "newcomer", "growth")]
     if later or made.fault.moment == "start":
         return
@@ -613,14 +613,14 @@ def _watch_recovery(gang: Watched, made: Made, schedule: Schedule) -> None:
 
 
 def _num_wanted(schedule: Schedule, made: list[Made]) -> int:
-    """How many ranks there must be before the gang may finish."""
+    """Return the number of ranks that the gang needs before it may finish."""
     lost = sum(one.fault.loses_pod and one.fault.comes_back is None for one in made)
     return (schedule.setting.num_workers - lost) * schedule.setting.ranks_per_worker
 
 
 @dataclass
 class Stage:
-    """The cluster, which serves one schedule after the other as long as it is as it was."""
+    """Cluster that serves one schedule after the other, as long as no fault changes it."""
 
     folder: Path
     cluster: Cluster | None = None
@@ -628,7 +628,7 @@ class Stage:
     pids: list[int] = field(default_factory=list)
 
     def prepare(self, schedule: Schedule, folder: Path) -> Cluster:
-        """A cluster with so many workers."""
+        """Return a cluster with the schedule's number of workers."""
         if self.cluster is None or self.num_workers != schedule.setting.num_workers or not self._is_as_it_was():
             self.end()
             self.cluster = Cluster(folder / "cluster", schedule.setting.num_workers)
@@ -640,7 +640,7 @@ class Stage:
         return all(map(is_running, self.pids))
 
     def end(self) -> list[str]:
-        """End it as a machine's loss would; what is left of it, which is ended then."""
+        """Kill the cluster as in the loss of a machine. Kill and return the leftover processes."""
         if self.cluster is None:
             return []
         pids = [self.cluster.scheduler, *self.cluster.nannies]
@@ -656,12 +656,12 @@ class Stage:
 
 
 def command_of(pid: int) -> str:
-    """A process's command, in a line."""
+    """Return a process's command, in a line."""
     return " ".join(read(f"/proc/{pid}/cmdline").replace("\0", " ").split())[:160]
 
 
 def settled(condition: Callable[[], object], patience: float = SETTLE_TIME) -> bool:
-    """Wait for a condition; whether it came."""
+    """Wait for a condition, and return True if it came in time."""
     deadline = time.monotonic() + patience
     while not condition():
         if time.monotonic() > deadline:
@@ -671,7 +671,7 @@ def settled(condition: Callable[[], object], patience: float = SETTLE_TIME) -> b
 
 
 def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
-    """Run one schedule; what was seen."""
+    """Run one schedule, and return the observations."""
     cluster = stage.prepare(schedule, folder)
     traces = folder / "traces"
     traces.mkdir(parents=True)
@@ -710,7 +710,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
 
 
 def _note_state(gang: Watched) -> None:
-    """What the ranks were doing when patience was lost."""
+    """Note the ranks' last steps and the workers at a timeout."""
     last = {note.rank: f"{note.kind} {note.step} of attempt {note.attempt}" for note in gang.story.notes}
     gang.story.troubles.append(f"at that time: {last}, workers {gang.workers}, {list(gang.cluster.workers())}")
 
@@ -736,7 +736,7 @@ def _take_outcome(gang: Watched, *, trains_model: bool) -> None:
         gone = settled(lambda: gang.look() or not any(map(is_running, ranks)), deadline - time.monotonic())
         if not gone:
             story.troubles.append(f"the driver's ranks still ran after {GRACE_AFTER_DRIVER:g} s")
-    while gang.chores:  # nothing stays suspended
+    while gang.chores:  # resumes all suspended processes
         gang.look()
         time.sleep(0.02)
     gang.look()
@@ -764,7 +764,7 @@ def _check_what_is_left(
     if not settled(lambda: not _folders_in(folder)):
         left = _folders_in(folder)
         troubles.append(f"folders are left: {[path.name for path in left]}")
-        for path in left:  # they are no fault of the next schedule
+        for path in left:  # the next schedule must not find them
             shutil.rmtree(path, ignore_errors=True)
     for pid, census in before.items():
         if is_running(pid) and not settled(lambda: not _grown(census, census_of(pid), is_warm)):  # noqa: B023
@@ -776,7 +776,7 @@ def _check_what_is_left(
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Return the scratch folders, but for those of killed processes, which the next gang would remove."""
+    """Return the scratch folders, except those of killed processes, which the next gang would remove."""
     from flytekitplugins.daskpytorch.process.scratch import remove_abandoned
 
     remove_abandoned(str(folder))
@@ -784,7 +784,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def _grown(before: dict[str, int], after: dict[str, int], is_warm: bool) -> dict[str, str]:
-    """Of what a worker has more than before; its first gang leaves it a fork server, and threads of Dask's pools."""
+    """Return the resources of which a worker has more than before. A first gang leaves a fork server and threads."""
     spare = {"memory": MAX_MEMORY_GROWTH, "threads": 2 if is_warm else 6}
     allowed = 0 if is_warm else 4
     return {
@@ -795,7 +795,7 @@ def _grown(before: dict[str, int], after: dict[str, int], is_warm: bool) -> dict
 
 
 def _check_driver(gang: Watched, is_warm: bool, before: dict[str, Any], memory_before: int) -> None:
-    """Its threads and descriptors are gone; a first gang may leave it those of libraries, such as torch's."""
+    """Check that the driver's threads and descriptors are gone. A first gang may leave those of libraries."""
     found: list[str] = []
     deadline = time.monotonic() + SETTLE_TIME
     while True:
@@ -839,24 +839,24 @@ def _end_driver(gang: Watched) -> None:
 
 
 REUSABLE = ("rank", "driver")
-"""Faults of these leave a cluster as it was."""
+"""Targets of faults that leave a cluster unchanged."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of the schedules that were run."""
+    """Results of the schedules."""
 
     stories: list[Story]
     failed: dict[int, list[str]]
-    """Index of a schedule -> what was not as it must be."""
+    """Deviations from the required behaviour, by the schedule's index."""
 
 
 def run_all(drawn: list[Schedule], folder: Path) -> Ended:
-    """Run schedules, a line each, and sum up."""
+    """Run schedules, print a line for each, and print a summary."""
     (folder / "tmp").mkdir()
     os.environ["TMPDIR"] = str(folder / "tmp")
     stage, ended, began_at = Stage(folder), Ended([], {}), time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt):  # the schedules that were run are worth their summary
+    with contextlib.suppress(KeyboardInterrupt):  # the summary of completed schedules is still useful
         for schedule in drawn:
             here = folder / f"schedule-{schedule.index}"
             started_at = time.monotonic()
@@ -876,10 +876,10 @@ def run_all(drawn: list[Schedule], folder: Path) -> Ended:
 
 
 def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story:
-    """Run one; the others are to run in any case."""
+    """Run one schedule. An error in one must not stop the others."""
     try:
         return run(schedule, stage, folder)
-    except SystemExit as error:  # what a benchmark that has nothing else to do would end with
+    except SystemExit as error:  # the harness exits upon errors, but other schedules follow
         return Story(outcome="not run", troubles=[f"it could not be run: {error}"])
 
 
@@ -891,7 +891,7 @@ def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> st
 
 
 def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -> None:
-    """Say what was amiss, and what led to it."""
+    """Print the deviations, and the events before them."""
     for what in found:
         print(f"       - {what}")
     kept = [event["step"] for event in story.of_kind("kept")]

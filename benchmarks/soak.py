@@ -1,28 +1,28 @@
-"""Run a thousand gangs in one driver, and check that nothing piles up: descriptors, threads, memory, processes.
+"""Run a thousand gangs in one driver, and check for leaks of descriptors, threads, memory and processes.
 
     python benchmarks/soak.py                             # 1,000 gangs
-    python benchmarks/soak.py --quick                     # 60: does it still run?
+    python benchmarks/soak.py --quick                     # 60 gangs, as a trial
     python benchmarks/soak.py --gangs 3000 --seed 7
 
-One driver, and two Dask workers with their nannies. Most gangs run one after the other, some two at once. A seed
-decides what becomes of each:
+The soak has one driver, and two Dask workers with their nannies. Most gangs run one after the other, and some run two
+at once. A seed decides the kind of each gang:
 
-    runs      through to its results
-    early     is cancelled while it starts, at a moment of the first 60 ms
-    late      is cancelled while it trains
-    raises    in one of its ranks
-    killed    a rank is killed (SIGKILL), and it starts again
-    left      nobody waits for it or keeps it; it ends by itself
-    worker    a worker is killed (SIGKILL), and it starts again on that which the nanny brings; 2 % of the
-              gangs of the first half, so that whatever comes then has time to grow
+    runs      reaches its results
+    early     is cancelled during its start, within the first 60 ms
+    late      is cancelled during the training
+    raises    raises in one rank
+    killed    loses a rank (SIGKILL), and restarts
+    left      ends by itself, while no code waits for it or keeps it
+    worker    loses a worker (SIGKILL), and restarts on its nanny's next worker. 2 % of the gangs of the first half
+              have this kind, so that later leaks have time to grow
 
-Driver, workers and fork servers are counted after a tenth of the gangs (the hundredth of a thousand), and at the end;
-each time once all gangs have ended and the counts stand still. Descriptors, by kind, and the driver's threads, by name,
-must be the same. Of workers' threads four more are let pass, which Dask's pools start when they have use for them.
-Memory may grow by 5 % or 24 MiB, whichever is more. A worker that was replaced in between is held against the one that
-it has replaced. No rank may be left, and no folder.
+The soak counts the resources of driver, workers and fork servers after a tenth of the gangs, and at the end. Before
+each count, all gangs have ended and the numbers have become steady. The numbers of descriptors, by kind, and of the
+driver's threads, by name, must not grow. Workers may have four more threads, as Dask's pools start some late. Memory
+may grow by 5 % or 24 MiB, whichever is more. A replaced worker is compared with its predecessor. No rank and no folder
+may remain.
 
-This process imports nothing but the standard library; it ends all that it has started, also after Ctrl-C.
+This process imports only the standard library. At its end, also after Ctrl-C, all its processes end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from schedules import census_of, is_rank, is_server
 MEMORY_SHARE = 0.05
 MEMORY_SLACK = 24 << 20
 WORKER_THREADS = 4
-"""Those that Dask's pools may start late."""
+"""Number of threads that Dask's pools may start late."""
 STILL = 3
-"""Counts in a row that must be equal, half a second apart."""
+"""Number of equal counts in a row, half a second apart, that make a steady count."""
 
 DRIVER = """
 import collections, gc, json, os, random, signal, sys, threading, time
@@ -186,11 +186,11 @@ for line in sys.stdin:
 """
 
 Census = dict[str, dict[str, int]]
-"""Process -> what there is of it -> how much."""
+"""Resource counts of each process, by name of the process and of the resource."""
 
 
 def count(driver: Program, cluster: Cluster) -> Census:
-    """Count everything, once it stands still."""
+    """Return the resource counts once they are steady."""
     deadline = time.monotonic() + 30.0
     seen: list[Census] = []
     while True:
@@ -218,7 +218,7 @@ def _count_now(driver: Program, cluster: Cluster) -> Census:
 
 
 def compare(before: Census, after: Census) -> Iterator[str]:
-    """What there is more of than before."""
+    """Yield the resources whose count has grown by more than allowed."""
     for who, what in after.items():
         for kind, number in what.items():
             old = before.get(who, {}).get(kind, 0)
@@ -232,7 +232,7 @@ def compare(before: Census, after: Census) -> Iterator[str]:
 
 
 def table(censuses: dict[int, Census]) -> Iterator[str]:
-    """All counts, side by side."""
+    """Yield a table of all counts."""
     yield f"| | {' | '.join(f'after {number:,} gangs' for number in censuses)} |"
     yield f"|---{'|---' * len(censuses)}|"
     rows = dict.fromkeys((who, kind) for census in censuses.values() for who in census for kind in census[who])
@@ -243,7 +243,7 @@ def table(censuses: dict[int, Census]) -> Iterator[str]:
 
 
 def serve(driver: Program, last: int, began_at: float) -> tuple[dict[str, int], list[str]]:
-    """See the driver through a stretch: kill the workers that it asks for; how many gangs of each kind there were."""
+    """Serve a stretch of gangs, kill the workers that the driver names, and return the numbers of gangs by kind."""
     amiss: list[str] = []
     told_at = time.monotonic()
     while True:
@@ -262,7 +262,7 @@ def serve(driver: Program, last: int, began_at: float) -> tuple[dict[str, int], 
 
 
 def main() -> None:
-    """Run the gangs, count, and compare."""
+    """Run the gangs, count the resources, and compare the counts."""
     options = {"gangs": (1000, 60, "how many gangs"), "seed": (0, 0, "decides what becomes of each")}
     arguments = asked(__doc__, **options)
     num_gangs = arguments.gangs

@@ -1,21 +1,23 @@
-"""Throughput of a training as a gang and under `torchrun`, and what supervision, metrics and checkpoints cost.
+"""Measure a training's throughput as a gang and under `torchrun`, and the cost of supervision and checkpoints.
 
     python benchmarks/training.py                         # two starts of ten rounds, ten minutes on two cores
     python benchmarks/training.py --ranks 1 4 16          # numbers of ranks (default: 1, 2, 4, ... up to GPUs or cores)
-    python benchmarks/training.py --quick                 # one start of two rounds: does it still run?
+    python benchmarks/training.py --quick                 # one start of two rounds, as a trial
 
-Ranks train the model of `tasks.char_lstm` on the embedded names in DistributedDataParallel, in blocks of 46 steps with
-128 windows for each rank; with GPUs a rank on each, with nccl, in blocks of 460 steps. All contestants are up at the
-same time and wait, except for the one whose turn it is. Each round has one block of each, in an order drawn anew.
+Ranks train the model of `tasks.char_lstm` on the embedded names with DistributedDataParallel. A block has 46 steps with
+128 windows for each rank. With GPUs, each rank has a GPU and nccl, and a block has 460 steps. All contestants run at
+the same time, but only one trains at a time. In each round, each contestant trains one block, in a new random order.
 
 torchrun  a plain script
 gang      `dispatch.run` with `log` and `should_stop` at every step, and a checkpoint in the middle of each block
-quiet     the same gang, in a block in which its function calls nothing of this package (most ranks only)
+quiet     the same gang, in a block whose function does not call this package (only for the largest number of ranks)
 
-The clock of a shared machine differs by more than supervision costs. So `gang` is held against `quiet` by the processor
-time of all that is not the training's own: the calls in all ranks, this package's threads there, the driver, the Dask
-workers with the agents, Dask's scheduler and nannies. The row has the median between its bounds of 95 %.
-Processes differ from start to start by more than from round to round, so all are started several times.
+The wall times of a shared machine vary by more than the cost of supervision. The comparison of `gang` and `quiet`
+therefore uses the processor time beside the training itself. The calls in all ranks, this package's threads, the
+driver, the Dask workers with the agents, Dask's scheduler and the nannies count. The row has the median between its
+bounds of 95 %.
+
+Results vary more between starts of the processes than between rounds, so all contestants start several times.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ BACKEND = "nccl" if gpus() else "gloo"
 BATCH = 128
 EPOCH = 46
 BLOCK = 10 * EPOCH if gpus() else EPOCH
-"""Steps in one turn."""
+"""Number of steps in a block."""
 NUM_RESAMPLED = 2000
-"""How often the rounds are drawn anew for the bounds of a median."""
+"""Number of resamplings of the rounds for the bounds of a median."""
 
 TRAIN = f"""
 import contextlib
@@ -137,10 +139,10 @@ with Client(scheduler_file=sys.argv[2]) as client:
 
 
 class Ranks:
-    """Ranks that take a turn when they are told to, and wait in between."""
+    """Ranks that train a block at each order, and wait in between."""
 
     def __init__(self, num_ranks: int, folder: Path, text: str, command: list[str], *arguments: str) -> None:
-        """Start the command with the program `text` in the folder, which is the program's first argument."""
+        """Write the program `text` to the folder and start it. Its first argument is the folder."""
         folder.mkdir(parents=True)
         (folder / "program.py").write_text(text)
         self._paths = [folder / f"orders-{rank}" for rank in range(num_ranks)]
@@ -152,7 +154,7 @@ class Ranks:
         self.program = Program([*command, "program.py", str(folder), *arguments], folder)
 
     def take_turn(self, order: object) -> Any:
-        """Have each rank take a turn, and return what rank 0 reports."""
+        """Order each rank to train a block, and return the report of rank 0."""
         if not self._orders:
             self._orders = [self._opened(path) for path in self._paths]
         for orders in self._orders:
@@ -169,7 +171,7 @@ class Ranks:
         def is_read() -> bool:
             try:
                 found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            except OSError:  # nobody reads
+            except OSError:  # no rank has opened the pipe
                 return self._has_ended()
             return True
 
@@ -188,25 +190,25 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Block:
-    """One turn of all ranks."""
+    """Measurement of one block of all ranks."""
 
     seconds: float
     aside: float
-    """Processor seconds of calls, threads and processes that are not the training's own."""
+    """Processor seconds beside the training itself: calls, threads and other processes."""
     busy: float
-    """Processor seconds of all that take part."""
+    """Processor seconds of all processes that take part."""
 
     def __str__(self) -> str:
         return f"{1000 * self.seconds / BLOCK:.2f} ms per step"
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Return the processor time that processes have used, to the nanosecond: see clock_getcpuclockid(3)."""
+    """Return the processor time of processes, to the nanosecond (see clock_getcpuclockid(3))."""
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def turn(ranks: Ranks, beside: list[int], *, calls: bool) -> Block:
-    """Have ranks train a block, and count the processor time of the processes beside them."""
+    """Train a block, and measure the processor time of ranks and of the other processes."""
     before = cpu_seconds(beside)
     seconds, ours, used = ranks.take_turn(calls)
     others = cpu_seconds(beside) - before
@@ -230,14 +232,14 @@ def contestants(numbers: list[int], folder: Path, cluster: Cluster) -> dict[str,
 
 
 def bounds(values: list[float]) -> list[float]:
-    """Return the median between the bounds within which it lies with 95 %, by resampling."""
+    """Return the median between its bounds of 95 %, by resampling."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLED))
     return [medians[NUM_RESAMPLED // 40], statistics.median(values), medians[-NUM_RESAMPLED // 40]]
 
 
 def figures(numbers: list[int], found: dict[str, list[Block]]) -> Iterator[Figure]:
-    """Return the rows: throughput for each number of ranks, and the cost of supervision."""
+    """Yield the rows: throughput for each number of ranks, and the cost of supervision."""
     for number in numbers:
         here, theirs = (
             [number * BATCH * BLOCK / block.seconds for block in found[f"{side} {number}"]]

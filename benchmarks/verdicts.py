@@ -1,7 +1,7 @@
-"""Random schedules of faults, and what a gang must do under each. Pure: `schedules.py` runs them.
+"""Random schedules of faults, and the required behaviour of a gang under each. `schedules.py` runs them.
 
-A schedule is drawn from a seed and its index alone: a setting of the gang, and one to three faults. Afterwards `judge`
-holds against each other what was asked for, what was done (`Made`) and what was seen (`Story`).
+A seed and an index decide a schedule: a setting of the gang, and one to three faults. Afterwards `judge` compares the
+schedule, the faults that were made (`Made`) and the observations (`Story`).
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from typing import Any
 SAMPLES = 12
 PRIME = 2_147_483_647
 TAIL = 5
-"""Steps from the order to finish to the last one."""
+"""Number of steps from the order to finish to the last step."""
 LONG_STOP = 20.0
-"""Seconds; longer than every time-out that a silent process may run into, of which an agent's 15 is the longest."""
+"""Duration of a long suspension, in seconds. All timeouts for a silent process are shorter, at most an agent's 15."""
 SHORT_STOP = 2.0
 HANG_TIMEOUT = 8.0
 MODEL_HANG_TIMEOUT = 15.0
-"""The same where a model is trained: torch imports its compiler for the first optimizer, which takes seconds."""
+"""Hang timeout in seconds for a trained model. Torch imports its compiler for the first optimizer, which takes
+seconds."""
 GRACE_AFTER_DRIVER = 6.0
-"""Seconds from a driver's sudden end to that of its last rank, of which four are for a busy machine."""
+"""Longest time between a driver's sudden end and that of its last rank, in seconds. A busy machine gets four of
+them."""
 MAX_RECOVERY = 60.0
-"""Seconds from a fault, or from the end of a suspension, to training again or to the end."""
+"""Longest time from a fault, or the end of a suspension, to new training steps or the gang's end, in seconds."""
 MAX_UNACCOUNTED = 0.02
-"""Share of the wall time that a gang's goodput may leave unexplained."""
+"""Largest share of the wall time that a gang's goodput may leave unexplained."""
 MAX_MEMORY_GROWTH = 128 << 20
-"""Bytes by which a driver or a worker may have grown over one gang, whose state is 8 MiB at most."""
+"""Most bytes by which a driver or a worker may grow over one gang, whose state has at most 8 MiB."""
 
 
 def expected(steps: int) -> int:
-    """What the training must return after so many steps, with any number of ranks."""
+    """Return the training's result after this number of steps, which is the same for any number of ranks."""
     value = 0
     for step in range(1, steps + 1):
         total = sum((step * 7919 + sample * 104729) % 65536 for sample in range(SAMPLES))
@@ -47,7 +49,7 @@ def expected(steps: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The gang that is disturbed."""
+    """Setting of the disturbed gang."""
 
     num_workers: int
     ranks_per_worker: int
@@ -56,18 +58,18 @@ class Setting:
     hang_timeout: float | None
     save_interval: int
     ballast: int
-    """MiB in each checkpoint: with more, uploads take longer."""
+    """Padding of each checkpoint in MiB. More padding makes uploads slower."""
     heeds_sigterm: bool
-    """The driver ends its gangs upon SIGTERM, as a Flyte task does."""
+    """True if the driver ends its gangs upon SIGTERM, as a Flyte task does."""
     is_warm: bool
-    """The driver has run a gang before."""
+    """True if the driver has run a gang before."""
     start_timeout: float = 90.0
     trains_model: bool = False
-    """Each step also trains a model, whose weights must be those of an undisturbed training, bit for bit."""
+    """True if each step also trains a model. Its weights must equal those of an undisturbed training, bit for bit."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole gang."""
+        """Number of ranks of the whole gang."""
         return self.num_workers * self.ranks_per_worker
 
     def __str__(self) -> str:
@@ -81,47 +83,47 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that is done to some processes at some moment."""
+    """Signal to processes at a moment of the gang's life."""
 
     target: str
     signum: Signals
     moment: str
     victim: int
-    """Which of the ranks or workers, modulo their number."""
+    """Index of the rank or worker, modulo their number."""
     steps: int = 0
-    """Since the fault before, in the middle."""
+    """Steps since the fault before, for the moment `middle`."""
     delay: float = 0.0
-    """Seconds from the moment's sign."""
+    """Seconds between the moment's sign and the fault."""
     seconds: float | None = None
-    """A suspension's."""
+    """Duration of a suspension, in seconds. None: no suspension."""
     comes_back: float | None = None
-    """Seconds from a pod's end to the start of the one that replaces it; None: never, or it is no pod."""
+    """Seconds from a pod's end to the start of its replacement. None: never, or the target is not a pod."""
 
     @property
     def name(self) -> str:
-        """What is done."""
+        """Signal and target, for people."""
         return f"{self.signum.name} {self.target}"
 
     @property
     def loses_pod(self) -> bool:
-        """The worker is gone with its nanny, which would bring another."""
+        """True if the worker ends together with its nanny, which would otherwise start a new worker."""
         return self.target in ("pod", "nanny") and self.signum != Signals.SIGSTOP
 
     @property
     def loses_worker(self) -> bool:
-        """The worker goes, or seems to."""
+        """True if the worker ends or seems to end."""
         return self.loses_pod or (self.target == "worker" and self.seconds in (None, LONG_STOP))
 
     @property
     def ends_driver(self) -> bool:
-        """The driver may not even notice."""
+        """True if the driver ends, perhaps without handling the signal."""
         return self.target == "driver" and self.signum in (Signals.SIGKILL, Signals.SIGINT)
 
     @property
     def is_kind(self) -> bool:
-        """Ranks and fork servers take orders from their parents only: nothing may come of it.
+        """True if the signal must have no effect. Ranks and fork servers take orders only from their parents.
 
-        A rank that is interrupted by itself may take it for its user's Ctrl-C: it is no part of the foreground's group.
+        A rank that alone gets SIGINT may treat it as Ctrl-C, as it is not in the foreground's process group.
         """
         signals = {"rank": (Signals.SIGTERM,), "fork server": (Signals.SIGTERM, Signals.SIGINT)}
         return self.signum in signals.get(self.target, ())
@@ -135,7 +137,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A gang and what is done to it."""
+    """Setting of a gang, and its faults."""
 
     seed: int
     index: int
@@ -153,7 +155,7 @@ SIGNALS = {
     "driver": {"SIGKILL": 3, "SIGTERM": 7, "SIGINT": 2, "SIGSTOP": 2},
     "everything": {"SIGTERM": 4, "SIGINT": 1, "SIGSTOP": 2},
 }
-"""Target -> what is sent, with weights."""
+"""Weights of the signals, by target."""
 TARGETS = {"rank": 28, "worker": 22, "pod": 9, "nanny": 6, "fork server": 11, "scheduler": 7, "driver": 9}
 TARGETS["everything"] = 8
 MOMENTS = ("start", "first", "middle", "checkpoint", "restart", "newcomer", "growth", "together", "end")
@@ -161,7 +163,7 @@ FIRST_MOMENTS = {"start": 20, "first": 10, "middle": 35, "checkpoint": 20, "end"
 
 
 GROWING_SHARE = 0.15
-"""Schedules that begin with a worker that is lost, done without, and comes back."""
+"""Share of schedules that begin with the loss of a worker that comes back after the gang went on without it."""
 
 
 def _choice(rng: random.Random, weights: dict[str, int]) -> str:
@@ -169,7 +171,7 @@ def _choice(rng: random.Random, weights: dict[str, int]) -> str:
 
 
 def draw(seed: int, index: int) -> Schedule:
-    """The schedule of that index; no other is needed for it."""
+    """Return the schedule with this index, which depends on no other schedule."""
     rng = random.Random(f"{seed}/{index}")
     num_workers = rng.choice((2, 2, 3))
     min_workers = rng.choice((None, rng.randint(1, num_workers - 1)))
@@ -203,7 +205,7 @@ CHAIN = (("rank", "SIGKILL"), ("rank", "SIGSEGV"), ("rank", "SIGSTOP"), ("worker
 
 
 def draw_chain(seed: int, num_faults: int) -> Schedule:
-    """Return a long schedule: a model is trained while such faults come one after the other, equally often.
+    """Return a long schedule, which trains a model under many faults. All kinds of `CHAIN` come equally often.
 
     Each fault comes at least eight steps after the last, so that no error comes at the same step twice.
     """
@@ -237,7 +239,7 @@ def draw_chain(seed: int, num_faults: int) -> Schedule:
 
 
 def _moments_after(faults: list[Fault], min_workers: int | None, max_restarts: int) -> dict[str, int]:
-    """When the next fault may come, after these."""
+    """Return the weights of the next fault's moments, after these faults."""
     if not faults:
         return FIRST_MOMENTS
     last = faults[-1]
@@ -253,7 +255,7 @@ def _moments_after(faults: list[Fault], min_workers: int | None, max_restarts: i
 
 
 def _draw_loss(rng: random.Random) -> Fault:
-    """A worker that is lost and comes back."""
+    """Return the loss of a worker that comes back."""
     return Fault(
         target=rng.choice(("worker", "worker", "pod")),
         signum=Signals.SIGKILL,
@@ -288,29 +290,29 @@ def _draw_fault(rng: random.Random, moment: str) -> Fault:
 
 @dataclass(kw_only=True)
 class Made:
-    """A fault that was made."""
+    """Fault that was made."""
 
     fault: Fault
     at: float
-    """Seconds since the epoch."""
+    """Time of the fault, in seconds since the epoch."""
     ranks: set[int] | None
-    """Who may be blamed for it; None: anyone, since ranks are just being placed."""
+    """Ranks that may be blamed for the fault. None: any rank, as ranks are just being placed."""
     workers: set[str] | None
-    """The same for workers."""
+    """Workers that may be blamed for the fault. None: any worker."""
     is_certain: bool
-    """The gang was training, and nothing else was done to it."""
+    """True if the gang was training, and no other fault was made at that time."""
     recovery: float | None = None
-    """Seconds until all ranks trained again, or the gang had ended."""
+    """Seconds until all ranks trained again, or the gang ended. None: not measured."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank wrote down."""
+    """Line in a rank's notes."""
 
     rank: int
     attempt: int
     kind: str
-    """`start`, `step`, `save`, `stopped`, `returning`"""
+    """Kind of the note: `start`, `step`, `save`, `stopped` or `returning`."""
     step: int
     at: float
     pid: int
@@ -318,26 +320,26 @@ class Note:
 
 @dataclass(kw_only=True)
 class Story:
-    """What was seen of one gang."""
+    """Observations of one gang."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
-    """What the driver's observer heard, in its order."""
+    """Events of the driver's observer, in order."""
     notes: list[Note] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     outcome: str = ""
-    """`finished`, `died`, or an error's type."""
+    """Outcome of the gang: `finished`, `died`, or an error's type."""
     message: str = ""
     results: list[list[int]] = field(default_factory=list)
-    """Steps and value of each rank."""
+    """Number of steps and value of each rank."""
     undisturbed: list[list[int]] = field(default_factory=list)
-    """Results of a training of as many steps without faults; of a model alone."""
+    """Results of a training with as many steps and without faults. Only for trained models."""
     wall: float = 0.0
     """Seconds from the call to its result."""
     troubles: list[str] = field(default_factory=list)
-    """What the runner has found amiss by itself: what did not come in time, what was left over."""
+    """Problems that the runner found by itself: late events and leftovers."""
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
-        """Events."""
+        """Return the events of these kinds."""
         return [event for event in self.events if event["kind"] in kinds]
 
 
@@ -345,7 +347,7 @@ class Story:
 
 
 def judge(schedule: Schedule, story: Story) -> list[str]:
-    """All that was not as it should be."""
+    """Return all deviations from the required behaviour."""
     found = list(story.troubles)
     found += _judge_outcome(schedule, story)
     found += _judge_results(schedule, story)
@@ -371,7 +373,7 @@ def _judge_outcome(schedule: Schedule, story: Story) -> Iterator[str]:
 
 
 def _allowed(schedule: Schedule, story: Story) -> set[tuple[str, str]]:
-    """How it may end: an outcome, and what must be in the message."""
+    """Return the allowed endings: an outcome, and a pattern for its message."""
     setting, may_be_late = schedule.setting, _may_be_late(schedule)
     certain: set[tuple[str, str]] = set()
     possible: set[tuple[str, str]] = set()
@@ -387,13 +389,13 @@ def _allowed(schedule: Schedule, story: Story) -> set[tuple[str, str]]:
         certain |= set() if may_be_late else possible
     budget, is_spent = _spent(setting, story)
     possible |= budget
-    if certain:  # two at once: either may be first, and none goes on
+    if certain:  # of two faults at once, either may end the gang
         return certain | {ending for ending in possible if len(story.made) > 1}
     return budget if is_spent else possible | {("finished", "")}
 
 
 def _endings(fault: Fault, setting: Setting) -> tuple[set[tuple[str, str]], bool]:
-    """How a fault may end the gang by itself, and whether the gang may as well go on."""
+    """Return the endings that a fault may cause, and whether the gang may go on as well."""
     is_term = fault.signum == Signals.SIGTERM
     ending: set[tuple[str, str]] = set()
     goes_on = False
@@ -404,14 +406,14 @@ def _endings(fault: Fault, setting: Setting) -> tuple[set[tuple[str, str]], bool
             ending = {("WorkerLostError", "scheduler"), ("WorkerLostError", "worker"), ("PreemptedError", "")}
         case "driver" | "everything":
             ending = {("PreemptedError" if is_term and setting.heeds_sigterm else "died", "")}
-        case _:  # told to end before there are ranks, or where fewer workers are enough, it goes on
+        case _:  # goes on if it has no ranks yet, or fewer workers are enough
             ending = {("PreemptedError", "")} if is_term else set()
             goes_on = True
     return ending, goes_on
 
 
 def _may_be_late(schedule: Schedule) -> bool:
-    """The gang may have had its results by then, also where a fault came too late to be made at all."""
+    """True if the gang may have had its results before a fault, even before one that came too late."""
     return any(fault.moment == "end" for fault in schedule.faults)
 
 
@@ -423,7 +425,7 @@ def _is_own(fault: Fault) -> bool:
 
 
 def _may_defeat(fault: Fault) -> bool:
-    """An attempt may fail of it, to be charged to one of the budgets."""
+    """True if an attempt may fail from the fault, which then counts against one of the limits on restarts."""
     if fault.is_kind or fault.target in ("scheduler", "driver", "everything"):
         return fault.target == "scheduler" and fault.signum != Signals.SIGSTOP
     if fault.signum == Signals.SIGSTOP:
@@ -432,7 +434,7 @@ def _may_defeat(fault: Fault) -> bool:
 
 
 def _spent(setting: Setting, story: Story) -> tuple[set[tuple[str, str]], bool]:
-    """The errors that a used-up budget allows, and whether it must be used up."""
+    """Return the errors that a used-up limit on restarts allows, and whether the limit must be used up."""
     defeats = [made for made in story.made if _may_defeat(made.fault)]
     hangs = [made for made in defeats if made.fault.signum == Signals.SIGSTOP and setting.hang_timeout is not None]
     own = [made for made in defeats if _is_own(made.fault) or made in hangs]
@@ -453,17 +455,17 @@ def _spent(setting: Setting, story: Story) -> tuple[set[tuple[str, str]], bool]:
 
 
 def _has_kept_nothing(story: Story) -> bool:
-    """In its last attempt: an exception would come again."""
+    """True if the last attempt kept no checkpoint, so that an exception would come again."""
     return [event["kind"] for event in story.of_kind("placed", "kept")][-1:] == ["placed"]
 
 
 def _interrupts_ranks(fault: Fault) -> bool:
-    """The driver, which ends of it, may hear that a rank has raised for it just before."""
+    """True if the fault interrupts ranks and driver together. The driver may then report a rank's exception first."""
     return fault.target == "everything" and fault.signum == Signals.SIGINT
 
 
 def _must_defeat(fault: Fault) -> bool:
-    """Made while a gang trains, and alone, it fails the attempt."""
+    """True if the fault must fail the attempt of a gang that trains undisturbed otherwise."""
     if not _may_defeat(fault) or fault.target == "scheduler":
         return False
     if fault.signum == Signals.SIGSTOP:
@@ -472,7 +474,7 @@ def _must_defeat(fault: Fault) -> bool:
 
 
 def _judge_account(schedule: Schedule, story: Story) -> Iterator[str]:
-    """The parts of the goodput add up to the wall time, in a long training."""
+    """Yield an error if the parts of a long training's goodput do not add up to the wall time."""
     for event in story.of_kind("accounted")[-1:] if schedule.setting.trains_model else ():
         parts = sum(seconds for name, seconds in event["goodput"].items() if name != "total")
         if abs(parts / story.wall - 1) > MAX_UNACCOUNTED:
@@ -497,7 +499,7 @@ def _judge_results(schedule: Schedule, story: Story) -> Iterator[str]:
 
 
 def _placed(story: Story) -> list[tuple[int, list[str]]]:
-    """Of each attempt the number of ranks, and the worker of each."""
+    """Return the number of ranks and the worker of each rank, for each attempt."""
     return [(len(event["workers"]), event["workers"]) for event in story.of_kind("placed")]
 
 
@@ -507,11 +509,11 @@ DEFEAT = re.compile(r"rank (?P<rank>\d+) on (?P<worker>\S+?)(?: after step \d+)?
 ERROR = re.compile(r"rank (?P<rank>\d+) of \d+ failed on (?P<worker>\S+) \(host \S+\)(?: after step \d+)?: (?P<how>.*)")
 LOST = "worker was lost"
 UNPREPARED = "before it had its orders|the agent that watches its ranks failed"
-"""What may be said of a rank that is killed before it was told what to run."""
+"""Pattern of the cause for a rank that is killed before it has its orders."""
 
 
 def _cause(fault: Fault, setting: Setting) -> str:
-    """What must be said of a fault's consequence."""
+    """Return the pattern that the report of a fault must have."""
     if _interrupts_ranks(fault):
         return "KeyboardInterrupt"
     if fault.target == "rank":
@@ -525,7 +527,7 @@ def _cause(fault: Fault, setting: Setting) -> str:
 
 
 def _defeats(story: Story) -> list[tuple[float, int, str, str]]:
-    """When, which rank, its worker, and how: of each attempt that failed."""
+    """Return the time, rank, worker and cause of each failed attempt."""
     found = []
     for event in story.of_kind("restarting", "ended"):
         text = str(event["text"])
@@ -556,11 +558,10 @@ def _judge_blame(schedule: Schedule, story: Story) -> Iterator[str]:
 
 
 def _is_covered(made: Made, schedule: Schedule, story: Story) -> bool:
-    """What another fault is blamed for had this one, too, for its cause.
+    """True if the failure that another fault explains also covers this fault.
 
-    As where a worker is killed that was suspended; or the suspended one did not answer when the gang ended for another
-    reason, and was given up with that. Or an earlier fault was just about to end the attempt, whose ranks were being
-    ended when this one hit them.
+    A suspended worker may be killed, or may not answer when the gang ends for another reason. An earlier fault may also
+    be ending the attempt's ranks when this fault hits them.
     """
     later = [defeat for defeat in _defeats(story) if defeat[0] >= made.at]
     if made.fault.signum == Signals.SIGSTOP:
@@ -583,9 +584,9 @@ def _explains(made: Made, setting: Setting, at: float, rank: int, worker: str, h
 
 
 def _judge_steps(story: Story) -> Iterator[str]:
-    """Nothing is lost: each attempt starts at the newest checkpoint that was kept, and takes one step after another.
+    """Yield an error if an attempt does not start from the newest kept checkpoint, or skips a step.
 
-    What is kept may be newer than what the observer has heard of, never older.
+    Storage may have a newer checkpoint than the observer has heard of, but never an older one.
     """
     starts: dict[int, int] = {0: 0}
     newest, attempt = 0, -1
@@ -613,7 +614,7 @@ def _judge_steps(story: Story) -> Iterator[str]:
 
 
 def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
-    """A stop request saves the last step; made while the gang trains and alone, nothing keeps it from that."""
+    """Yield an error if a stop request to an otherwise undisturbed gang did not save the last step."""
     asked = [made for made in story.made if made.is_certain and made.fault.signum == Signals.SIGTERM]
     asked = [made for made in asked if made.fault.target in ("driver", "everything", "nanny", "pod")]
     if not asked or (asked[0].fault.target in ("driver", "everything") and not schedule.setting.heeds_sigterm):
@@ -626,7 +627,7 @@ def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
 
 
 def _judge_growth(story: Story) -> Iterator[str]:
-    """Growing costs one interruption, and brings more ranks."""
+    """Yield an error if a growth brought no more ranks, or interrupted the gang more often than workers were lost."""
     sizes = [len(event["workers"]) for event in story.of_kind("placed")]
     num_growths, attempt = 0, -1
     for event in story.events:
@@ -638,7 +639,7 @@ def _judge_growth(story: Story) -> Iterator[str]:
                 lost = any(made.fault.loses_worker for made in story.made)
                 if not lost or len(story.made) == 1:
                     yield f"it grew from {sizes[attempt]} ranks to {sizes[attempt + 1]}"
-    # A fork server's end takes the agent along, whose worker is asked again.
+    # A fork server's end also ends the agent, and the driver asks its worker for a new one.
     num_lost = sum(made.fault.loses_worker or made.fault.target == "fork server" for made in story.made)
     if num_growths > num_lost + sum(made.fault.moment in ("growth", "newcomer") for made in story.made):
         yield f"it stopped {num_growths} times in order to grow, after {num_lost} losses"

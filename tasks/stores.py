@@ -187,7 +187,7 @@ class Bucket:
                 return
 
     def check(self) -> None:
-        """Have several create one object at once: there are servers that heed no condition, or only one by one."""
+        """Check, in parallel and in sequence, that an object is created only once. Some servers ignore the rule."""
         key = f"probes/{uuid.uuid4().hex}"
         with ThreadPoolExecutor(NUM_RIVALS) as pool:
             num_created = sum(pool.map(self._creates, [key] * NUM_RIVALS))
