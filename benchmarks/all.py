@@ -7,8 +7,9 @@
     python benchmarks/all.py --compare                    # no measurement: compare the rows with those in git
 
 The benchmarks run one after the other, as their own pages of help describe. When a benchmark ends, its rows go into the
-table, with the machine, the day and the versions. A failed benchmark leaves its old rows. Its name is printed at the
-end, and the exit code is 1. With `--quick`, the table does not change, since the figures come from one small round.
+table, with the machine, the day and the versions. A failed benchmark leaves its old rows. The output names failed
+benchmarks at the end, and the exit code is 1. With `--quick`, the table does not change, since the figures come from
+one small round.
 
 The file `figures.json` beside the table holds the figures, and the table is made from that file alone.
 

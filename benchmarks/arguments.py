@@ -6,7 +6,8 @@
 
 All ranks of one machine receive an array of bytes, and each reads a byte of every page. Then rank 0 returns an array of
 the same size, which the caller reads in the same way. The benchmark measures the seconds from the call until the last
-rank has read its argument. It also measures the seconds from rank 0's `return` until the caller has read the value.
+rank has read its argument. The second measure is the seconds from rank 0's `return` until the caller has read the
+value.
 
 The third measure is the growth of a rank's memory over a call with a single byte, while all ranks hold the argument.
 The memory is the proportional set size (PSS), which divides a shared page equally among its processes.

@@ -1,4 +1,4 @@
-"""Ways to save a state, which `checkpoints.py` compares. Its drivers run this file: checkpoint_ways.py CLUSTER.
+"""Ways to save a state, which `checkpoints.py` compares in drivers that run this file: checkpoint_ways.py CLUSTER.
 
 A driver receives an order as JSON. The gang saves the state by each way twice, to separate folders. The first save
 warms up. Then new ranks with other weights load the saved state, and compare a checksum of the weights with that of the

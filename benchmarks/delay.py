@@ -1,4 +1,4 @@
-"""Proxy that simulates a distant server. It delays each answer of a near server by a round trip.
+"""Proxy that simulates a distant server. Each answer of a near server is delayed by a round trip.
 
     python benchmarks/delay.py PORT SECONDS             # prints the port that it listens at
 
@@ -14,7 +14,7 @@ from typing import cast
 
 
 class _Far(asyncio.Protocol):
-    """Connection to the near server. Its data reaches the client after the delay."""
+    """Connection to the near server. The server's data reaches the client after the delay."""
 
     def __init__(self, client: asyncio.Transport, delay: float) -> None:
         self._client, self._delay = client, delay
@@ -33,7 +33,7 @@ class _Far(asyncio.Protocol):
 
 
 class _Near(asyncio.Protocol):
-    """Connection of a client. Its data reaches the server at once, except during the first round trip."""
+    """Connection of a client. The client's data reaches the server at once, except during the first round trip."""
 
     def __init__(self, port: int, delay: float) -> None:
         self._port, self._delay = port, delay

@@ -4,8 +4,8 @@
     python benchmarks/devices.py --quick       # the same size. Without GPUs, two ranks on the CPU, with gloo
 
 The results are right or wrong. The checks cover a rank's devices, its cores, and collectives of tensors on the GPU and
-of Python objects. They also cover an asynchronous checkpoint of `torch.distributed.checkpoint`, and a new process group
-after the first. The tests use simulated GPUs. This script needs real ones, and two or more for `devices="all"`.
+of Python objects. Further checks cover an asynchronous checkpoint of `torch.distributed.checkpoint`, and a new process
+group after the first. The tests use simulated GPUs. This script needs real ones, and two or more for `devices="all"`.
 """
 
 from __future__ import annotations

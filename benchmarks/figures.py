@@ -85,7 +85,7 @@ class Figure:
 
     @classmethod
     def beside_quickest(cls, peers: Mapping[str, Sequence[float]], **others: Any) -> Figure:
-        """Return a figure in seconds beside the quickest of several peers in each round. The row names all of them."""
+        """Return a figure in seconds beside the quickest of several peers in each round. The row names all peers."""
         best = [min(each) for each in zip(*peers.values(), strict=True)]
         names = ", ".join(f"{name} {spread(theirs, 's')}" for name, theirs in peers.items())
         return cls.beside(f"{names}; the quickest" if len(peers) > 1 else next(iter(peers)), best, **others)

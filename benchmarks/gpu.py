@@ -44,7 +44,7 @@ PARTS: tuple[tuple[str, ...], ...] = (
     ("recipe.py",),
     ("decoding.py",),
 )
-"""Scripts and their options. The script launch.py gets the backend's name as well."""
+"""Scripts with options. The script launch.py gets the backend's name as well."""
 FAREWELL = 20.0
 """Seconds for a benchmark to end its processes after SIGTERM."""
 

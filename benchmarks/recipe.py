@@ -4,15 +4,15 @@
     python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own-epochs 2 --own-batch 2048
     python benchmarks/recipe.py --quick                   # one short round, as a trial
 
-The usual recipe holds all windows in memory as one-hot floats. It has an item-by-item `Dataset` behind a `DataLoader`,
-`nn.LSTM`, Adam, and a `loss.item()` at every step. One process has all cores or the GPU. Our way is
+The usual recipe holds all windows in memory as one-hot floats. The recipe has an item-by-item `Dataset` behind a
+`DataLoader`, `nn.LSTM`, Adam, and a `loss.item()` at every step. One process has all cores or the GPU. Our way is
 `tasks.char_lstm.train`, which `dispatch.run` runs in one rank per core or GPU. Both train the same model on the same
 windows with the same loss. The same function evaluates both on the same held-out names.
 
 On a CPU, these differences make our way faster:
 
 - The layers start with larger input weights, which halves the steps (see `CharLSTM`).
-- The LSTM runs once per distinct prefix of a batch instead of once per row and position. This is a third of the work at
+- The LSTM runs once per distinct prefix of a batch instead of once per row and position. The work is a third at
   128 windows, and a quarter at 512, so larger batches cost less per window.
 - All windows are in memory as bytes, and one indexing operation returns a batch.
 - The dense layer starts from the characters' frequencies.

@@ -165,7 +165,7 @@ def nothing_left(name: str) -> Iterator[Path]:
 
 
 class Program:
-    """Program in its own process. It reads lines, and prints lines that begin with `@` and a word."""
+    """Program in its own process. The program reads lines, and prints lines that begin with `@` and a word."""
 
     def __init__(self, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -427,7 +427,7 @@ def _marked(mark: str) -> list[int]:
 
 def _kill_tree(root: int) -> None:
     pids = [root]
-    for pid in pids:  # grows; ranks have their own sessions, so killing a session would miss them
+    for pid in pids:  # grows, as ranks have sessions of their own
         pids += children_of(pid)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -4,9 +4,9 @@
     python benchmarks/scale.py --sizes 500 1000 5000 --per-agent 8
     python benchmarks/scale.py --quick                    # small gangs, as a trial
 
-The driver is the real one, with the Deck's observer. One process without torch simulates its agents. They connect and
-authenticate, take their orders, send heartbeats and the ranks' states and usage at the usual rates, deliver or fail,
-and clean up. Their messages and connections are real. Each round has two gangs of every size: one delivers 1 KiB per
+The driver is the real one, with the Deck's observer. One process without torch simulates its agents. The agents connect
+and authenticate, take their orders, send heartbeats and the ranks' states and usage at the usual rates, deliver or
+fail, and clean up. Messages and connections are real. Each round has two gangs of every size: one delivers 1 KiB per
 rank, and in the other a rank fails.
 
 start      from the call to the last order: agents connect, ranks are placed, and each agent gets its order

@@ -142,7 +142,7 @@ class Ranks:
     """Ranks that train a block at each order, and wait in between."""
 
     def __init__(self, num_ranks: int, folder: Path, text: str, command: list[str], *arguments: str) -> None:
-        """Write the program `text` to the folder and start it. Its first argument is the folder."""
+        """Write the program `text` to the folder and start it. The program's first argument is the folder."""
         folder.mkdir(parents=True)
         (folder / "program.py").write_text(text)
         self._paths = [folder / f"orders-{rank}" for rank in range(num_ranks)]

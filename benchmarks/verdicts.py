@@ -1,4 +1,4 @@
-"""Random schedules of faults, and the required behaviour of a gang under each. `schedules.py` runs them.
+"""Random schedules of faults, and the required behaviour of a gang under each. `schedules.py` runs the schedules.
 
 A seed and an index decide a schedule: a setting of the gang, and one to three faults. Afterwards `judge` compares the
 schedule, the faults that were made (`Made`) and the observations (`Story`).
@@ -25,8 +25,7 @@ MODEL_HANG_TIMEOUT = 15.0
 """Hang timeout in seconds for a trained model. Torch imports its compiler for the first optimizer, which takes
 seconds."""
 GRACE_AFTER_DRIVER = 6.0
-"""Longest time between a driver's sudden end and that of its last rank, in seconds. A busy machine gets four of
-them."""
+"""Longest time between a driver's sudden end and its last rank's, in seconds. Busy machines need four seconds."""
 MAX_RECOVERY = 60.0
 """Longest time from a fault, or the end of a suspension, to new training steps or the gang's end, in seconds."""
 MAX_UNACCOUNTED = 0.02
@@ -65,7 +64,7 @@ class Setting:
     """True if the driver has run a gang before."""
     start_timeout: float = 90.0
     trains_model: bool = False
-    """True if each step also trains a model. Its weights must equal those of an undisturbed training, bit for bit."""
+    """True if each step also trains a model. The weights must equal those of an undisturbed training, bit for bit."""
 
     @property
     def world_size(self) -> int:

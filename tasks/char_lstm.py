@@ -322,7 +322,7 @@ def evaluate(model: CharLSTM, windows: Tensor) -> Evaluation:
 def bigram_loss(training_windows: Tensor, test_windows: Tensor) -> float:
     """Return the cross-entropy of a bigram model, which knows only the previous character. An LSTM should beat it.
 
-    The bigram model counts the pairs of characters in the training windows and adds one to each count. Its loss counts
+    The bigram model counts the pairs of characters in the training windows and adds one to each count. The loss counts
     the same positions as `train` and `evaluate`.
 
     Args:

@@ -63,7 +63,7 @@ class Hyperparameters(StrictInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Records in Weights & Biases in addition to the curves. They have no effect on the result."""
+    """Records in Weights & Biases in addition to the curves. The records have no effect on the result."""
 
     num_batches: int = 0
     """Number of test batches whose predictions are shown after each epoch. 0: no table."""
@@ -138,7 +138,7 @@ class CNN(Model):
 def train(digits: Digits, hp: Hyperparameters, recorded: Recorded = Recorded()) -> TrainingResult:
     """Train a `CNN` together with the other ranks. Every rank calls this function with the same arguments.
 
-    Gangs of any size start from the same weights and draw the same order of images. They also have the same batches if
+    Gangs of any size start from the same weights and draw the same order of images. The batches are also the same if
     the ranks can share a batch evenly. `Trainer` describes checkpoints and the stop of a gang.
 
     Args:

@@ -19,7 +19,7 @@ FILES = tuple(f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for
 HOST = "ossci-datasets.s3.amazonaws.com"
 """Host of torchvision's first mirror."""
 NETWORK_TIMEOUT = 5.0
-"""Timeout for a server's answer, in seconds. It counts for each address of the first mirror: a minute in all."""
+"""Timeout for a server's answer, in seconds. All addresses of the first mirror together take a minute."""
 TEST_SHARE = 0.2
 """Share of scikit-learn's digits that become the test set, as they have none."""
 
@@ -159,7 +159,7 @@ def _download() -> Path:
 
 @contextlib.contextmanager
 def _impatient(seconds: float) -> Iterator[None]:
-    """Set a timeout for the network. Torchvision sets none, so a firewall that drops packets would hang it."""
+    """Set a timeout for the network. Torchvision has no timeout, so a firewall that drops packets would hang it."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -26,7 +26,7 @@ class DataFacts:
     day: str
     """Day of the names, in the form 2026-01-31."""
     fingerprint: str
-    """SHA-256 of the sorted names. Their order in the source has no effect."""
+    """SHA-256 of the sorted names. The order in the source has no effect."""
     num_names: int
     num_distinct: int
     num_new: int

@@ -120,7 +120,7 @@ def clean_names(raw: Sequence[str], *, source: str) -> CleanNames:
 
     Args:
         raw: The names as they were read.
-        source: Their source, for the report and for errors.
+        source: The names' source, for the report and for errors.
 
     Raises:
         ValueError: `raw` is empty, or has no usable name.

@@ -106,7 +106,7 @@ class Registry:
             The version's id. Ids sort by time.
 
         Raises:
-            ValueError: Names are invalid, or files are missing. The message lists all of them.
+            ValueError: Names are invalid, or files are missing. The message lists all problems.
             RuntimeError, OSError: As in `check`.
         """
         _refuse(files)
@@ -314,7 +314,7 @@ def _described(promotion: Promotion | None) -> str:
 
 
 def _standing(history: Sequence[Promotion]) -> list[str]:
-    """Return the stack of champions. A roll-back to one of them removes all champions above it."""
+    """Return the stack of champions. A roll-back to a champion removes all later champions."""
     standing: list[str] = []
     for version in (promotion.version for promotion in history):
         standing = [*standing[: standing.index(version)], version] if version in standing else [*standing, version]

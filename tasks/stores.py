@@ -18,7 +18,7 @@ from fsspec.spec import AbstractFileSystem
 from flytekitplugins.daskpytorch import url_to_fs
 
 NUM_RIVALS = 4
-"""Number of simultaneous attempts to create one object, in the check that only one of them succeeds."""
+"""Number of simultaneous attempts to create an object, in the check that only one attempt succeeds."""
 MAX_TRIES = 5
 """Most attempts to create an object if S3 answers 409, which asks for a retry."""
 
@@ -39,7 +39,7 @@ class Store(Protocol):
         """Write an object, and replace an existing one."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Create an object, or raise FileExistsError if it exists. Of simultaneous calls, one succeeds."""
+        """Create an object, or raise FileExistsError if it exists. Only one of simultaneous calls succeeds."""
 
     def check(self) -> None:
         """Check that the store can be written and that `create` is exclusive. Raise RuntimeError if not."""

@@ -1,4 +1,4 @@
-"""Sweeps over hyper-parameters of the name model: the grid, the experiments' outcomes, and tables of them.
+"""Sweeps over hyper-parameters of the name model: the grid, the experiments' outcomes, and their tables.
 
 `train` runs in the ranks. All other functions run in the driver, without Flyte or Dask.
 """
@@ -218,8 +218,8 @@ def collect(experiments: Sequence[Experiment], models: Sequence[Future[TrainingR
     """Wait for all models, and return their outcomes. Print the failures.
 
     Raises:
-        PreemptedError: The task is being preempted. Its next attempt resumes all experiments.
-        Exception: All experiments have failed. This is the error of the first.
+        PreemptedError: The task is being preempted. The next attempt resumes all experiments.
+        Exception: All experiments have failed. The error is that of the first experiment.
     """
     outcomes = [_outcome(experiment, model) for experiment, model in zip(experiments, models, strict=True)]
     failed = [outcome for outcome in outcomes if outcome.error is not None]

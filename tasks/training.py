@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 
 class Rows(TensorDataset):
-    """Data set of rows of tensors. One indexing operation cuts a batch from them. Use it with `collate_fn=tuple`."""
+    """Rows of tensors, from which one indexing operation cuts a batch. The loader needs `collate_fn=tuple`."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         return self[torch.tensor(indices, device=self.tensors[0].device)]  # type: ignore[no-any-return]
@@ -258,7 +258,7 @@ class Trainer(ABC):
             self.log_step(sums)
 
     def _is_save_due(self) -> bool:
-        """Return True if a checkpoint is due within the epoch. Its end has its own checkpoint after the evaluation."""
+        """Return True if a checkpoint is due within the epoch. The epoch's end has its own checkpoint."""
         interval = self.checkpoint_interval
         return interval > 0 and self.step % interval == 0 and self.loader.num_seen < self.loader.num_items
 

@@ -402,7 +402,7 @@ def _options(hp: Hyperparameters) -> dict[str, Any]:
         "pin_memory": current_rank().device.type == "cuda",
     }
     if hp.num_loader_workers:
-        # A rank has threads (process group, Weights & Biases) and perhaps a GPU. Forking such a process is unsafe.
+        # A rank has threads (process group, Weights & Biases) and perhaps a GPU, so forking it is unsafe.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torchvision.transforms.v2"])  # imported once instead of by each worker
         options |= {"multiprocessing_context": context, "persistent_workers": True}

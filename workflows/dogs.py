@@ -2,8 +2,8 @@
 
 Steps: index (lists the bucket once) -> train (with DDP on a Dask cluster) -> classify
 
-Run the workflow on this machine without a bucket. It generates photographs and trains a small network on them (under a
-minute on two cores):
+Run the workflow on this machine without a bucket, on generated photographs and with a small network (under a minute on
+two cores):
 
     pyflyte run workflows/dogs.py dogs
 
@@ -24,7 +24,7 @@ Dockerfile first. If the pods cannot download torchvision's weights, pass the fi
         --bucket my-bucket --prefix dogs/Images --state ./resnet50-11ad3fa6.pth
 
 The first task checks all inputs before any cluster starts. Flyte caches the training by the bucket's listing, the
-initial weights and the hyper-parameters. It trains again only if one of the three changes. The local cache is in
+initial weights and the hyper-parameters. A change of one of the three causes a new training. The local cache is in
 ~/.flyte, and `pyflyte local-cache clear` empties it.
 
 The environment variables below are read when the workflow is registered or run here. `DOGS_WORKERS` sets the number of

@@ -162,7 +162,7 @@ def mnist(
         num_logged_batches: Number of test batches whose predictions are logged to Weights & Biases as a table after
             each epoch.
         num_logged_images: Number of images of each of these batches.
-        watch: Whether to record histograms of the gradients in Weights & Biases.
+        watch: True to record histograms of the gradients in Weights & Biases.
     """
     digits = prepare(
         data_dir=data_dir, hp=hp, num_logged_batches=num_logged_batches, num_logged_images=num_logged_images

@@ -64,7 +64,7 @@ class PetNames(NamedTuple):
     epoch_accuracies: list[float]
     model_state: PythonPickledFile
     names: list[str]
-    """Invented names in title case, none of them in the training list."""
+    """Invented names in title case, without names of the training list."""
 
 
 @task(requests=resources.SMALL, environment=SETTINGS)

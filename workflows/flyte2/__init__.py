@@ -1,1 +1,1 @@
-"""Workflows for Flyte 2's SDK. They train the same models as the workflows for flytekit."""
+"""Workflows for Flyte 2's SDK. The models are those of the workflows for flytekit."""
