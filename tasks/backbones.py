@@ -15,8 +15,8 @@ SMALL = "small"
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and deviation of ImageNet's pictures in red, green and blue from 0 to 1, as torchvision's weights expect."""
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-"""Names of second heads in the weights of GoogLeNet and Inception. Only their training uses them, so they are
-dropped."""
+"""Names of second heads in the weights of GoogLeNet and Inception. Only training uses them, so `load_start` drops
+them."""
 WIDTHS = (16, 32, 64)
 DROPOUT = 0.1
 """Dropout of the small network."""

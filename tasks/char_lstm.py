@@ -86,7 +86,7 @@ class EpochMetrics(CommonMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """Result of a training, the same on every rank."""
+    """Result of a training, equal on all ranks."""
 
     state_dict: dict[str, Tensor]
     """Trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""
@@ -153,14 +153,14 @@ class CharLSTM(Model):
 
         The LSTM's output at a position depends only on the row up to that position, and most rows share their
         beginning. Padding alone is a third of all characters. On a CPU this method is four times as fast at 1,024 rows.
-        Rows with the same beginning also share the dropout of their beginning.
+        Rows with equal beginnings also share that beginning's dropout.
 
-        The gates are those of `torch.nn.LSTM`, whose documentation has the formulas.
+        The documentation of `torch.nn.LSTM` has the gates' formulas.
         """
         output = None
         for input_weight, hidden_weight, input_bias, hidden_bias in self.lstm.all_weights:
             bias = input_bias + hidden_bias
-            # The inputs do not depend on the position before, so all positions are computed at once.
+            # Inputs are independent of earlier positions, so one operation computes all positions.
             if output is None:
                 inputs = F.embedding(torch.cat(tree.symbols), input_weight.t() + bias)  # equal to a one-hot product
             else:
@@ -224,7 +224,7 @@ def train(
         start: Initial weights, as in `TrainingResult.state_dict`. None: random weights from the seed.
 
     Returns:
-        The trained weights and the metrics of each epoch, the same on every rank but for the timing.
+        Trained weights and metrics of each epoch. Only the timing differs between ranks.
 
     Raises:
         ValueError: The training windows are fewer than the ranks, there are no held-out windows, or the checkpoint has

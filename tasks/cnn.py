@@ -97,7 +97,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """Result of a training, the same on every rank."""
+    """Result of a training, equal on all ranks."""
 
     state_dict: dict[str, Tensor]
     """Trained weights as CPU tensors, for `CNN.from_state_dict`."""
@@ -138,8 +138,8 @@ class CNN(Model):
 def train(digits: Digits, hp: Hyperparameters, recorded: Recorded = Recorded()) -> TrainingResult:
     """Train a `CNN` together with the other ranks. Every rank calls this function with the same arguments.
 
-    Gangs of any size start from the same weights and draw the same order of images. The batches are also the same if
-    the ranks can share a batch evenly. `Trainer` describes checkpoints and the stop of a gang.
+    Gangs of any size start from the same weights and draw the same order of images. Batches are equal, too, if the
+    ranks can share a batch evenly. `Trainer` describes checkpoints and the stop of a gang.
 
     Args:
         digits: Digits for the training, and for a test after every epoch.

@@ -89,7 +89,7 @@ def _ordered(times: Sequence[TimeToLoss]) -> list[TimeToLoss]:
 
 
 def _about_times(times: Sequence[TimeToLoss]) -> str:
-    """Return notes about the chart: how to read it, and which experiments have no partner or no time."""
+    """Return notes: how to read the chart, and experiments without partner or without time."""
     text = (
         "Only experiments of equal global batch (ranks x batch size per rank) and learning rate are joined, since only "
         "they take the same steps. The time runs to the end of the first epoch at or below the loss; nothing is "

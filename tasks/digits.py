@@ -57,7 +57,7 @@ class Digits:
     training: DigitSet
     test: DigitSet
     source: str
-    """Source of the digits, with the reason if it is not MNIST."""
+    """Source of the digits, with a reason for other sources than MNIST."""
 
     @property
     def report(self) -> str:

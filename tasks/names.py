@@ -153,12 +153,11 @@ def split_by_name(names: Iterable[str], held_out: float, seed: int) -> tuple[lis
     """Hold out a fraction of the different names, each with all its repetitions.
 
     A name never stands on both sides, so the held-out loss is measured on names that the model has not seen. The split
-    depends on the set of names and the seed, not on the order of the names.
+    depends on the set of names and the seed. The order has no effect.
 
     Args:
         names: Clean names, with repetitions.
-        held_out: Fraction of the different names to hold out, between 0 and 1. At least one name is held out, and at
-            least one remains.
+        held_out: Fraction of the different names to hold out, between 0 and 1. Both sides get at least one name.
         seed: Seed that decides which names are held out.
 
     Returns:
@@ -181,7 +180,7 @@ def split_by_name(names: Iterable[str], held_out: float, seed: int) -> tuple[lis
 def split_by_hash(names: Iterable[str], held_out: float) -> tuple[list[str], list[str]]:
     """Hold out about a fraction of the different names. A hash of each name decides its side.
 
-    A name is always on the same side, whatever other names the list has. A model therefore never trains on a name that
+    A name's side does not depend on the other names. A model therefore never trains on a name that
     later models are evaluated on. A larger fraction holds out all names of a smaller one.
 
     Args:

@@ -1,4 +1,4 @@
-"""Quality of a model of names, in a line and on a page."""
+"""Quality of a model of names, as a line and as a page."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ChampionChangedError(RuntimeError):
 
 
 class DamagedFileError(RuntimeError):
-    """A file of a version differs from the file that was added."""
+    """A file of a version has a wrong checksum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Registry:
 
         Raises:
             ValueError: The version does not exist.
-            DamagedFileError: The manifest differs from the one that was added.
+            DamagedFileError: The manifest has a wrong checksum.
         """
         return {name: entry["size"] for name, entry in self._manifest(version).items()}
 
@@ -138,7 +138,7 @@ class Registry:
 
         Raises:
             ValueError: The version does not exist.
-            DamagedFileError: The card differs from the one that was added.
+            DamagedFileError: The card has a wrong checksum.
         """
         entry = self._manifest(version)[CARD]
         (found,) = self._store.read([f"versions/{version}/{CARD}"])
@@ -149,12 +149,12 @@ class Registry:
     def fetch(self, version: str, name: str, folder: Path) -> Path:
         """Copy a file of a version into a local folder, which is created if needed.
 
-        The checksum proves that the file is the one that was added. Anyone who can write to the registry can add any
-        file, so load states with `torch.load(path, weights_only=True)`.
+        The checksum proves the file unchanged since `add`. Anyone with write access to the registry can add any file,
+        so load states with `torch.load(path, weights_only=True)`.
 
         Raises:
             ValueError: The version does not exist, or has no file of this name.
-            DamagedFileError: The file differs from the one that was added. The folder does not keep it.
+            DamagedFileError: The file has a wrong checksum, and is removed from the folder.
         """
         manifest = self._manifest(version)
         if name not in manifest or not FILE.fullmatch(name):
@@ -270,7 +270,7 @@ class Registry:
         return [Promotion(**json.loads(found)) for found in self._store.read([f"promotions/{name}" for name in names])]
 
     def _create(self, promotion: Promotion) -> Promotion:
-        """Create a promotion. Return the promotion with this number, which may be another process's."""
+        """Create a promotion. If another process was faster, return its promotion."""
         name = f"{promotion.number:08}.json"
         try:
             self._store.create(f"promotions/{name}", _json(asdict(promotion)))

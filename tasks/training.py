@@ -173,7 +173,7 @@ class Trainer(ABC):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the training from the state of a checkpoint, which is the same on every rank."""
+        """Restore the training from a checkpoint's state, which is equal on all ranks."""
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.step, self.waited = state["step"], state["waited"]

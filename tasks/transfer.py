@@ -114,7 +114,7 @@ class Hyperparameters(StrictInputs):
         """Return these hyper-parameters with every `auto`, 0 and -1 replaced by its value.
 
         Raises:
-            ValueError: The values contradict each other, or no backbone or weights have this name.
+            ValueError: Values contradict each other, or the backbone or weights are unknown.
         """
         chosen = {name: values[0 if has_bucket else 1] for name, values in AUTOMATIC.items()}
         given = {name: value for name in chosen if (value := getattr(self, name)) not in (AUTO, -1)}
@@ -150,7 +150,7 @@ class EpochMetrics(CommonMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """Result of a training, the same on every rank but for the timing and the records."""
+    """Result of a training. Only timing and records differ between ranks."""
 
     classifier: Classifier
     """Trained network, on this rank's device and in evaluation mode."""
