@@ -86,7 +86,7 @@ class EpochMetrics(CommonMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """Result of a training, equal on all ranks."""
+    """Result of a training. Only the timing differs between ranks."""
 
     state_dict: dict[str, Tensor]
     """Trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""

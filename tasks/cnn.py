@@ -97,7 +97,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """Result of a training, equal on all ranks."""
+    """Result of a training. Only the timing differs between ranks."""
 
     state_dict: dict[str, Tensor]
     """Trained weights as CPU tensors, for `CNN.from_state_dict`."""

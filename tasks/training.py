@@ -77,8 +77,8 @@ class Trainer(ABC):
     """One rank's part in a training. Subclasses define the model, its loss and its metrics.
 
     All ranks together see each sample exactly once per epoch, or the training fails. The trainer saves a checkpoint
-    after each epoch, every `checkpoint_interval` steps (0: none within an epoch), and when the gang stops. A gang that
-    stops ends the training early.
+    after each epoch, every `checkpoint_interval` steps (0: none within an epoch), and when the gang is asked to stop.
+    The training then ends early.
 
     A restarted training resumes from the gang's checkpoint. On a CPU and with the same number of ranks, weights and
     losses are bit for bit those of a training without interruption. With another number of ranks, the training resumes
@@ -181,7 +181,7 @@ class Trainer(ABC):
         before, own = state["ranks"], state["ranks"][self.rank.rank : self.rank.rank + 1]
         for rank in own:  # a new rank has no entry, and keeps the generators that it seeded
             set_generators(rank["generators"])
-        if self.rank.is_main:  # takes the sums over all ranks, and the records of ranks that left
+        if self.rank.is_main:  # takes the counts of all ranks, and the rest of ranks that left
             self.times_seen += state["times_seen"]
             own += before[self.rank.world_size :]
         for rank in own:
@@ -196,7 +196,7 @@ class Trainer(ABC):
     # ---- Methods that all trainings share
 
     def train(self) -> None:
-        """Train to the end of the last epoch, or until the gang stops."""
+        """Train to the end of the last epoch, or until the gang is asked to stop."""
         state = self.rank.checkpoint.load()
         if state is not None:
             self.epochs = list(state["epochs"])
@@ -237,7 +237,7 @@ class Trainer(ABC):
         self.sums = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
     def _take_steps(self) -> bool:
-        """Train on the rest of the epoch's samples. Return False if the gang stops before the epoch's end."""
+        """Train on the rest of the epoch's samples. Return False if the gang is asked to stop before."""
         self.set_mode()
         for batch in self.timed(self.loader):
             self.times_seen[self.loader.share] += 1

@@ -75,7 +75,7 @@ class Hyperparameters(StrictInputs):
     frozen_epochs: int = 0
     """Number of first epochs that train only the last layer and freeze the backbone."""
     patience: int = 2
-    """Most epochs without a lower held-out loss, before the learning rate falls to a tenth."""
+    """Tolerated epochs without a lower held-out loss. After one more, the learning rate falls to a tenth."""
     resize: int = 0
     """Shorter edge of the images before the crop, in pixels. 0: 256, or 64 without a bucket."""
     crop: int = 0

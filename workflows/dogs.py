@@ -27,9 +27,9 @@ The first task checks all inputs before any cluster starts. Flyte caches the tra
 initial weights and the hyper-parameters. A change of one of the three causes a new training. The local cache is in
 ~/.flyte, and `pyflyte local-cache clear` empties it.
 
-The environment variables below are read when the workflow is registered or run here. `DOGS_WORKERS` sets the number of
-Dask workers. `DOGS_GPUS` sets the number of GPUs of each worker, with one rank on each GPU. A worker without GPUs runs
-one rank. `DASKPYTORCH_PROFILE=gpu` gives each worker a GPU.
+The following environment variables are read when the workflow is registered or run here. `DOGS_WORKERS` sets the number
+of Dask workers. `DOGS_GPUS` sets the number of GPUs of each worker, with one rank on each GPU. A worker without GPUs
+runs one rank. `DASKPYTORCH_PROFILE=gpu` gives each worker a GPU.
 """
 
 from __future__ import annotations
