@@ -1,7 +1,8 @@
-"""Lists and reads the objects of one S3 bucket. Runs in every process that loads data, each with a client of its own.
+"""Client that lists and reads the objects of one S3 bucket. Each process that loads data has a client of its own.
 
-Objects are listed by botocore and read by obstore, whose Rust client costs a third of botocore's time per object. Its
-threads do not survive a fork, and a forked process that calls it would hang; such a process reads by botocore instead.
+botocore lists objects, and obstore reads them. obstore's Rust client takes a third of botocore's time per object. Its
+threads do not survive a fork, so a forked process that calls obstore would hang. A forked process reads by botocore
+instead.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from urllib.parse import urlsplit
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF = 0.1
-"""Seconds before the first retry, at most; twice as long before each further one."""
+"""Longest wait, in seconds, before the first retry. The wait doubles with each further retry."""
 LONGEST_BACKOFF = 5.0
 NOTICE_INTERVAL = 10.0
 """Seconds between two reports on a long listing."""
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
-"""The ETag of an object that was put in one piece, unless it is encrypted by a key of KMS."""
+"""Pattern of an ETag that is a checksum: of an object uploaded in one piece, and not encrypted by a KMS key."""
 CREDENTIALS = "Check the credentials: environment variables, profile, or the pod's role; anon=True asks without any"
 REGION = "Name it: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
@@ -46,16 +47,16 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "PermanentRedirect": (PermissionError, f"is in another region. {REGION}"),
     "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
 }
-"""S3's error code -> what it is, and what the user can do. All others are worth another try."""
+"""Exception type and advice for the user, by S3's error code. Requests with other error codes are tried again."""
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
-"""For answers without a body."""
+"""S3's error codes by HTTP status, for answers without a body."""
 
 
 class DamagedTransferError(OSError):
-    """An object arrived with another length or checksum than it was listed with, again and again.
+    """An object arrived with a length or checksum that differs from the listing, even after all retries.
 
     Examples:
-        Such a picture, like one that cannot be decoded, may be left out:
+        Leave out damaged pictures, and pictures that cannot be decoded:
 
         >>> from flytekitplugins.daskpytorch import data
         >>> def instead(key: str, error: Exception) -> None:
@@ -72,7 +73,7 @@ class ChangedError(DamagedTransferError):
     """An object has been overwritten since it was listed.
 
     Examples:
-        A new listing has it as it is now:
+        List the folder again to get the new object:
 
         >>> from flytekitplugins.daskpytorch import data
         >>> def read(uri: str, index: int) -> tuple[object, int]:
@@ -87,44 +88,44 @@ class ChangedError(DamagedTransferError):
 
 
 FINAL = (FileNotFoundError, PermissionError, ChangedError)
-"""Errors that another try would not mend."""
+"""Errors that are not tried again, because a retry cannot succeed."""
 
 
 class Listed(NamedTuple):
-    """An object as its bucket lists it."""
+    """Key, size and ETag of an object in a bucket's listing."""
 
     key: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     etag: str
-    """Without quotation marks."""
+    """ETag without quotation marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How to reach a bucket. Travels to other processes, unlike the clients that are made from it."""
+    """Credentials, address and timeouts for a bucket. Pickles, unlike the clients that are made from it."""
 
     anon: bool = False
     key: str | None = field(default=None, repr=False)
-    """The access key; None: what AWS's chain of providers finds (environment, profile, role of the pod or machine)."""
+    """Access key. None: the key that AWS's provider chain finds (environment, profile, role of the pod or machine)."""
     secret: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
-    """Of ~/.aws/config."""
+    """Profile in ~/.aws/config. None: the profile in the environment, else the default."""
     endpoint_url: str | None = None
-    """None: as the environment or the profile says, else AWS."""
+    """Address of the server. None: the address in the environment or the profile, else AWS."""
     region: str | None = None
-    """None: as the environment or the profile says, else us-east-1."""
+    """Region of the bucket. None: the region in the environment or the profile, else us-east-1."""
     num_connections: int = 32
     timeout: float = 30.0
     """Seconds without an answer after which a request has failed."""
     num_retries: int = 5
 
     def session(self) -> Any:
-        """A botocore session with these credentials.
+        """Return a botocore session with these credentials.
 
         Raises:
-            ValueError: There is no such profile.
+            ValueError: The profile does not exist.
         """
         import botocore.session
         from botocore.exceptions import ProfileNotFound
@@ -141,7 +142,7 @@ class Access:
         return session
 
     def client(self, session: Any) -> Any:
-        """A botocore client of this process."""
+        """Return a new botocore client for this process."""
         from botocore import UNSIGNED
         from botocore.config import Config
 
@@ -154,7 +155,7 @@ class Access:
         )
         with _quick_parsing(session):
             client = self._client(session, config)
-            if not is_aws(client.meta.endpoint_url):  # other servers have no host name for each bucket
+            if not is_aws(client.meta.endpoint_url):  # other servers have no host name per bucket
                 client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
         return client
 
@@ -165,7 +166,7 @@ class Access:
 
 @contextmanager
 def _quick_parsing(session: Any) -> Iterator[None]:
-    """Make clients that leave times of day as they are: to parse them takes two thirds of a long listing's time."""
+    """In the block, let clients not parse timestamps. The parsing takes two thirds of a long listing's time."""
     from botocore.parsers import ResponseParserFactory
 
     name = "response_parser_factory"
@@ -174,17 +175,17 @@ def _quick_parsing(session: Any) -> Iterator[None]:
     session.register_component(name, quick)
     try:
         yield
-    finally:  # other clients of this session learn by it when credentials expire
+    finally:  # other clients of the session need timestamps of credentials
         session.register_component(name, usual)
 
 
 def is_aws(endpoint_url: str) -> bool:
-    """Whether a server is one of AWS's own."""
+    """Return True if a server belongs to AWS."""
     return AWS_HOST.search(urlsplit(endpoint_url).hostname or "") is not None
 
 
 class Bucket:
-    """A bucket to list and to read from, by threads of one process."""
+    """Client of one bucket, for threads of one process."""
 
     def __init__(self, name: str, access: Access) -> None:
         self.name = name
@@ -195,12 +196,12 @@ class Bucket:
         self._etags_are_checksums: bool | None = None
 
     def listing(self, prefix: str) -> Iterator[Listed]:
-        """All objects whose keys begin with a prefix, in the order of their keys.
+        """Yield all objects whose keys begin with a prefix, in the order of their keys.
 
         Raises:
-            FileNotFoundError: There is no such bucket.
-            PermissionError: It may not be listed.
-            OSError: The server cannot be reached, or does not answer rightly.
+            FileNotFoundError: The bucket does not exist.
+            PermissionError: The credentials do not allow the listing.
+            OSError: The server cannot be reached, or answers with an error.
         """
         uri = f"s3://{self.name}/{prefix}"
         started = noticed = time.monotonic()
@@ -218,15 +219,15 @@ class Bucket:
             raise _from_botocore(error, uri) from error
 
     def read(self, listed: Listed) -> bytes:
-        """An object, as it was listed.
+        """Return the bytes of an object, after a comparison with its listing.
 
         Raises:
-            FileNotFoundError: It does not exist any more.
-            PermissionError: It may not be read, or not any more.
-            ChangedError: It has been overwritten.
-            DamagedTransferError: What arrives is something else.
+            FileNotFoundError: The object no longer exists.
+            PermissionError: The credentials do not allow the read, or have expired.
+            ChangedError: The object has been overwritten since the listing.
+            DamagedTransferError: The length or checksum of the arrived bytes differs from the listing.
             TimeoutError: The server does not answer.
-            OSError: It cannot be reached, or answers with errors.
+            OSError: The server cannot be reached, or answers with an error.
         """
         uri = f"s3://{self.name}/{listed.key}"
         seen: set[bytes] = set()
@@ -259,7 +260,7 @@ class Bucket:
         return self._plain
 
     def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
-        """Compare with the listing what arrived; `seen` are the checksums of the tries before."""
+        """Compare the arrived bytes with the listing. `seen` has the checksums of earlier tries."""
         if etag != listed.etag and etag and listed.etag:
             raise ChangedError(
                 f"{uri} has been overwritten since it was listed: it had {listed.size} bytes and the ETag "
@@ -283,7 +284,7 @@ class Bucket:
             logger.warning("ETags of s3://%s are no checksums (%s): lengths alone are compared", self.name, uri)
 
     def _is_checksum(self, listed: Listed) -> bool:
-        """Whether an ETag that did not fit the same bytes twice is a checksum: not if a key of KMS encrypts them."""
+        """Return True if an ETag that differs from the same bytes twice is a checksum. With a KMS key it is none."""
         try:
             answer = self._plainly().client.head_object(Bucket=self.name, Key=listed.key)
         except Exception as error:
@@ -311,20 +312,20 @@ class _Obstore:
                 "allow_http": True,
                 "connect_timeout": silence,
                 "read_timeout": silence,
-                "timeout": 10 * silence,  # of a whole picture
+                "timeout": 10 * silence,  # for a whole picture
             },
-            retry_config={"max_retries": 0},  # `Bucket.read` tries again
+            retry_config={"max_retries": 0},  # `Bucket.read` retries
         )
 
     def get(self, key: str) -> tuple[bytes, str]:
-        """An object and its ETag; one try. Raises what `Bucket.read` does."""
+        """Return an object's bytes and its ETag, after one try. Raises the exceptions of `Bucket.read`."""
         import obstore
 
         try:
             answer = obstore.get(self._store, key)
             return bytes(answer.bytes()), (answer.meta["e_tag"] or "").strip('"')
         except Exception as error:
-            raise _from_obstore(error, f"s3://{self._bucket}/{key}") from None  # its text has what is of use
+            raise _from_obstore(error, f"s3://{self._bucket}/{key}") from None  # the cause has no more information
 
 
 class _Botocore:
@@ -353,12 +354,12 @@ def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _
 
 
 def _is_path(key: str) -> bool:
-    """Whether obstore can name an object, since it takes keys for paths."""
+    """Return True if obstore can read an object of this key. obstore treats keys as paths."""
     return not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _credentials(session: Any) -> Any:
-    """What obstore asks for credentials: botocore knows all of AWS's ways to them, and renews them in time."""
+    """Return obstore's credential provider. botocore finds the credentials by AWS's chain, and renews them."""
     found = session.get_credentials()
     if found is None:
         raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
@@ -367,7 +368,7 @@ def _credentials(session: Any) -> Any:
         from datetime import UTC, datetime
 
         frozen = found.get_frozen_credentials()
-        # Temporary ones are asked for again and again; botocore renews them ten minutes before their end.
+        # obstore asks again for temporary credentials before they expire. botocore renews them ten minutes ahead.
         expires_at = datetime.now(UTC) + timedelta(minutes=6) if frozen.token else None
         return {
             "access_key_id": frozen.access_key,
@@ -416,12 +417,12 @@ def _explained(uri: str, code: str, text: str) -> OSError:
 
 
 _inherited_threads = False
-"""Whether this process, or one that it was forked from, was forked from a process with threads of obstore."""
+"""True if this process or an ancestor was forked from a process with threads of obstore."""
 _had_threads = False
 
 
 def _look_for_threads() -> None:
-    """Before a fork. Obstore may have been used by others than us: its threads tell, which bear this name on Linux."""
+    """Note before a fork whether the process has threads of obstore, which Linux shows under the name of tokio."""
     global _had_threads
     _had_threads = False
     if "obstore" in sys.modules:

@@ -1,4 +1,4 @@
-"""Turns the bytes of a picture into what transforms take. Runs in threads of the processes that load data."""
+"""Decoder that turns the bytes of a picture into a PIL image or a tensor. Runs in threads of loading processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 Decoder = Literal["pil", "tensor"]
 END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
-"""In which torch's decoders give the same picture as PIL; all use libjpeg-turbo."""
+"""PIL's modes of JPEGs for which torch's decoders return the same pixels as PIL. All decoders use libjpeg-turbo."""
 MAX_PIXELS = 2**30 // 12
-"""What PIL opens without a warning, 89 million: a quarter of a gigabyte, and decoding takes several times as much."""
+"""Default for the most pixels of a picture: 89 million, which PIL opens without a warning. A picture of that size takes
+a quarter of a gigabyte, and its decoding several times as much."""
 
 
 class BrokenImageError(ValueError):
-    """A picture that cannot be decoded, though it arrived as it lies in the bucket.
+    """A picture cannot be decoded, although it arrived undamaged from the bucket.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
@@ -39,7 +40,7 @@ class BrokenImageError(ValueError):
 
 
 class ImageTooLargeError(BrokenImageError):
-    """A picture of more pixels than are allowed; it was not decoded.
+    """A picture has more pixels than `max_pixels`, and was not decoded.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
@@ -53,7 +54,7 @@ class ImageTooLargeError(BrokenImageError):
 
 
 def prepare(decoder: Decoder) -> None:
-    """Import what `decode` needs: threads that import parts of torchvision at the same time find them half made."""
+    """Import the modules of `decode` before threads use it, as imports of torchvision in several threads may fail."""
     import PIL.Image
 
     PIL.Image.init()
@@ -65,12 +66,12 @@ def prepare(decoder: Decoder) -> None:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
-    """Return torchcodec's decoder, or torchvision's where torchcodec is not installed, or is for another torch."""
+    """Return torchcodec's decoder, or torchvision's if torchcodec is not installed or is for another torch."""
     try:
         from torchcodec.decoders import decode_jpeg
     except ModuleNotFoundError:
         return _torchvisions()
-    except (ImportError, OSError, RuntimeError) as error:  # its libraries are loaded with it
+    except (ImportError, OSError, RuntimeError) as error:  # of its shared libraries
         logging.getLogger(__name__).warning(
             "torchcodec does not decode pictures here, so torchvision does: %s. Torchcodec does from 0.16 on, which is "
             "for torch 2.11 and newer, and this is torch %s; its README has a table of what goes together",
@@ -78,7 +79,7 @@ def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
             torch.__version__,
         )
         return _torchvisions()
-    return functools.partial(decode_jpeg, mode="RGB")  # upright by itself
+    return functools.partial(decode_jpeg, mode="RGB")  # torchcodec rotates by the EXIF data itself
 
 
 def _torchvisions() -> Callable[[Tensor], Tensor]:
@@ -88,32 +89,34 @@ def _torchvisions() -> Callable[[Tensor], Tensor]:
 
 
 def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
-    """The picture in red, green and blue, as people see it: rotated as its EXIF data say.
+    """Return a decoded picture in RGB, upright according to its EXIF data.
 
     Args:
-        body: A whole file.
-        decoder: `pil` gives PIL's picture, `tensor` a tensor of (3, height, width), uint8. For a tensor JPEGs with
-            three components or one are decoded by torchcodec or torchvision, all others by PIL.
-        max_pixels: How large it may be.
-        min_side: Decode a JPEG at the smallest of a half, a quarter and an eighth of its size at which neither side is
-            shorter than this, if there is one; by PIL, since torch's decoders cannot.
+        body: Bytes of the whole file.
+        decoder: Type of the returned picture. `pil`: a PIL image. `tensor`: a uint8 tensor of (3, height, width). For a
+            tensor, torchcodec or torchvision decodes JPEGs with one or three components, and PIL decodes all other
+            pictures.
+        max_pixels: Most pixels of a picture.
+        min_side: Least pixels of the shorter side. A JPEG is decoded at the smallest of a half, a quarter and an eighth
+            of its size that is large enough. PIL decodes such a JPEG, since torch's decoders cannot shrink. None:
+            decode at full size.
 
     Raises:
-        BrokenImageError: It is empty, cut short, or no picture.
-        ImageTooLargeError: It is too large, as its header says.
+        BrokenImageError: The file is empty, cut short, or no picture.
+        ImageTooLargeError: The file's header has more pixels than `max_pixels`.
     """
     from PIL import Image, ImageOps
 
     if not body:
         raise BrokenImageError("it is empty (0 bytes)")
     try:
-        picture = Image.open(io.BytesIO(body))  # reads the header alone
+        picture = Image.open(io.BytesIO(body))  # reads the header only
         _check_size(picture, max_pixels)
         is_whole_size = min_side is None or not _shrink(picture, min_side)
-        # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; the others do not.
+        # Torchvision decodes a JPEG that is cut short, with a grey rest. The other decoders raise an error.
         if decoder != "pil" and is_whole_size and _is_for_torch(picture) and _is_whole(body):
             return _jpeg_decoder()(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-        ImageOps.exif_transpose(picture, in_place=True)  # else it is copied
+        ImageOps.exif_transpose(picture, in_place=True)  # without `in_place` PIL copies the picture
         upright = _as_rgb(picture)
     except ImageTooLargeError:
         raise
@@ -136,7 +139,7 @@ def _check_size(picture: Image, max_pixels: int) -> None:
 
 
 def _shrink(picture: ImageFile, min_side: int) -> bool:
-    """Have PIL decode fewer pixels than there are; whether it can."""
+    """Let PIL decode the picture at a smaller size. Return True if PIL can."""
     whole = picture.size
     picture.draft(None, (min_side, min_side))
     return picture.size != whole
@@ -147,12 +150,12 @@ def _is_for_torch(picture: Image) -> bool:
 
 
 def _as_rgb(picture: Image) -> Image:
-    if picture.mode.startswith("I;16"):  # PIL would cut all that is brighter than 1/256 off
+    if picture.mode.startswith("I;16"):  # PIL would clip all values above 255 of 65535
         return picture.point(lambda brightness: brightness / 256).convert("L").convert("RGB")
     if picture.mode in ("I", "F"):
         raise ValueError(f"it is in PIL's mode {picture.mode}, whose range of brightness is not fixed")
     if picture.format == "JPEG" and picture.mode == "RGB":
-        return picture  # which convert() would copy; of other formats PIL may keep the file for further frames
+        return picture  # convert() would copy it, as it must for other formats, whose file PIL may keep open
     return picture.convert("RGB")
 
 

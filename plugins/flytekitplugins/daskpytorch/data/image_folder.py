@@ -1,6 +1,6 @@
-"""Training data: folders of pictures in S3, their splits and the ranks' batches. Runs in drivers and in ranks.
+"""Data set of the pictures in a folder of an S3 bucket. Runs in drivers and in ranks.
 
-For example `DataLoader(S3ImageFolder("s3://bucket/dogs", transform=...), batch_size=64, num_workers=2)`.
+Example: `DataLoader(S3ImageFolder("s3://bucket/dogs", transform=...), batch_size=64, num_workers=2)`.
 """
 
 from __future__ import annotations
@@ -37,29 +37,33 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-"""What `on_error` decides about; that the server is down or refuses us is another matter."""
+"""Errors of one picture, which `on_error` handles. Errors of the server or of permissions are always raised."""
 MAX_LOADER_WORKERS = 1024
 MAX_WHOLE = 2**62
 NUM_DECODERS = 2
-"""Threads per process; with two rather than as many as read, a batch takes a tenth less time on two cores."""
+"""Number of decoding threads per process. On two cores, a batch takes 10 % less time than with a thread per reader."""
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
-"""As s3fs calls them."""
+"""Names of the accepted storage options, as in s3fs."""
 CLIENT_OPTIONS = ("endpoint_url", "region_name")
 
 
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
-    """Pictures in S3 at `prefix/class/picture`, as a map-style data set of (picture, label).
+    """Map-style data set of (picture, label), from pictures in S3 at `prefix/class/picture`.
 
-    It is listed when it is made. A batch is read by many requests at once, by a client of each process's own, and with
-    `RankLoader` or `ReadAhead` the next one is read while this one is decoded and trained on. The data set may be
-    used before and after a `DataLoader` starts its workers by fork, forkserver or spawn, and travels to ranks pickled.
-    Whatever arrives is compared with the listing. What is no picture by its name, and folders' markers, are left out.
+    The folder is listed when the data set is made. Objects that are no pictures by their names, and markers of folders,
+    are left out. Each picture that arrives is compared with the listing.
+
+    Many requests read a batch at once, by a client of each process's own. With `RankLoader` or `ReadAhead`, the next
+    batch is read while the current one is decoded and trained on.
+
+    The data set may be used before and after a `DataLoader` starts its workers by fork, forkserver or spawn. It
+    pickles, so it may be an argument of a gang's function.
 
     Attributes:
-        all_files: The pictures' keys, in their order.
-        classes: The names of the folders below the prefix that have pictures, in their order.
-        class_to_idx: Their labels, 0 and up.
-        targets: The label of each picture, before `target_transform`.
+        all_files: Keys of the pictures, in the order of the listing, which is sorted by key.
+        classes: Names of the folders below the prefix that have pictures, in alphabetical order.
+        class_to_idx: Label of each class, from 0 up, by the class's name.
+        targets: Label of each picture, before `target_transform`.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -74,7 +78,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     """
 
     reads_ahead = True
-    """For `RankLoader`."""
+    """True for `ReadAhead` and `RankLoader`: the data set reads the next batch ahead."""
 
     def __init__(
         self,
@@ -101,43 +105,46 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """List the folder, or read its listing from a file.
 
         Args:
-            s3_bucket: The bucket's name, or an URI of the whole folder, `s3://bucket/prefix`.
-            s3_prefix: The folder in it.
-            transform: What makes of a picture what the data set gives. Called in order, by one thread.
-            target_transform: The same for labels.
-            anon: Whether the bucket is read without credentials. Else with those that AWS's chain of providers finds:
-                environment, profile, role of the pod or machine.
-            storage_options: The same as s3fs calls it: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
+            s3_bucket: Name of the bucket, or URI of the whole folder, `s3://bucket/prefix`.
+            s3_prefix: Folder in the bucket.
+            transform: Function of a picture that returns the data set's picture. One thread calls it, in order. None:
+                no transform.
+            target_transform: Function of a label that returns the data set's label. None: no transform.
+            anon: True: read the bucket without credentials. False: use the credentials of AWS's provider chain, such as
+                environment, profile, or role of the pod or machine.
+            storage_options: Options as in s3fs: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
                 `region_name`.
-            endpoint_url: Address of another server than AWS's, whose buckets stand in the URL's path; None: as the
-                environment or the profile says.
-            decoder: What transforms are given: `pil`, a `PIL.Image.Image` in RGB; `tensor`, one of (3, height, width),
-                uint8, which is faster to decode and to transform. Both are upright, as the EXIF data say, and have the
-                same pixels. A tensor is decoded by torchcodec where that is installed, else by torchvision.
-            nested: Whether pictures may lie deeper than `prefix/class/picture`; else those are an error, since folders
-                such as `train` and `val` would be taken for classes.
-            on_error: What becomes of a picture that cannot be decoded, has vanished, or arrives damaged time after
-                time: `raise`; `skip`, which leaves it out of its batch; or a function of its key and the error that
-                gives another picture, or None to skip it. What was skipped or replaced is logged, and counted in
-                `num_broken`.
-            max_pixels: How many a picture may have: a file of kilobytes may take gigabytes to decode. A larger one is
-                never decoded, and what becomes of it is for `on_error` to say.
-            min_side: Where transforms make pictures smaller anyway, as `Resize(256)` does: 256 decodes each JPEG at a
-                half, a quarter or an eighth of its size, the smallest at which neither side is shorter than that. It
-                takes a fraction of the time for large ones. Their pixels are means of those of the whole picture, so
-                that what a transform makes of them differs a little; a crop before the transform takes a larger part
-                of the picture. None: every picture has its own size.
-            index: A file that keeps the listing, to list once for many ranks or runs; written if it is not there.
-            cache_dir: A local folder in which pictures are kept, for several processes at once.
-            cache_bytes: How large it may become.
-            num_connections: The most requests in flight per process.
+            endpoint_url: Address of a server other than AWS, with the bucket in the URL's path. None: the address in
+                the environment or the profile, else AWS.
+            decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
+                tensor of (3, height, width), which is faster to decode and to transform. Both are upright according to
+                their EXIF data, and have the same pixels. torchcodec decodes tensors if it is installed, else
+                torchvision.
+            nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
+                error, because folders such as `train` and `val` would become classes.
+            on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
+                `raise`: raise the error. `skip`: leave the picture out of its batch. A function of the key and the
+                error: use the returned picture instead, or skip if it returns None. Skipped and replaced pictures are
+                logged, and counted in `num_broken`.
+            max_pixels: Most pixels of a picture. A larger picture is not decoded, and `on_error` handles it. A file of
+                kilobytes may take gigabytes to decode.
+            min_side: Least pixels of a picture's shorter side, for transforms that shrink pictures anyway. With 256,
+                which suits `Resize(256)`, a JPEG is decoded at a half, a quarter or an eighth of its size, whichever is
+                the smallest with no side below 256. Large pictures then take a fraction of the time. The smaller
+                pictures have averaged pixels, so the transform's result differs a little. A crop before `Resize` takes
+                a larger part of the picture. None: decode at full size.
+            index: File with the listing, so that many ranks or runs list only once. Written if it does not exist. None:
+                list the folder.
+            cache_dir: Local folder that keeps downloaded pictures, for several processes at once. None: no cache.
+            cache_bytes: Most bytes of the cache.
+            num_connections: Most requests in flight per process.
             timeout: Seconds without an answer after which a request has failed.
-            num_retries: Further tries after failures that may pass: resets, time-outs, 5xx, damage.
+            num_retries: Most retries of a request after resets, timeouts, HTTP 5xx or damage.
 
         Raises:
-            ValueError: An argument is out of range, or pictures lie too deep.
-            FileNotFoundError: There is no such bucket, or no picture in the folder.
-            PermissionError: It may not be listed.
+            ValueError: An argument is out of range, or pictures are too deep in the folder.
+            FileNotFoundError: The bucket does not exist, or the folder has no picture.
+            PermissionError: The credentials do not allow the listing.
             OSError: The server cannot be reached.
             ImportError: The extra `s3` is not installed.
         """
@@ -177,24 +184,25 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
     @property
     def etags(self) -> list[str]:
-        """What equal pictures have in common, for `split_by_class`."""
+        """ETag and size of each picture, which equal pictures have in common, for `split_by_class`."""
         return [f"{listed.etag} {listed.size}" for listed in self._index.files]
 
     @property
     def num_broken(self) -> int:
-        """How many pictures were skipped or replaced so far, by this process and its loader workers."""
+        """Number of pictures that this process and its loader workers have skipped or replaced so far."""
         return int(self._num_broken.sum())
 
     def __len__(self) -> int:
         return len(self.all_files)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """One picture and its label.
+        """Return one picture and its label.
 
         Raises:
-            OSError: It could not be read; which kind tells why, see `__init__`. FileNotFoundError: it has vanished.
-            BrokenImageError: It cannot be decoded, also where it would be left out of a batch; an ImageTooLargeError
-                where it has more than `max_pixels`.
+            OSError: The picture could not be read. The subclass says why, as in `__init__`. A vanished picture raises
+                `FileNotFoundError`.
+            BrokenImageError: The picture cannot be decoded, even if `on_error` would skip it in a batch. The subclass
+                `ImageTooLargeError` says that it has more than `max_pixels`.
         """
         index = range(len(self))[index]
         outcome = self._decode(index, self._source.here.readers.submit(self._fetch, index))
@@ -204,12 +212,12 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return self._item(index, picture)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """A batch, in order, without the pictures to skip; what `DataLoader` calls.
+        """Return a batch, in order, without skipped pictures. `DataLoader` calls it.
 
-        The files of the batch that `ReadAhead` says comes next are under way when this returns.
+        Downloads of the next batch, which `ReadAhead` names, are in progress when the method returns.
 
         Raises:
-            BrokenImageError: Nothing is left of it; or what `__getitem__` does.
+            BrokenImageError: All pictures of the batch were skipped. Other errors are those of `__getitem__`.
         """
         image_decoder.prepare(self._decoder)
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
@@ -218,7 +226,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
         finally:
             for body in bodies:
-                body.cancel()  # where one has failed
+                body.cancel()  # if another one has failed
         items = [self._item(index, picture) for index, picture in pictures if picture is not None]
         if not items and indices:
             keys = ", ".join(self._uri(index) for index in indices[:3])
@@ -231,7 +239,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._num_broken.is_shared():  # type: ignore[no-untyped-call]
-            # It came to another process than a worker of its own loader.
+            # The process is not a worker of the data set's own loader, and needs counters of its own.
             self._num_broken = _counters()
 
     def _listed(self, prefix: str, path: str | os.PathLike[str] | None, *, nested: bool) -> ImageIndex:
@@ -261,7 +269,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return body
 
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
-        """The picture of a file that may be under way; the errors that `on_error` decides about are returned."""
+        """Wait for a file and return its picture. Errors that `on_error` handles are returned, not raised."""
         try:
             return image_decoder.decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except ImageTooLargeError as error:
@@ -272,7 +280,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             return error
 
     def _judged(self, index: int, outcome: Picture | Exception) -> Picture | None:
-        """The picture; in place of a broken one, what `on_error` says."""
+        """Return the picture, or for a broken one the replacement of `on_error`. None: skip the picture."""
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
@@ -301,22 +309,23 @@ class _Threads:
     bucket: Bucket
     readers: ThreadPoolExecutor
     decoders: ThreadPoolExecutor
-    """Few: more would only take the processor from each other, and from the readers."""
+    """Pool of `NUM_DECODERS` threads. More threads would only take the processor from each other and from readers."""
     ahead: dict[int, Future[bytes]] = field(default_factory=dict)
-    """Files of the next batch, by their numbers."""
+    """Downloads of the next batch, by the picture's index."""
 
 
 class _Source:
-    """A bucket, and threads that read it and that decode, anew in each process."""
+    """A bucket, with its own client and its own threads for reading and decoding in each process."""
 
     def __init__(self, name: str, access: Access) -> None:
         self._name, self._access = name, access
         self._by_process: dict[int, _Threads] = {}
-        """What was inherited by a fork stays: to close it would wait for threads that are not there."""
+        """Clients and threads by process id. Entries of a parent process stay: closing them would wait for its
+        threads."""
 
     @property
     def here(self) -> _Threads:
-        """Those of this process."""
+        """Client and threads of this process."""
         if (pid := os.getpid()) not in self._by_process:
             self._by_process[pid] = _Threads(
                 Bucket(self._name, self._access),
@@ -328,12 +337,13 @@ class _Source:
     def bodies(
         self, fetch: Callable[[int], bytes], indices: Sequence[int], ahead: Iterable[int]
     ) -> list[Future[bytes]]:
-        """The files of a batch, which may be under way, and behind them those of the next.
+        """Start the downloads of a batch and then of the next batch. Return the downloads of the batch.
 
-        What was read ahead and is not asked for now, as when an epoch was broken off, is forgotten.
+        Downloads that were started ahead are used. Those that this batch does not need are cancelled, for example after
+        an epoch was broken off.
         """
         here = self.here
-        known, here.ahead = here.ahead, {}  # which no other thread uses from now on
+        known, here.ahead = here.ahead, {}  # only this thread uses `known` from now on
         bodies = [known.pop(index) if index in known else here.readers.submit(fetch, index) for index in indices]
         for body in known.values():
             body.cancel()
@@ -345,7 +355,7 @@ class _Source:
 
 
 def _counters() -> Tensor:
-    """One for this process, one for each loader worker: they add to their own alone."""
+    """Return a counter for this process and one for each loader worker. Each process adds to its own only."""
     counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters
@@ -367,7 +377,7 @@ def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
 
 
 def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
-    """The arguments of `Access` among those of s3fs; what is named outside of them comes first."""
+    """Return the arguments of `Access` from options of s3fs. The explicit arguments win."""
     client = options.get("client_kwargs") or {}
     unknown = [*(options.keys() - set(STORAGE_OPTIONS)), *(client.keys() - set(CLIENT_OPTIONS))]
     if unknown:

@@ -1,4 +1,4 @@
-"""Training data that lie in Dask: each partition of a collection is one rank's. Runs in drivers and in ranks."""
+"""Training data in Dask collections, whose partitions are divided among the ranks. Runs in drivers and in ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""How much more than the average a rank may have before partitions leave the workers where they lie."""
+"""Most bytes of a rank, as a multiple of the average, before a partition goes to a rank of another worker."""
 
 
 class DaskPartitions:
-    """The partitions of a Dask collection, shared by the ranks of a gang on the same cluster.
+    """Partitions of a Dask collection, divided among the ranks of a gang on the same cluster.
 
-    Made in the driver and passed to `dispatch.run` or `dispatch.map`; it has the collection computed, waits for that,
-    and keeps the partitions on the workers where they are. Each rank takes its `share`, straight from the workers by a
-    Dask client of its own: nothing passes through the driver or the scheduler.
+    Make it in the driver and pass it to `dispatch.run` or `dispatch.map`. It computes the collection, waits for the
+    result, and keeps the partitions on their workers. Each rank calls `share`, and fetches its partitions straight from
+    the workers by a Dask client of its own. No partition passes through the driver or the scheduler.
 
     Examples:
         >>> import dask.bag
@@ -35,16 +35,17 @@ class DaskPartitions:
     """
 
     def __init__(self, client: Client, collection: Any) -> None:
-        """Compute a collection where it is to be trained on.
+        """Compute a collection on the cluster where it will be trained on.
 
         Args:
-            client: The one that the gang will be run by.
-            collection: A bag, array or data frame; or a list of futures, such as `client.map` gives, or of `Delayed`,
+            client: Synchronous Dask client with which the gang will be run.
+            collection: Bag, array or data frame. Or a list of futures, for example from `client.map`, or of `Delayed`,
                 each of which is one partition.
 
         Raises:
-            ValueError: It is no such thing, it has no partitions, or it is of another cluster.
-            Exception: Computing it failed: that exception.
+            TypeError: The client is asynchronous.
+            ValueError: The collection has another type, no partitions, or belongs to another cluster.
+            Exception: The exception of the computation.
         """
         if client.asynchronous:
             raise TypeError("DaskPartitions needs a synchronous client: Client(..., asynchronous=False)")
@@ -55,18 +56,18 @@ class DaskPartitions:
         return len(self._keys)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The ranks' copies know the partitions only by name; the driver's futures keep these alive."""
+        """Return the keys of the partitions for the ranks. The driver's futures keep the partitions alive."""
         return {"_keys": self._keys}
 
     def share(self) -> Share:
-        """This rank's partitions. Every rank must call it, since they agree: each partition is in one share.
+        """Return this rank's partitions. All ranks must call it together. Each partition is in one share.
 
-        A rank gets what its own Dask worker holds, as far as no rank has far more bytes than the others. After a
-        restart partitions are shared out anew.
+        A rank gets the partitions on its own Dask worker, unless it would have far more bytes than other ranks. After a
+        restart of the gang, the partitions are divided again.
 
         Raises:
-            RuntimeError: This is no rank that `dispatch` started.
-            ValueError: There are fewer partitions than ranks.
+            RuntimeError: The process is not a rank of `dispatch.run` or `dispatch.map`.
+            ValueError: The collection has fewer partitions than the gang has ranks.
         """
         rank = current_rank()
         way: WorkerData | None = rank.link.worker_data
@@ -86,10 +87,10 @@ class DaskPartitions:
 
 
 class Share(Sequence[Any]):
-    """One rank's partitions. Each is fetched anew when it is asked for, and only that one: keep it, or let it go.
+    """One rank's partitions, as a sequence. Each access fetches one partition again: keep it if you need it twice.
 
-    A worker needs memory for a second, pickled copy of a partition while it hands it out.
-    Pickles, so that loader processes may have it, also as the data set of a `DataLoader(..., batch_size=None)`.
+    A worker needs memory for a second, pickled copy of a partition while it sends it. A `Share` pickles, so loader
+    processes may use it, for example as the data set of a `DataLoader(..., batch_size=None)`.
 
     Examples:
         >>> import dask.array
@@ -105,7 +106,7 @@ class Share(Sequence[Any]):
 
     def __init__(self, keys: Sequence[Key], indices: Sequence[int], way: WorkerData) -> None:
         self.indices = tuple(indices)
-        """Which of the collection's partitions these are."""
+        """Indices of this rank's partitions in the collection, from 0 up."""
         self._keys = keys
         self._way = way
 
@@ -181,7 +182,7 @@ def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
         )
 
 
-# ---- Which rank gets which: all agree, since all have the same answers
+# ---- Division of the partitions. All ranks compute the same division, since all have the same sizes
 
 
 @dataclass
@@ -191,18 +192,19 @@ class _Rank:
 
 
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
-    """Give every partition to one rank: where it lies, unless that rank would have far more bytes than others.
+    """Assign every partition to a rank of its own worker, unless that rank would have far more bytes than others.
 
     Args:
-        num_partitions: They are called 0, 1, ...
-        held: For each rank, the partitions that its worker holds, and their bytes.
+        num_partitions: Number of partitions, which are numbered from 0.
+        held: For each rank, the bytes of the partitions on its worker, by the partition's number.
 
     Returns:
-        For each rank, its partitions, ascending. None goes without where there are as many partitions as ranks.
+        For each rank, the numbers of its partitions, ascending. With at least as many partitions as ranks, each rank
+        has one or more.
     """
     sizes = _sizes(num_partitions, held)
     ranks = [_Rank() for _ in held]
-    # The largest first, so that small ones fill the gaps; among equals by their numbers.
+    # The largest partitions come first, so that small ones fill the gaps. Equal ones are ordered by number.
     for partition in sorted(range(num_partitions), key=lambda number: (-sizes[number], number)):
         holders = [rank for rank, has in zip(ranks, held, strict=True) if partition in has]
         _give(partition, sizes, min(holders or ranks, key=lambda rank: rank.load))
@@ -211,7 +213,7 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
 
 
 def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
-    """Bytes of each partition, at least 1; the average for those that nobody here holds."""
+    """Return the bytes of each partition, at least 1. Partitions on no rank's worker count as the average."""
     known: dict[int, int] = {}
     for has in held:
         for partition, size in has.items():
@@ -221,15 +223,15 @@ def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
-    """Move partitions from the rank with most bytes to that with least, while it has more than the tolerance.
+    """Move partitions from the rank with most bytes to the rank with least, while the first exceeds the tolerance.
 
-    A rank without any gets one in any case. A rank's last partition stays.
+    A rank without partitions gets one in any case. A rank's last partition stays.
     """
     average = sum(sizes) / len(ranks)
     while richer := [rank for rank in ranks if len(rank.partitions) > 1]:
         most, least = max(richer, key=lambda rank: rank.load), min(ranks, key=lambda rank: rank.load)
         gap = most.load - least.load
-        # Half the gap would make both equal; all of it, or more, only changes their places.
+        # A partition of half the gap makes both ranks equal. One of the whole gap or more only swaps their places.
         movable = [partition for partition in most.partitions if sizes[partition] < gap]
         if not movable or (most.load <= TOLERANCE * average and least.partitions):
             return
