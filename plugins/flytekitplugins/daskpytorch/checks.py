@@ -21,7 +21,7 @@ KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 
 Rule = Callable[[Any], str | None]
-"""A function of a value. It returns what the value must be, in words, or None for a value that is allowed."""
+"""Function of a value that returns None if the value is allowed, else a text with the allowed values."""
 
 
 class Problems:
@@ -47,7 +47,7 @@ class Problems:
             self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
 
     def unless(self, ok: bool, name: str, allowed: str) -> None:
-        """Note a problem with a value unless it is `ok` beside the others."""
+        """Note a problem with a value unless `ok` is True, for rules that involve several values."""
         self.check(name, must_be(allowed, lambda _: ok))
 
     def raise_any(self) -> None:
@@ -60,7 +60,7 @@ def shown(value: object) -> str:
     """Return a value as text for a message: its `repr`, shortened to `MAX_SHOWN` characters."""
     try:
         text = repr(value)
-    except Exception as error:  # the value's own, or that of a number with thousands of digits
+    except Exception as error:  # raised by the value's class, or by Python for thousands of digits
         return f"<a {type(value).__name__} that cannot be written: {type(error).__name__}>"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
@@ -69,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def must_be(words: str, *tests: Callable[[Any], bool]) -> Rule:
-    """Return the rule that at least one of some tests holds."""
+    """Return the rule for a value that passes at least one test."""
     return lambda value: None if any(test(value) for test in tests) else words
 
 
@@ -95,7 +95,7 @@ def whole(least: int, most: int = MAX_COUNT) -> Rule:
 
 
 def one_of(*words: str) -> Rule:
-    """Return the rule for one of some words."""
+    """Return the rule for one of the given words."""
     return must_be(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 

@@ -59,31 +59,30 @@ def run(
     In the function, `torch.distributed` is initialised, and `current_rank()` returns the rank's context. Each call
     forms a new gang. Several gangs may run side by side on one cluster.
 
-    In a later attempt of a Flyte task, a call goes on from the newest checkpoint of the same call in the attempt
-    before. The same call is the one with the same `gang.key`. Without a key, calls of the function are counted in the
-    task, and the same number is the same call, whatever its arguments.
+    In a later attempt of a Flyte task, a call goes on from the newest checkpoint of the matching call in the attempt
+    before. Calls match if they have the same `gang.key`. Calls without a key match by the function and by their number
+    in the task, whatever their arguments.
 
-    Outside a Flyte task, a call goes on from the checkpoints in `gang.checkpoint_uri`, as the documentation of that
-    field says. A line in the log names the step. Ctrl-C while the caller waits for the result ends the gang, and then
-    raises `KeyboardInterrupt`.
+    Outside a Flyte task, a call goes on from the checkpoints in `gang.checkpoint_uri` (see `Gang`). A line in the log
+    names the step. Ctrl-C during a wait for the result ends the gang, and then raises `KeyboardInterrupt`.
 
     Args:
         client: Client of a Dask cluster whose workers have this package.
-        pytorch_function: Function that each rank calls. Its module need not exist on the workers.
-        *args: Positional arguments of the function, the same in every rank. They must pickle. Large arrays and tensors
-            are sent to each worker once, and its ranks share the memory until they write to it.
+        pytorch_function: Function that each rank calls. The workers need not have the function's module.
+        *args: Picklable positional arguments of the function, equal in all ranks. Large arrays and tensors are sent to
+            each worker once, and the worker's ranks share the memory copy-on-write.
         backend: Backend of the process group. `auto`: use `gang.backend`.
         pass_local_rank: True: also pass `local_rank`, the rank's index among the ranks of its worker.
         gang: Settings of the gang. None: the defaults.
         **kwargs: Keyword arguments of the function.
 
     Returns:
-        Sequence of one future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`.
+        Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`.
 
     Raises:
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers`, or its scheduler does not answer.
-        ValueError: An argument has the wrong type, or another gang of the task has the same `gang.key`. Or
-            `gang.ranks_per_worker` is `auto`, and the workers have unequal numbers of GPUs.
+        ValueError: An argument is invalid, or another gang of the task has the same `gang.key`. Or
+            `gang.ranks_per_worker` is `auto`, and workers have unequal numbers of GPUs.
         TypeError: The function or an argument cannot be pickled, or the function cannot be called with these arguments.
             Or calling the function would not train: a class, a coroutine or generator function, a `dask.delayed`
             object.
@@ -140,41 +139,45 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     storage: str | None = None,
     name: str | None = None,
 ) -> ModelFutures:
-    """Train one model per experiment, each in a gang of its own, as many at once as the client has workers for.
+    """Train one model per experiment, each in its own gang. Gangs run side by side while workers are free.
 
     A gang starts when enough workers are free for it. The largest gang starts first, and smaller ones fill the gaps. A
     failure or restart concerns one gang only, which replaces lost workers by free ones.
 
     Args:
         client: Client of a Dask cluster whose workers have this package.
-        pytorch_function: Function that each rank calls with its experiment. Its module need not exist on the workers.
-        experiments: One picklable argument of the function per model. Each is pickled when its workers are free, so
-            that large experiments take memory twice only while they train. Do not change an experiment before. A set is
-            refused: the order must be the same in every attempt of a Flyte task, because a model finds its checkpoints
-            by its index. Or a `Search`: an Optuna study suggests each experiment when workers are free.
+        pytorch_function: Function that each rank calls with its experiment. The workers need not have the function's
+            module.
+        experiments: Experiments, one picklable argument of the function per model, in a fixed order. A model finds its
+            checkpoints by its index, so the order must be equal in all attempts of a Flyte task. A set is therefore
+            refused. Each experiment is pickled when workers become free, which saves memory for large experiments. Do
+            not change an experiment before its training. A `Search` instead lets an Optuna study suggest each
+            experiment when workers become free.
         workers: Number of workers per experiment, or a function that returns the number for an experiment.
         gang: Settings of each gang. None: the defaults.
         stop_early: Rule that stops models which fall behind the others, so that their workers are free for the next
             ones. The future of a stopped model raises `StoppedEarlyError`, and `result` of all models has None in its
             place. None: train all models to the end.
         wandb: Settings of the Weights & Biases runs, one per model, each with its experiment as the configuration. A
-            run is called `wandb.name`, or else like the function, with the index of the experiment. All runs have the
-            group `wandb.group`. Without a group, it is the run's name with the name of the execution, or with a random
-            name in local runs. Runs of finished and stopped models have exit code 0, and runs of failed models have
+            run's name is `wandb.name`, or else the function's name, with the experiment's index. All runs belong to one
+            group, `wandb.group`. By default the group has the run's name and the execution's name, or a random name in
+            local runs. Runs of finished and stopped models have exit code 0, and runs of failed models have
             exit code 1. Offline runs are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret`
             must be among the task's `secret_requests`.
         storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
-            model in `storage/name/index`. Make the same call again after an interruption: from another process, in a
-            Flyte retry, or with more experiments at the end. The call then trains only the missing models. A finished
-            model has its result and records again. A model that was stopped early has its records again, or trains on
-            if `stop_early` is None. Any other model goes on from its newest checkpoint, even if it had failed or was
-            cancelled. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored files
+            model in `storage/name/index`. Repeat a call after an interruption: in another process, in a Flyte retry, or
+            with more experiments at the end. The repeated call trains only missing models. Finished models have their
+            results and records again. Models that were stopped early have their records again, or train on if
+            `stop_early` is None. All other models, including failed and cancelled ones, go on from their newest
+            checkpoints. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored
+            files
             are pickles, which are trusted when they are read: let nobody else write there.
         name: Name of the folder in `storage`. None: the function's name. If the folder has models of another function
             or of other experiments, an error says what differs.
 
     Returns:
-        Sequence of one future per experiment, in their order. A future has rank 0's return value as `result` and rank
+        Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
+        and rank
         0's logged records as `records`. The sequence also has `result`, `exception`, `cancel`, `as_completed`, `best`
         and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows the state of all
         models until they have ended.

@@ -54,7 +54,7 @@ problem: a gang is refused, or fails. A warning: one version may be unable to re
 CONNECT_TIMEOUT = 10.0
 """Longest timeout, in seconds, for the scheduler's answer, and for the versions of all workers."""
 GRACE = 20.0
-"""Seconds for a gang to end after its own timeouts have passed, or after it is cancelled."""
+"""Seconds for a gang to end after a timeout or a cancellation."""
 FIREWALL = (
     "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
     "On a slow or busy machine raise --timeout."
@@ -80,7 +80,7 @@ class Finding:
 
 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check this machine, and the cluster if there is one. Yield each finding at once.
+    """Check this machine and, given a scheduler, its cluster. Yield each finding at once.
 
     Args:
         scheduler: Address of a Dask scheduler. None: no cluster.
@@ -184,7 +184,7 @@ def _gang_here(timeout: float) -> Iterator[Finding]:
 
 
 def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check the cluster of this scheduler, if there is an address. The arguments are those of `examine`."""
+    """Check the cluster of a scheduler, and yield the findings. Arguments as for `examine`."""
     if address is None:
         yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
         return
@@ -306,7 +306,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     witness = _Witness()
     supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [witness])
     futures = GangFutures(supervisor, NUM_RANKS)
-    limit = 2 * timeout + GRACE  # for the gang to form, and then for a hang to be found
+    limit = 2 * timeout + GRACE  # for the gang's start, and then for its hang
     try:
         seconds = max(futures.result(limit))
     except Exception as error:

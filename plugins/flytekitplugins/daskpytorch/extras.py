@@ -49,7 +49,7 @@ def require_flytekit(what: str) -> None:
     """Check that flytekit is installed, before the caller defines one of its tasks.
 
     Raises:
-        ImportError: flytekit is missing. It has no release for Python 3.13 and newer.
+        ImportError: flytekit is missing. Python 3.13 and newer have no release of flytekit.
     """
     if is_installed("flytekit") and is_installed("flytekitplugins.dask"):
         return

@@ -52,7 +52,8 @@ class Keep:
     """
 
     last: int = 2
-    """Number of newest checkpoints that are kept, from 1 up. With 2 or more, a damaged newest one has a substitute."""
+    """Number of newest checkpoints to keep, from 1 up. With 2 or more, the gang survives a damaged newest
+    checkpoint."""
     best: int = 0
     """Number of best checkpoints, by `metric`, that are kept in addition to the newest. The earlier wins a tie. 0:
     none."""
@@ -60,7 +61,7 @@ class Keep:
     """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)`. A checkpoint
     whose metric is missing or NaN is never among the best. None if `best` is 0."""
     mode: Literal["min", "max"] = "min"
-    """Whether low or high values are good."""
+    """Direction of the metric: `min` if low values are best, `max` if high values are best."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -138,7 +139,8 @@ class Gang:
     `dispatch.map` count the GPUs that the workers see, and divide a host's GPUs among its workers."""
     devices: Literal["own", "all"] = "own"
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
-    The rank's own GPU is then the current one, and `LOCAL_RANK` is its number. `all` is for code that uses
+    The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
+    uses
     `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is the rank's own GPU in both cases."""
     min_workers: int | None = None
     """Least number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all workers."""
@@ -146,17 +148,17 @@ class Gang:
     """Most restarts of a failed gang, each from its newest checkpoint. 0: never restart.
 
     Losses of infrastructure and errors of the function are counted apart, each up to this number. After an exception of
-    the function, the gang restarts only if all of these hold:
+    the function, the gang restarts under three conditions:
 
-    - A checkpoint has been saved since the attempt began.
-    - The same line has not failed at the same step twice in a row.
+    - The attempt has saved a checkpoint.
+    - The previous failure was not the same line at the same step.
     - The exception is not a missing name or import.
     """
     start_timeout: float = 600.0
     """Timeout, in seconds, for the scheduler to answer, for workers to arrive or return, and for all ranks to form
     their process group."""
     hang_timeout: float | Literal["auto"] | None = "auto"
-    """Silence after which a hung gang is ended, with a report of what each rank was doing. None: never.
+    """Timeout for a gang without signs of life. The gang then ends with a report of each rank's stack. None: never.
 
     Signs of life are optimizer steps, and calls of `log`, `should_stop` and `checkpoint` on `current_rank()`.
 
@@ -173,14 +175,13 @@ class Gang:
     """
 
     grace_period: float = 20.0
-    """Seconds for the ranks to save and return after the task or a worker receives SIGTERM. The steps after that, such
-    as the upload of the checkpoint, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one
-    and a half times this value. For 20 that is Kubernetes' default of 30."""
+    """Seconds for ranks to save and return after the task or a worker receives SIGTERM. Later steps, such as the
+    checkpoint's upload, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one and a half
+    times this value. For 20 the product is Kubernetes' default of 30."""
 
     hints: bool = True
-    """True: log one line, once each, for likely mistakes. Examples are a loss that is NaN or infinite, ranks that call
-    no collective, a shuffling `DistributedSampler` without `set_epoch`, and a metric of `keep` that no checkpoint
-    has."""
+    """True: log one line for each likely mistake. Examples: a loss of NaN or infinity, ranks without collectives, a
+    shuffling `DistributedSampler` without `set_epoch`. Another example is a metric of `keep` that no checkpoint has."""
 
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. No two gangs of a task may have the
@@ -190,9 +191,9 @@ class Gang:
     keep: Keep = field(default_factory=Keep)
     """Retention policy for checkpoints. Default: the newest two stay."""
     debug: bool = False
-    """True: train in one rank, which is the calling process, with a process group of its own. There is no fork, no Dask
-    and no restart, so breakpoints, profilers and `pytest --pdb` work as usual. `DASKPYTORCH_DEBUG=1` does the same for
-    all gangs. `dispatch.map` ignores both."""
+    """True: train in one rank, the calling process, with its own process group. Breakpoints, profilers and `pytest
+    --pdb` work as usual, since debug mode needs no fork, no Dask and no restart. `DASKPYTORCH_DEBUG=1` switches on
+    debug mode for all gangs. `dispatch.map` ignores both."""
     checkpoint_uri: str | None = None
     """Storage for sharded checkpoints: a folder that all workers reach, or an fsspec URL (`s3://bucket/prefix`). Each
     gang gets a folder below it.
@@ -214,12 +215,12 @@ class Gang:
     """
     shard_cache: str | None = None
     """Absolute path of a folder on each node's own disk for copies of the newest sharded checkpoint. A restarted gang
-    reads its shards there instead of from storage. The copies take up to twice the size of the node's part of the
-    state. They are removed when the gang has succeeded. None: no copies."""
+    reads its shards from this folder instead of storage. Copies take up to twice the size of the node's part of the
+    state. A gang that succeeds removes its copies. None: no copies."""
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps. With `debug`, run a profiler of your own."""
     observers: tuple[Callable[[], Any], ...] = ()
-    """Functions or classes that return an `Observer`. The driver calls each once per gang."""
+    """Functions or classes that return an `Observer`. The driver calls each of these once per gang."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -250,10 +251,10 @@ class Gang:
 class EarlyStopping:
     """Rule by which `dispatch.map` stops models early: asynchronous successive halving (Li et al. 2018).
 
-    A model is compared at its rungs, which are the epochs `grace_period`, `grace_period * reduction_factor`,
-    `grace_period * reduction_factor**2`, and so on. At a rung, the model goes on if its value is among the best `1 /
-    reduction_factor` of all values that models had there so far. With fewer than twice `reduction_factor` values, only
-    the best goes on. Models do not wait for each other, so the first model at a rung always goes on.
+    A model is compared at its rungs: the epochs `grace_period`, `grace_period * reduction_factor`, `grace_period *
+    reduction_factor**2`, and so on. At a rung, the best `1 / reduction_factor` of the values so far let their models go
+    on. With fewer than twice `reduction_factor` values, only the best model goes on. Models do not wait for each other,
+    so the first model at a rung always goes on.
 
     Raises:
         ImportError: The extra `sweep` is not installed.
@@ -271,13 +272,13 @@ class EarlyStopping:
     """
 
     metric: str
-    """Name of the metric that is compared. Its values come from records of rank 0's `log` that also have `epoch`, which
-    should count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric
-    is NaN at a rung is stopped."""
+    """Name of the compared metric. Rank 0 must log the metric together with `epoch`, which should count from 1. The
+    first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN at a rung is
+    stopped."""
     mode: Literal["min", "max"] = "min"
-    """Whether low or high values are good."""
+    """Direction of the metric: `min` if low values are best, `max` if high values are best."""
     reduction_factor: int = 4
-    """Number of models, from 2 up, of which one goes on at a rung."""
+    """Divisor, from 2 up, of the number of models at a rung: one in `reduction_factor` models goes on."""
     grace_period: int = 1
     """Number of epochs, from 1 up, that every model trains before its first comparison."""
 
@@ -360,7 +361,7 @@ class Wandb:
     """Mode of wandb. None: wandb's own mode (`WANDB_MODE`, `wandb offline`), by default online if there is a key, else
     offline with a line in the log. wandb never prompts."""
     id: str | None = None
-    r"""Id of the run: up to 128 characters, none of them `/\#?%:`. None: derived from the execution and the node, so
+    r"""Id of the run: up to 128 characters, but not `/\#?%:`. None: derived from the execution and the node, so
     that a retry continues the run."""
     name: str | None = None
     """Display name of the run. None: `WANDB_NAME`, or else the task's name."""

@@ -1,6 +1,6 @@
 """Adapter for Flyte 2: `DaskDDP`, `SpawnDDP` and `DaskCluster` as the `plugin_config` of a `flyte.TaskEnvironment`.
 
-The package also has all other public names of `flytekitplugins.daskpytorch`, as the same objects. `Scheduler` and
+All other public names come from `flytekitplugins.daskpytorch`, as the same objects. `Scheduler` and
 `WorkerGroup` come from `flyteplugins.dask`. flytekit need not be installed.
 """
 

@@ -1,7 +1,7 @@
 """Client that lists and reads the objects of one S3 bucket. Each process that loads data has a client of its own.
 
-botocore lists objects, and obstore reads them. obstore's Rust client takes a third of botocore's time per object. Its
-threads do not survive a fork, so a forked process that calls obstore would hang. A forked process reads by botocore
+botocore lists objects, and obstore reads objects, as its Rust client takes a third of botocore's time per object.
+obstore's threads do not survive a fork, so a forked process would hang in obstore. A forked process reads by botocore
 instead.
 """
 
@@ -284,7 +284,7 @@ class Bucket:
             logger.warning("ETags of s3://%s are no checksums (%s): lengths alone are compared", self.name, uri)
 
     def _is_checksum(self, listed: Listed) -> bool:
-        """Return True if an ETag that differs from the same bytes twice is a checksum. With a KMS key it is none."""
+        """Return True if an ETag that differs from the same bytes twice is a checksum. KMS keys make other ETags."""
         try:
             answer = self._plainly().client.head_object(Bucket=self.name, Key=listed.key)
         except Exception as error:

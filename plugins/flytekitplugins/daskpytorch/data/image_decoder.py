@@ -71,7 +71,7 @@ def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
         from torchcodec.decoders import decode_jpeg
     except ModuleNotFoundError:
         return _torchvisions()
-    except (ImportError, OSError, RuntimeError) as error:  # of its shared libraries
+    except (ImportError, OSError, RuntimeError) as error:  # raised by torchcodec's shared libraries
         logging.getLogger(__name__).warning(
             "torchcodec does not decode pictures here, so torchvision does: %s. Torchcodec does from 0.16 on, which is "
             "for torch 2.11 and newer, and this is torch %s; its README has a table of what goes together",
@@ -98,7 +98,7 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
             pictures.
         max_pixels: Most pixels of a picture.
         min_side: Least pixels of the shorter side. A JPEG is decoded at the smallest of a half, a quarter and an eighth
-            of its size that is large enough. PIL decodes such a JPEG, since torch's decoders cannot shrink. None:
+            of its size that is large enough. Only PIL can shrink, so PIL decodes these JPEGs. None:
             decode at full size.
 
     Raises:

@@ -56,8 +56,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     Many requests read a batch at once, by a client of each process's own. With `RankLoader` or `ReadAhead`, the next
     batch is read while the current one is decoded and trained on.
 
-    The data set may be used before and after a `DataLoader` starts its workers by fork, forkserver or spawn. It
-    pickles, so it may be an argument of a gang's function.
+    The data set may be used before and after a `DataLoader` starts its workers by fork, forkserver or spawn. The data
+    set pickles, and may be an argument of a gang's function.
 
     Attributes:
         all_files: Keys of the pictures, in the order of the listing, which is sorted by key.
@@ -129,12 +129,12 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             max_pixels: Most pixels of a picture. A larger picture is not decoded, and `on_error` handles it. A file of
                 kilobytes may take gigabytes to decode.
             min_side: Least pixels of a picture's shorter side, for transforms that shrink pictures anyway. With 256,
-                which suits `Resize(256)`, a JPEG is decoded at a half, a quarter or an eighth of its size, whichever is
-                the smallest with no side below 256. Large pictures then take a fraction of the time. The smaller
-                pictures have averaged pixels, so the transform's result differs a little. A crop before `Resize` takes
-                a larger part of the picture. None: decode at full size.
-            index: File with the listing, so that many ranks or runs list only once. Written if it does not exist. None:
-                list the folder.
+                which suits `Resize(256)`, a JPEG is decoded at a half, a quarter or an eighth of its size. The decoder
+                takes the smallest size with no side below 256. Large pictures then take a fraction of the time. Pixels
+                of the smaller pictures are averages, so the transform's result differs a little. A crop before `Resize`
+                takes a larger part of the picture. None: decode at full size.
+            index: File with the listing, which many ranks and runs can share. A missing file is written. None: list the
+                folder.
             cache_dir: Local folder that keeps downloaded pictures, for several processes at once. None: no cache.
             cache_bytes: Most bytes of the cache.
             num_connections: Most requests in flight per process.
@@ -212,7 +212,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return self._item(index, picture)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return a batch, in order, without skipped pictures. `DataLoader` calls it.
+        """Return a batch, in order, without skipped pictures. Called by `DataLoader`.
 
         Downloads of the next batch, which `ReadAhead` names, are in progress when the method returns.
 
@@ -239,7 +239,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._num_broken.is_shared():  # type: ignore[no-untyped-call]
-            # The process is not a worker of the data set's own loader, and needs counters of its own.
+            # Processes other than workers of the data set's own loader need their own counters.
             self._num_broken = _counters()
 
     def _listed(self, prefix: str, path: str | os.PathLike[str] | None, *, nested: bool) -> ImageIndex:
@@ -309,7 +309,7 @@ class _Threads:
     bucket: Bucket
     readers: ThreadPoolExecutor
     decoders: ThreadPoolExecutor
-    """Pool of `NUM_DECODERS` threads. More threads would only take the processor from each other and from readers."""
+    """Pool of `NUM_DECODERS` threads. More threads would slow down each other and the readers."""
     ahead: dict[int, Future[bytes]] = field(default_factory=dict)
     """Downloads of the next batch, by the picture's index."""
 
@@ -339,8 +339,8 @@ class _Source:
     ) -> list[Future[bytes]]:
         """Start the downloads of a batch and then of the next batch. Return the downloads of the batch.
 
-        Downloads that were started ahead are used. Those that this batch does not need are cancelled, for example after
-        an epoch was broken off.
+        Downloads that were started ahead are used. Unneeded downloads are cancelled, for example after an epoch was
+        broken off.
         """
         here = self.here
         known, here.ahead = here.ahead, {}  # only this thread uses `known` from now on

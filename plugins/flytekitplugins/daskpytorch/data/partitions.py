@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""Most bytes of a rank, as a multiple of the average, before a partition goes to a rank of another worker."""
+"""Multiple of the average bytes per rank, above which a rank's partitions move to ranks of other workers."""
 
 
 class DaskPartitions:
     """Partitions of a Dask collection, divided among the ranks of a gang on the same cluster.
 
-    Make it in the driver and pass it to `dispatch.run` or `dispatch.map`. It computes the collection, waits for the
-    result, and keeps the partitions on their workers. Each rank calls `share`, and fetches its partitions straight from
-    the workers by a Dask client of its own. No partition passes through the driver or the scheduler.
+    Make the object in the driver, and pass it to `dispatch.run` or `dispatch.map`. The constructor computes the
+    collection, waits for the result, and keeps the partitions on their workers. Each rank calls `share`, and fetches
+    its partitions straight from the workers by a Dask client of its own. Partitions do not pass through the driver or
+    the scheduler.
 
     Examples:
         >>> import dask.bag
@@ -39,8 +40,8 @@ class DaskPartitions:
 
         Args:
             client: Synchronous Dask client with which the gang will be run.
-            collection: Bag, array or data frame. Or a list of futures, for example from `client.map`, or of `Delayed`,
-                each of which is one partition.
+            collection: Bag, array or data frame. Or a list with a future or a `Delayed` per partition, for example from
+                `client.map`.
 
         Raises:
             TypeError: The client is asynchronous.
@@ -60,7 +61,7 @@ class DaskPartitions:
         return {"_keys": self._keys}
 
     def share(self) -> Share:
-        """Return this rank's partitions. All ranks must call it together. Each partition is in one share.
+        """Return this rank's partitions. All ranks must call `share` together. Each partition is in one share.
 
         A rank gets the partitions on its own Dask worker, unless it would have far more bytes than other ranks. After a
         restart of the gang, the partitions are divided again.
@@ -87,7 +88,7 @@ class DaskPartitions:
 
 
 class Share(Sequence[Any]):
-    """One rank's partitions, as a sequence. Each access fetches one partition again: keep it if you need it twice.
+    """Sequence of a rank's partitions. Each access fetches a partition again, so keep a partition that you need twice.
 
     A worker needs memory for a second, pickled copy of a partition while it sends it. A `Share` pickles, so loader
     processes may use it, for example as the data set of a `DataLoader(..., batch_size=None)`.
@@ -158,7 +159,7 @@ def _parts(collection: Any) -> list[Any]:
 
     if is_dask_collection(collection) and not isinstance(collection, Delayed):
         delayed = collection.to_delayed()
-        parts = list(delayed.ravel() if hasattr(delayed, "ravel") else delayed)  # an array's are in an array
+        parts = list(delayed.ravel() if hasattr(delayed, "ravel") else delayed)  # arrays return an array of `Delayed`
     else:
         parts = list(collection) if isinstance(collection, (list, tuple)) else [collection]
     if not parts:
@@ -199,8 +200,7 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
         held: For each rank, the bytes of the partitions on its worker, by the partition's number.
 
     Returns:
-        For each rank, the numbers of its partitions, ascending. With at least as many partitions as ranks, each rank
-        has one or more.
+        For each rank, the numbers of its partitions, ascending. A rank is empty only if ranks outnumber partitions.
     """
     sizes = _sizes(num_partitions, held)
     ranks = [_Rank() for _ in held]

@@ -53,7 +53,7 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
     file = _DeckFile(ctx)
     _live_file.set(file.path if file.is_local else None)
     try:
-        with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # at once only if no storage is involved
+        with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # a local file also before the training
             yield _live_file.get()
     finally:
         deck.freeze()

@@ -36,7 +36,7 @@ class TaskOutput:
     decks: list[tuple[str, str]]
     """Names and HTML of the Decks made in the rank."""
     tab: str = ""
-    """HTML of the Deck's tab of outputs. Empty if the Deck has no such tab."""
+    """HTML of the Deck's tab of outputs. Empty: the Deck has no tab of outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,8 @@ class FlyteRank:
 def finish_imports() -> None:
     """Import the modules that flytekit imports lazily, such as pandas. Call it before other threads start.
 
-    If two threads first use a lazy module at once, one may find it half imported (python/cpython#114763, fixed in later
-    versions). Such threads are the user's function and wandb's import.
+    A lazy module may appear half imported to a second thread (python/cpython#114763, fixed in later versions). In a
+    rank, the user's function and wandb's import run in different threads.
     """
     for module in list(sys.modules.values()):
         if object.__getattribute__(module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001

@@ -381,7 +381,7 @@ def _mounts_shared_memory(template: PodTemplate | None) -> bool:
 def _retried_by_the_mapped() -> Iterator[None]:
     """On a backend, let Flyte retry failures of the infrastructure that occur under `map_task`.
 
-    `map_task` turns all exceptions into user errors. Such retries therefore count towards the task's `retries`, not
+    `map_task` turns all exceptions into user errors. The retries therefore count towards the task's `retries`, not
     towards Flyte's budget for system errors.
     """
     try:

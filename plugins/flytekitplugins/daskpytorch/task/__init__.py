@@ -1,4 +1,4 @@
 """Shared parts of all hosts' task types: a gang as a task, checkpoints of local runs, results, a live page, signals.
 
-Runs in the task's process. Called by the hosts' adapters, and imports none of them. May import all below it.
+Runs in the task's process. Called by the hosts' adapters, and imports no adapter. May import all lower layers.
 """

@@ -57,11 +57,11 @@ class Host:
 
 
 class ConfigClass(type):
-    """Metaclass of the configs. An SDK refuses a class of configs in the place of a config by it."""
+    """Metaclass of the configs, by which an SDK recognises, and refuses, a class in the place of a config."""
 
 
 class Config(metaclass=ConfigClass):
-    """Config of a task for any host. Its fields are checked when it is made."""
+    """Config of a task for any host. The constructor checks the fields."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Register a user's subclass for the same task type, since SDKs look only at a config's own class."""
@@ -113,7 +113,7 @@ class GangOnDask(OnDask):
     gang: Gang = field(default_factory=Gang)
     """Settings of the gang on the workers."""
     wandb: Wandb | None = None
-    """Record the run in Weights & Biases; None does not."""
+    """Settings of the gang's Weights & Biases run. None: no run."""
 
     def __post_init__(self) -> None:
         self._check_kinds(self._kinds() | OF_GANGS)
@@ -143,7 +143,7 @@ class GangOnOwnNode(Config):
     gang: Gang = field(default_factory=Gang)
     """Settings of the gang. `ranks_per_worker` and `min_workers` must keep their defaults, as there are no workers."""
     wandb: Wandb | None = None
-    """Record the run in Weights & Biases; None does not."""
+    """Settings of the gang's Weights & Biases run. None: no run."""
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     """Start of a rank's process, as in `torch.multiprocessing`. `forkserver`: in milliseconds, by a fork of a process
     that has imported torch and never initialised CUDA. `spawn`: in seconds, as a fresh interpreter."""

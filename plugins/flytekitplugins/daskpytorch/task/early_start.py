@@ -20,8 +20,8 @@ def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str]
     Args:
         arguments: All words of the command line.
         program: Name of the command with the subcommand `run`.
-        here: Options, one of which must be present for a run on this machine. Empty: every run is on this machine,
-            unless it has an option of `NOT_HERE`.
+        here: Options of which a local run has at least one. Empty: every run is local, unless it has an option of
+            `NOT_HERE`.
     """
     called, *rest = arguments or [""]
     _, *options = list(dropwhile(lambda option: option != "run", rest)) or [""]

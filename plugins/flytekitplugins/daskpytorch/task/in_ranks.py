@@ -44,7 +44,7 @@ CLUSTER_SETTINGS = {
 GANG_SETTINGS = CLUSTER_SETTINGS | {
     # Dask profiles its workers 100 times a second. A worker with an agent as its only task needs no profile.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    # Two processes check the worker's memory, by default 10 times a second. That memory does not include its ranks'.
+    # Two processes check the worker's memory, by default 10 times a second. The memory of ranks is not included.
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
     # An agent whose worker dies must not be tried on another worker.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",

@@ -20,9 +20,9 @@ from flytekitplugins.daskpytorch.checks import shown
 class StrictInputs:
     """Base of a dataclass that is given as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.
 
-    flytekit drops unknown keys, so a misspelt key would train with the default. Here an unknown key is an error, which
-    suggests the right key. A key given twice is an error, too, and so is a value of another type, such as 1.9 or "1"
-    for an `int`. A float that is a whole number, such as 3.0, is accepted for an `int`.
+    flytekit drops unknown keys, so a misspelt key would train with the default. `StrictInputs` raises an error, which
+    suggests the right key. Repeated keys are errors, too. Values of another type are errors, such as 1.9 or "1" for an
+    `int`, but 3.0 counts as 3. A float that is a whole number, such as 3.0, is accepted for an `int`.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -71,8 +71,9 @@ class StrictInputs:
 def refuse_unknown(inputs: Mapping[str, Any]) -> None:
     """Refuse keys in the command line's JSON that the user's dataclass does not have.
 
-    flytekit drops unknown keys when it reads the command line. This function reads the command line of its own process.
-    It considers only JSON for an option with the input's name, and only if the known keys match the input's value.
+    flytekit drops unknown keys when it reads the command line. `refuse_unknown` therefore reads the process's command
+    line again. Only JSON for an option with the input's name counts, and only if the known keys match the input's
+    value.
 
     Raises:
         ValueError: A key is unknown. The message suggests the right key.

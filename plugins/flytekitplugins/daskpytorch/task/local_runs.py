@@ -4,7 +4,7 @@
         daskpytorch.json    this folder, the task's name, and digests of its inputs and of its function's source
         gang/               the files that an attempt has in Flyte's storage on a backend
 
-A run goes on from an earlier run like an attempt of a task from the previous attempt on a backend.
+A run goes on from an earlier run as an attempt goes on from the previous attempt on a backend.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ MAX_BYTES = 10 << 30
 
 
 class LocalRun:
-    """One run of a task on this machine. Its first gang makes its folder, which stays if a checkpoint was saved."""
+    """Local run of a task. The first gang makes the run's folder, which stays if a checkpoint was saved."""
 
     def __init__(
         self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
@@ -61,7 +61,7 @@ class LocalRun:
         self._has_made_room = False
 
     def paths(self, key: str) -> StoragePaths:
-        """Return the folders of a gang's checkpoints: of this run, and of the run to go on from."""
+        """Return the folders of a gang's checkpoints in this run, and in the run to go on from."""
         previous = str(self.previous / key) if self.previous is not None else None
         with contextlib.suppress(OSError):  # the first checkpoint tries again, and reports the error
             self.make_folder()  # with its record, before ranks write shards to it
@@ -179,7 +179,7 @@ def _is_removable(run: Path) -> bool:
 
 
 def _folders_named_by(run: Path, root: Path) -> set[Path]:
-    """Return the folders of runs that have checkpoints of this run, such as runs that it has gone on from."""
+    """Return the folders that hold checkpoints of a run: its own, and those of runs before."""
     named = [*filter(None, (named_in(path.read_bytes()) for path in run.glob(f"*/{MANIFEST}")))]
     folders = [Path(entry.uri) for _, sharded in named for entry in sharded]
     folders += [Path(file.folder) for files, _ in named for file in files if file.folder]
@@ -288,4 +288,4 @@ def _say(task: str, text: str) -> None:
 
 
 local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)
-"""Local run of the task that runs in this context. None on a backend, or if no checkpoints are kept."""
+"""Local run of the current task. None on a backend, and if checkpoints are not kept."""
