@@ -1,8 +1,7 @@
 """Distributed PyTorch training, on ephemeral Dask clusters or on one node, as typed, cached, retryable Flyte tasks.
 
-The import of this package is cheap, since every Dask worker and every rank imports it. flytekit, Dask and torch are
-imported at the first use of a name that needs them. The first use of a task config registers the task types with
-flytekit.
+Every Dask worker and every rank imports this package, so the import is cheap. The first use of a name imports what the
+name needs: flytekit, Dask or torch. The first use of a task config registers the task types with flytekit.
 """
 
 from __future__ import annotations

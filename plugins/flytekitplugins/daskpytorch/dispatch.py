@@ -161,26 +161,24 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         wandb: Settings of the Weights & Biases runs, one per model, each with its experiment as the configuration. A
             run's name is `wandb.name`, or else the function's name, with the experiment's index. All runs belong to one
             group, `wandb.group`. By default the group has the run's name and the execution's name, or a random name in
-            local runs. Runs of finished and stopped models have exit code 0, and runs of failed models have
-            exit code 1. Offline runs are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret`
-            must be among the task's `secret_requests`.
+            local runs. Runs of finished and stopped models have exit code 0, and runs of failed models have exit code
+            1. Offline runs are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret` must be
+            among the task's `secret_requests`.
         storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
             model in `storage/name/index`. Repeat a call after an interruption: in another process, in a Flyte retry, or
             with more experiments at the end. The repeated call trains only missing models. Finished models have their
             results and records again. Models that were stopped early have their records again, or train on if
             `stop_early` is None. All other models, including failed and cancelled ones, go on from their newest
             checkpoints. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored
-            files
-            are pickles, which are trusted when they are read: let nobody else write there.
+            files are pickles, which are trusted when they are read: let nobody else write there.
         name: Name of the folder in `storage`. None: the function's name. If the folder has models of another function
             or of other experiments, an error says what differs.
 
     Returns:
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
-        and rank
-        0's logged records as `records`. The sequence also has `result`, `exception`, `cancel`, `as_completed`, `best`
-        and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows the state of all
-        models until they have ended.
+        and rank 0's logged records as `records`. The sequence also has `result`, `exception`, `cancel`, `as_completed`,
+        `best` and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows the state of
+        all models until they have ended.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`

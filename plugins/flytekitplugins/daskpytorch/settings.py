@@ -47,16 +47,14 @@ class Keep:
         >>> gang.keep.last
         2
 
-        The metric is saved with each checkpoint: `current_rank().checkpoint.save(state, step, metrics={"held_out_loss":
-        loss})`.
+        Save the metric, too: `current_rank().checkpoint.save(state, step, metrics={"held_out_loss": loss})`.
     """
 
     last: int = 2
     """Number of newest checkpoints to keep, from 1 up. With 2 or more, the gang survives a damaged newest
     checkpoint."""
     best: int = 0
-    """Number of best checkpoints, by `metric`, that are kept in addition to the newest. The earlier wins a tie. 0:
-    none."""
+    """Number of best checkpoints, by `metric`, to keep besides the newest. The earlier wins a tie. 0: none."""
     metric: str | None = None
     """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)`. A checkpoint
     whose metric is missing or NaN is never among the best. None if `best` is 0."""
@@ -140,8 +138,8 @@ class Gang:
     devices: Literal["own", "all"] = "own"
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
-    uses
-    `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is the rank's own GPU in both cases."""
+    uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is the rank's own GPU in both
+    cases."""
     min_workers: int | None = None
     """Least number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all workers."""
     max_restarts: int = 3
@@ -151,26 +149,26 @@ class Gang:
     the function, the gang restarts under three conditions:
 
     - The attempt has saved a checkpoint.
-    - The previous failure was not the same line at the same step.
+    - The previous failure had another line or another step.
     - The exception is not a missing name or import.
     """
     start_timeout: float = 600.0
     """Timeout, in seconds, for the scheduler to answer, for workers to arrive or return, and for all ranks to form
     their process group."""
     hang_timeout: float | Literal["auto"] | None = "auto"
-    """Timeout for a gang without signs of life. The gang then ends with a report of each rank's stack. None: never.
+    """Timeout, in seconds or `auto`, for a gang without signs of life, which ends with a report. None: no timeout.
 
     Signs of life are optimizer steps, and calls of `log`, `should_stop` and `checkpoint` on `current_rank()`.
 
-    - `auto`: The gang is ended once all ranks wait in collectives and none has given a sign of life for five minutes. A
-      slower gang gets ten times the longest time that a rank has taken between two signs of life. A rank may be busy
-      with an evaluation, its data loader or an endless loop. The other ranks then run into the timeout of the process
-      group, whose error names that rank as well. `auto` needs the flight recorder of a recent torch.
-    - A number: Seconds of silence after which a single rank counts as hung, whatever it does. Allow for the longest
-      time between two signs of life, including evaluation and the start of training.
+    - `auto`: The gang ends once all ranks wait in collectives without a sign of life for five minutes. A slower gang
+      gets ten times the longest time that a rank has taken between two signs of life. If a rank is busy with an
+      evaluation, its data loader or an endless loop, the other ranks run into the process group's timeout. The error of
+      that timeout names the busy rank. `auto` needs the flight recorder of a recent torch.
+    - A number: Seconds of silence after which a single rank counts as hung. Allow for the longest time between two
+      signs of life, including evaluation and the start of training.
 
-    A proven deadlock ends the gang within 10 s, whatever this setting is. In a proven deadlock every rank has returned,
-    or waits in a gloo collective, `recv` or `send` that no rank is left to complete. The proof needs the flight
+    A proven deadlock ends the gang within 10 s for every value of `hang_timeout`. In a proven deadlock each rank has
+    returned, or waits in a gloo collective, `recv` or `send` that can never complete. The proof needs the flight
     recorder, too.
     """
 
@@ -180,8 +178,9 @@ class Gang:
     times this value. For 20 the product is Kubernetes' default of 30."""
 
     hints: bool = True
-    """True: log one line for each likely mistake. Examples: a loss of NaN or infinity, ranks without collectives, a
-    shuffling `DistributedSampler` without `set_epoch`. Another example is a metric of `keep` that no checkpoint has."""
+    """True: log one line for each likely mistake, such as a loss of NaN or infinity, or ranks without collectives.
+    Other mistakes are a shuffling `DistributedSampler` without `set_epoch`, and a metric of `keep` that no checkpoint
+    has."""
 
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. No two gangs of a task may have the
@@ -198,20 +197,18 @@ class Gang:
     """Storage for sharded checkpoints: a folder that all workers reach, or an fsspec URL (`s3://bucket/prefix`). Each
     gang gets a folder below it.
 
-    None: Flyte's storage for the task's checkpoints. Without Flyte, None is a temporary folder of the driver, which
-    ranks on other machines cannot reach.
+    None: Flyte's storage for the task's checkpoints. Without Flyte: a temporary folder of the driver, which ranks on
+    other machines cannot reach.
 
     Outside a Flyte task the gang's folder holds all that a later call needs to go on. A gang with a `key` goes on from
     the newest checkpoint in the folder of that key. Without a `key`, the folder is named after the function and the
     number of its call in the process:
 
-    - The same call in a later process goes on from the folder's newest checkpoint.
+    - In the next process, the call with the same number goes on from the folder's newest checkpoint.
     - In the same process, an equal call goes on from a call that has failed or was cancelled.
     - After a call that has succeeded, an equal call starts afresh, in a new folder.
 
-    A line in the log says from where a gang goes on.
-
-    A second gang is refused while another one uses the same folder.
+    The log says from where a gang goes on. A second gang is refused while another one uses the same folder.
     """
     shard_cache: str | None = None
     """Absolute path of a folder on each node's own disk for copies of the newest sharded checkpoint. A restarted gang
@@ -358,10 +355,10 @@ class Wandb:
     """Flyte secret that holds the API key. None: the key that wandb finds, for example in `WANDB_API_KEY` or from
     `wandb login`."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """Mode of wandb. None: wandb's own mode (`WANDB_MODE`, `wandb offline`), by default online if there is a key, else
-    offline with a line in the log. wandb never prompts."""
+    """Mode of the run. None: the mode of wandb itself (`WANDB_MODE`, `wandb offline`). Its default is online with an
+    API key, else offline with a line in the log. Prompts are switched off."""
     id: str | None = None
-    r"""Id of the run: up to 128 characters, but not `/\#?%:`. None: derived from the execution and the node, so
+    r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: derived from the execution and the node, so
     that a retry continues the run."""
     name: str | None = None
     """Display name of the run. None: `WANDB_NAME`, or else the task's name."""

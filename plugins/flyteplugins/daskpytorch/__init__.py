@@ -1,7 +1,7 @@
 """Adapter for Flyte 2: `DaskDDP`, `SpawnDDP` and `DaskCluster` as the `plugin_config` of a `flyte.TaskEnvironment`.
 
-All other public names come from `flytekitplugins.daskpytorch`, as the same objects. `Scheduler` and
-`WorkerGroup` come from `flyteplugins.dask`. flytekit need not be installed.
+All other public names come from `flytekitplugins.daskpytorch`, as the same objects. `Scheduler` and `WorkerGroup` come
+from `flyteplugins.dask`. The adapter works without flytekit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Client that lists and reads the objects of one S3 bucket. Each process that loads data has a client of its own.
 
-botocore lists objects, and obstore reads objects, as its Rust client takes a third of botocore's time per object.
-obstore's threads do not survive a fork, so a forked process would hang in obstore. A forked process reads by botocore
-instead.
+The library botocore lists objects. The library obstore reads objects, as its Rust client takes a third of botocore's
+time per object. Threads of obstore do not survive a fork, so a forked process would hang in obstore. Forked processes
+read by botocore instead.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
             pictures.
         max_pixels: Most pixels of a picture.
         min_side: Least pixels of the shorter side. A JPEG is decoded at the smallest of a half, a quarter and an eighth
-            of its size that is large enough. Only PIL can shrink, so PIL decodes these JPEGs. None:
-            decode at full size.
+            of its size that is large enough. Only PIL can shrink, so PIL decodes these JPEGs. None: decode at full
+            size.
 
     Raises:
         BrokenImageError: The file is empty, cut short, or no picture.

@@ -118,7 +118,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 the environment or the profile, else AWS.
             decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
                 tensor of (3, height, width), which is faster to decode and to transform. Both are upright according to
-                their EXIF data, and have the same pixels. torchcodec decodes tensors if it is installed, else
+                their EXIF data, and have the same pixels. Tensors are decoded by torchcodec if installed, else by
                 torchvision.
             nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
                 error, because folders such as `train` and `val` would become classes.

@@ -1,7 +1,7 @@
 """Deck tabs of inputs and outputs, in place of flytekit's. Runs in the driver, and for outputs in rank 0.
 
-The tabs are written from the existing values and literals. flytekit's own tabs read files a second time, show secrets,
-and contain inputs as unescaped HTML.
+The tabs are written from the existing values and literals. The tabs of flytekit itself read files a second time, show
+secrets, and contain inputs as unescaped HTML.
 """
 
 import logging
