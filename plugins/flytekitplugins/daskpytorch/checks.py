@@ -14,18 +14,18 @@ MAX_COUNT = 1_000_000
 MAX_SECONDS = 1_209_600
 """Longest timeout, in seconds: two weeks. Some system calls count milliseconds in 32 bits, which is 24 days."""
 MAX_SHOWN = 200
-"""Most characters of a value in a message."""
+"""Longest text of a value in a message, in characters."""
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 """Control characters, and halves of characters, which cannot be written as UTF-8."""
 KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 
 Rule = Callable[[Any], str | None]
-"""Function of a value that returns None if the value is allowed, else a text with the allowed values."""
+"""Function of a value that returns None for an allowed value, else a text with the allowed values."""
 
 
 class Problems:
-    """List of all problems of one config or call, which one error shows to the user.
+    """List of all problems of a config or call, which a single error shows to the user.
 
     Args:
         owner: Name of the config's class, or of the called function.
@@ -105,7 +105,7 @@ def instance_of(kind: type) -> Rule:
 
 
 def text(words: str = "a text without control characters") -> Rule:
-    """Return the rule for a text that is not blank and has no control characters."""
+    """Return the rule for non-blank texts without control characters."""
     return must_be(words, is_text)
 
 
@@ -120,11 +120,11 @@ def tuple_of(items: str, test: Callable[[Any], bool]) -> Rule:
 
 
 def uri(value: object) -> str | None:
-    """Return the rule's words unless the value is a folder, or a URL of a file system that all ranks can open."""
+    """Return None for a folder, or for a URL that all ranks can open, else a text with the allowed values."""
     if not is_text(value):
         return A_URI
     protocol, separator, rest = str(value).partition("://")
-    if not separator:  # a bucket's address without one of its slashes is no folder's name
+    if not separator:  # a bucket's URL that lacks a slash is no folder's name
         return A_URI if re.match(r"(s3a?|gc?s|abfss?|az)(:|//)", protocol) else None
     from fsspec.registry import known_implementations, registry
 
@@ -156,7 +156,7 @@ def is_auto(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Return True for a text that is not blank and has no control characters."""
+    """Return True for a non-blank text without control characters."""
     return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None
 
 
@@ -167,4 +167,4 @@ KEY = must_be(
     "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
     lambda value: isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None,
 )
-"""Rule for a text that may be a part of paths and names."""
+"""Rule for parts of paths and names."""

@@ -1,6 +1,6 @@
-"""Checks that tell whether a gang can train on this machine and on a cluster. Runs in the process of `__main__`.
+"""Checks whether gangs can train on this machine and on a cluster. Runs in the process of `__main__`.
 
-Each check yields findings. Each request to another process has a timeout, so every check ends.
+Each check yields findings. Requests to other processes have timeouts, so every check ends.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ EQUAL: dict[str, Verdict] = {
     "distributed": "warning",
     "cloudpickle": "warning",
 }
-"""Packages that all processes of a cluster should have in one version, and the verdict on different versions. A
-problem: a gang is refused, or fails. A warning: one version may be unable to read messages of the other."""
+"""Packages that need equal versions in all processes of a cluster, with the verdict on different versions. Problem:
+gangs are refused, or fail. Warning: processes may be unable to read each other's messages."""
 CONNECT_TIMEOUT = 10.0
 """Longest timeout, in seconds, for the scheduler's answer, and for the versions of all workers."""
 GRACE = 20.0
@@ -306,7 +306,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     witness = _Witness()
     supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [witness])
     futures = GangFutures(supervisor, NUM_RANKS)
-    limit = 2 * timeout + GRACE  # for the gang's start, and then for its hang
+    limit = 2 * timeout + GRACE  # one timeout for the start, one for a hang
     try:
         seconds = max(futures.result(limit))
     except Exception as error:

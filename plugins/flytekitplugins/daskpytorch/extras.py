@@ -29,7 +29,7 @@ def require_extra(extra: str, what: str) -> None:
     """Check that an extra's packages are installed, without importing them. Configs call it when they are made.
 
     Raises:
-        ImportError: A package is missing. The message says what needs the package, and how to install it.
+        ImportError: A package is missing. The message names the config and the install command.
     """
     if missing := [package for package in PACKAGES[extra] if not is_installed(package)]:
         raise ImportError(

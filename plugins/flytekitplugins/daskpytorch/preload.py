@@ -1,8 +1,8 @@
 """Preload for Dask workers: prepares a worker for its first gang while the worker starts.
 
 Use `dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`. The
-worker's first gang then starts as fast as later ones. The gang does not wait for the import of torch, and its first
-optimizer does not wait for the import of dynamo.
+worker's first gang then starts as fast as later ones. Neither the gang's start nor the first optimizer waits for
+imports of torch and dynamo.
 """
 
 from __future__ import annotations

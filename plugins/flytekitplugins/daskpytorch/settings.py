@@ -56,8 +56,8 @@ class Keep:
     best: int = 0
     """Number of best checkpoints, by `metric`, to keep besides the newest. The earlier wins a tie. 0: none."""
     metric: str | None = None
-    """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)`. A checkpoint
-    whose metric is missing or NaN is never among the best. None if `best` is 0."""
+    """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)`. Checkpoints whose
+    metric is missing or NaN are never among the best. None if `best` is 0."""
     mode: Literal["min", "max"] = "min"
     """Direction of the metric: `min` if low values are best, `max` if high values are best."""
 
@@ -111,7 +111,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """Settings of a gang: the ranks of one training run, their restarts, timeouts and checkpoints.
+    """Settings of a gang: ranks, restarts, timeouts and checkpoints of a training run.
 
     Raises:
         ValueError: A field's value is invalid.
@@ -130,11 +130,11 @@ class Gang:
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of the process group. `auto`: nccl if every rank has a GPU of its own, else gloo."""
+    """Backend of the process group. `auto`: nccl if every rank has its own GPU, else gloo."""
     ranks_per_worker: int | Literal["auto"] = "auto"
     """Number of ranks on each Dask worker, from 1 up. `auto`: one rank per GPU, or one if there are no GPUs. A
-    `DaskDDP` task counts the GPUs in the limits of its workers, or else in their requests. `dispatch.run` and
-    `dispatch.map` count the GPUs that the workers see, and divide a host's GPUs among its workers."""
+    `DaskDDP` task counts GPUs in the limits of its workers, or else in requests. `dispatch.run` and `dispatch.map`
+    count the GPUs that the workers see, and divide a host's GPUs among its workers."""
     devices: Literal["own", "all"] = "own"
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
@@ -183,10 +183,9 @@ class Gang:
     has."""
 
     key: str | None = None
-    """Name of the gang, by which the task's next attempt finds its checkpoints. No two gangs of a task may have the
-    same key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in
-    the task. Set a key if attempts may make other calls, or the same calls in another order, for example from
-    threads."""
+    """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
+    key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
+    task. Set a key if attempts may make other calls, or the same calls in another order, for example from threads."""
     keep: Keep = field(default_factory=Keep)
     """Retention policy for checkpoints. Default: the newest two stay."""
     debug: bool = False
@@ -217,7 +216,7 @@ class Gang:
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps. With `debug`, run a profiler of your own."""
     observers: tuple[Callable[[], Any], ...] = ()
-    """Functions or classes that return an `Observer`. The driver calls each of these once per gang."""
+    """Functions or classes that return an `Observer`. The driver calls each function once per gang."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -310,7 +309,7 @@ class Search:
     """
 
     study: optuna.Study
-    """Study from `optuna.create_study`, with or without a storage. Each trial gets the index of its model as
+    """Study from `optuna.create_study`, possibly with a storage. Each trial gets the index of its model as
     `user_attrs["model"]`."""
     suggest: Callable[[optuna.Trial], Any]
     """Function that returns the experiment for a trial, by calls such as `trial.suggest_float`. Called only in the

@@ -40,7 +40,7 @@ class Flyte2Execution(host.Execution):
             self.task = ctx.report  # each attempt has one report, while Flyte replaces contexts
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the gang's folders, beside the attempt's checkpoint object. A local run has them on this machine."""
+        """Return the gang's folders: beside the attempt's checkpoint object, or on this machine in a local run."""
         if self._run is not None:
             return self._run.paths(key)
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
@@ -61,7 +61,7 @@ class Flyte2Execution(host.Execution):
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """Upload the files of a folder, one by one."""
+        """Upload a folder file by file."""
         files = Files(self.filesystem(uri))
         for path in filter(Path.is_file, sorted(folder.rglob("*"))):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
@@ -102,7 +102,7 @@ class FlyteStorage(host.Execution):
 def earlier_system_errors() -> int:
     """Return how often this attempt has ended with a system error before, and rename the error's file.
 
-    After a system error, Flyte 2 starts the same attempt again, with the same paths and without a limit. Flyte 2 then
+    After a system error, Flyte 2 starts the same attempt again, with equal paths and without a limit. Flyte 2 then
     takes an error file of an earlier start for the outcome, even if the new start succeeds.
     """
     path = error_path(flyte.ctx().output_path)
@@ -158,7 +158,7 @@ def name_of_secret(secret: Any) -> str:
 
 
 def storage() -> Storage | None:
-    """Return the storage settings that Flyte was given. None: the environment or the cloud's clients have them."""
+    """Return Flyte's explicit storage settings. None: settings come from the environment or the cloud's clients."""
     config = _get_init_config()
     return config.storage if config is not None else None
 

@@ -210,7 +210,7 @@ class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
         return super()._num_ranks_per_worker()
 
     def _num_gpus_asked(self) -> int:
-        """Return the number of GPUs in the resources of the `WorkerGroup`, or else of the environment."""
+        """Return the number of GPUs in the resources of the `WorkerGroup`, or else the environment."""
         resources = self.plugin_config.workers.resources
         return num_gpus(self.resources if resources is None else resources)
 

@@ -1,4 +1,4 @@
-"""Client that lists and reads the objects of one S3 bucket. Each process that loads data has a client of its own.
+"""Client that lists and reads objects of an S3 bucket. Each process that loads data makes its own client.
 
 The library botocore lists objects. The library obstore reads objects, as its Rust client takes a third of botocore's
 time per object. Threads of obstore do not survive a fork, so a forked process would hang in obstore. Forked processes
@@ -32,7 +32,7 @@ NOTICE_INTERVAL = 10.0
 """Seconds between two reports on a long listing."""
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
-"""Pattern of an ETag that is a checksum: of an object uploaded in one piece, and not encrypted by a KMS key."""
+"""Pattern of ETags that are checksums. Objects uploaded in parts, or encrypted by KMS keys, have other ETags."""
 CREDENTIALS = "Check the credentials: environment variables, profile, or the pod's role; anon=True asks without any"
 REGION = "Name it: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
@@ -53,7 +53,7 @@ HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedire
 
 
 class DamagedTransferError(OSError):
-    """An object arrived with a length or checksum that differs from the listing, even after all retries.
+    """After all retries, an object's length or checksum still differs from the listing.
 
     Examples:
         Leave out damaged pictures, and pictures that cannot be decoded:
@@ -219,11 +219,11 @@ class Bucket:
             raise _from_botocore(error, uri) from error
 
     def read(self, listed: Listed) -> bytes:
-        """Return the bytes of an object, after a comparison with its listing.
+        """Return an object's bytes, which are compared with the listing.
 
         Raises:
             FileNotFoundError: The object no longer exists.
-            PermissionError: The credentials do not allow the read, or have expired.
+            PermissionError: The credentials do not permit reading, or have expired.
             ChangedError: The object has been overwritten since the listing.
             DamagedTransferError: The length or checksum of the arrived bytes differs from the listing.
             TimeoutError: The server does not answer.
@@ -325,7 +325,7 @@ class _Obstore:
             answer = obstore.get(self._store, key)
             return bytes(answer.bytes()), (answer.meta["e_tag"] or "").strip('"')
         except Exception as error:
-            raise _from_obstore(error, f"s3://{self._bucket}/{key}") from None  # the cause has no more information
+            raise _from_obstore(error, f"s3://{self._bucket}/{key}") from None  # the cause adds nothing
 
 
 class _Botocore:

@@ -40,7 +40,7 @@ class BrokenImageError(ValueError):
 
 
 class ImageTooLargeError(BrokenImageError):
-    """A picture has more pixels than `max_pixels`, and was not decoded.
+    """A picture exceeds `max_pixels`, and was not decoded.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
@@ -97,9 +97,9 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
             tensor, torchcodec or torchvision decodes JPEGs with one or three components, and PIL decodes all other
             pictures.
         max_pixels: Most pixels of a picture.
-        min_side: Least pixels of the shorter side. A JPEG is decoded at the smallest of a half, a quarter and an eighth
-            of its size that is large enough. Only PIL can shrink, so PIL decodes these JPEGs. None: decode at full
-            size.
+        min_side: Least pixels of the shorter side. JPEGs are decoded at a half, a quarter or an eighth of their size:
+            the smallest size that is large enough. Only PIL can shrink, so PIL decodes these JPEGs. None: decode at
+            full size.
 
     Raises:
         BrokenImageError: The file is empty, cut short, or no picture.

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-"""Errors of one picture, which `on_error` handles. Errors of the server or of permissions are always raised."""
+"""Errors of a single picture, which `on_error` handles. Server errors and missing permissions are always raised."""
 MAX_LOADER_WORKERS = 1024
 MAX_WHOLE = 2**62
 NUM_DECODERS = 2
@@ -50,11 +50,11 @@ CLIENT_OPTIONS = ("endpoint_url", "region_name")
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
     """Map-style data set of (picture, label), from pictures in S3 at `prefix/class/picture`.
 
-    The folder is listed when the data set is made. Objects that are no pictures by their names, and markers of folders,
-    are left out. Each picture that arrives is compared with the listing.
+    The folder is listed when the data set is made. Objects without a picture's extension, and markers of folders, are
+    left out. Each picture that arrives is compared with the listing.
 
-    Many requests read a batch at once, by a client of each process's own. With `RankLoader` or `ReadAhead`, the next
-    batch is read while the current one is decoded and trained on.
+    Many requests of one client per process read a batch at once. With `RankLoader` or `ReadAhead`, the next batch is
+    read while the current one is decoded and trained on.
 
     The data set may be used before and after a `DataLoader` starts its workers by fork, forkserver or spawn. The data
     set pickles, and may be an argument of a gang's function.
@@ -142,7 +142,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             num_retries: Most retries of a request after resets, timeouts, HTTP 5xx or damage.
 
         Raises:
-            ValueError: An argument is out of range, or pictures are too deep in the folder.
+            ValueError: An argument is out of range, or the folder has pictures at deeper levels.
             FileNotFoundError: The bucket does not exist, or the folder has no picture.
             PermissionError: The credentials do not allow the listing.
             OSError: The server cannot be reached.
@@ -217,7 +217,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Downloads of the next batch, which `ReadAhead` names, are in progress when the method returns.
 
         Raises:
-            BrokenImageError: All pictures of the batch were skipped. Other errors are those of `__getitem__`.
+            BrokenImageError: All pictures of the batch were skipped. `__getitem__` lists other errors.
         """
         image_decoder.prepare(self._decoder)
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
@@ -226,7 +226,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
         finally:
             for body in bodies:
-                body.cancel()  # if another one has failed
+                body.cancel()  # after an exception
         items = [self._item(index, picture) for index, picture in pictures if picture is not None]
         if not items and indices:
             keys = ", ".join(self._uri(index) for index in indices[:3])
@@ -280,7 +280,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             return error
 
     def _judged(self, index: int, outcome: Picture | Exception) -> Picture | None:
-        """Return the picture, or for a broken one the replacement of `on_error`. None: skip the picture."""
+        """Return the picture. For a broken picture, return the replacement of `on_error`, or None to skip."""
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
@@ -309,13 +309,13 @@ class _Threads:
     bucket: Bucket
     readers: ThreadPoolExecutor
     decoders: ThreadPoolExecutor
-    """Pool of `NUM_DECODERS` threads. More threads would slow down each other and the readers."""
+    """Pool of `NUM_DECODERS` threads. More threads would compete for cores with the readers."""
     ahead: dict[int, Future[bytes]] = field(default_factory=dict)
     """Downloads of the next batch, by the picture's index."""
 
 
 class _Source:
-    """A bucket, with its own client and its own threads for reading and decoding in each process."""
+    """Bucket with a client, reader threads and decoder threads per process."""
 
     def __init__(self, name: str, access: Access) -> None:
         self._name, self._access = name, access
@@ -337,7 +337,7 @@ class _Source:
     def bodies(
         self, fetch: Callable[[int], bytes], indices: Sequence[int], ahead: Iterable[int]
     ) -> list[Future[bytes]]:
-        """Start the downloads of a batch and then of the next batch. Return the downloads of the batch.
+        """Start downloads of a batch and then of the next batch. Return the first batch's downloads.
 
         Downloads that were started ahead are used. Unneeded downloads are cancelled, for example after an epoch was
         broken off.
@@ -355,7 +355,7 @@ class _Source:
 
 
 def _counters() -> Tensor:
-    """Return a counter for this process and one for each loader worker. Each process adds to its own only."""
+    """Return counters for this process and its loader workers. Each process adds only to its own counter."""
     counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters

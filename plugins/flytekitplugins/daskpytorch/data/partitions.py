@@ -36,7 +36,7 @@ class DaskPartitions:
     """
 
     def __init__(self, client: Client, collection: Any) -> None:
-        """Compute a collection on the cluster where it will be trained on.
+        """Compute a collection on the training's cluster.
 
         Args:
             client: Synchronous Dask client with which the gang will be run.
@@ -63,8 +63,8 @@ class DaskPartitions:
     def share(self) -> Share:
         """Return this rank's partitions. All ranks must call `share` together. Each partition is in one share.
 
-        A rank gets the partitions on its own Dask worker, unless it would have far more bytes than other ranks. After a
-        restart of the gang, the partitions are divided again.
+        A rank gets partitions of its own Dask worker, unless the rank would have far more bytes than others. A
+        restarted gang divides the partitions again.
 
         Raises:
             RuntimeError: The process is not a rank of `dispatch.run` or `dispatch.map`.
@@ -193,11 +193,11 @@ class _Rank:
 
 
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
-    """Assign every partition to a rank of its own worker, unless that rank would have far more bytes than others.
+    """Assign each partition to a rank of its worker, unless the rank would have far more bytes than others.
 
     Args:
         num_partitions: Number of partitions, which are numbered from 0.
-        held: For each rank, the bytes of the partitions on its worker, by the partition's number.
+        held: For each rank, sizes in bytes of the partitions on its worker, by partition number.
 
     Returns:
         For each rank, the numbers of its partitions, ascending. A rank is empty only if ranks outnumber partitions.
@@ -223,7 +223,7 @@ def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
-    """Move partitions from the rank with most bytes to the rank with least, while the first exceeds the tolerance.
+    """Move partitions from the fullest rank to the emptiest rank, while the fullest rank exceeds the tolerance.
 
     A rank without partitions gets one in any case. A rank's last partition stays.
     """
@@ -231,7 +231,7 @@ def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
     while richer := [rank for rank in ranks if len(rank.partitions) > 1]:
         most, least = max(richer, key=lambda rank: rank.load), min(ranks, key=lambda rank: rank.load)
         gap = most.load - least.load
-        # A partition of half the gap makes both ranks equal. One of the whole gap or more only swaps their places.
+        # A partition of half the gap makes both ranks equal. A partition of the whole gap merely swaps the ranks.
         movable = [partition for partition in most.partitions if sizes[partition] < gap]
         if not movable or (most.load <= TOLERANCE * average and least.partitions):
             return

@@ -44,7 +44,7 @@ class _OnDask(config.OnDask):
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs in each worker's limits, or else in its requests. 0: no GPUs."""
+        """Number of GPUs in each worker's limits, or else requests. 0: no GPUs."""
         for resources in (self.workers.limits, self.workers.requests):
             if resources is not None and resources.gpu:
                 return int(resources.gpu)

@@ -145,7 +145,7 @@ def finish_imports() -> None:
 
 @contextlib.contextmanager
 def _statsd_by_number() -> Iterator[None]:
-    """Let flytekit reach its default statsd, `localhost`, by number. On some machines that name does not resolve.
+    """Let flytekit reach its default statsd, `localhost`, by number. Some machines cannot resolve `localhost`.
 
     flytekit resolves the name when it makes a client, which a plain local task does not do. A host that the user has
     set stays.

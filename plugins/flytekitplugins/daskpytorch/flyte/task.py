@@ -58,7 +58,7 @@ OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT)
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
-"""Task that Flyte executes in this context, and its inputs as literals. None: Flyte executes no task of ours."""
+"""Task that Flyte executes in this context, with its inputs as literals. None outside tasks of this package."""
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
@@ -81,8 +81,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
         """Write the Deck: first the tabs of the task's own code, then this package's and flytekit's.
 
-        An exception while writing is logged, and does not fail the task. `outputs` are the values, or the HTML of their
-        tab.
+        Exceptions are logged, and do not fail the task. `outputs` are values, or the HTML of the outputs' tab.
         """
         if not self.enable_deck:
             return
@@ -352,7 +351,7 @@ def _identity(literal: Literal) -> bytes:
 
 
 def _deck_file() -> str | None:
-    """Return the path of this process's newest Deck, which flytekit only logs. None on a backend, or without a Deck."""
+    """Return the path of this process's newest Deck, which flytekit only logs. None: no Deck, or a backend."""
     ctx = FlyteContextManager.current_context()
     files = Path(ctx.file_access.local_sandbox_dir).glob(f"*/{DECK_FILE_NAME}") if _is_local(ctx) else ()
     return str(max(files, key=lambda file: file.stat().st_mtime, default=None) or "") or None

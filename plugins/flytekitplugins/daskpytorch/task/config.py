@@ -23,7 +23,7 @@ _hosts: list[Host] = []
 class Host:
     """One of Flyte's SDKs: makes tasks from its own configs, and refuses configs of other SDKs.
 
-    Without the refusal, flytekit would run the function of a task with an unknown config in the driver, in no gang.
+    Without the refusal, flytekit would run tasks with unknown configs in the driver, without a gang.
     """
 
     sdk: str
@@ -57,7 +57,7 @@ class Host:
 
 
 class ConfigClass(type):
-    """Metaclass of the configs, by which an SDK recognises, and refuses, a class in the place of a config."""
+    """Metaclass of configs. An SDK recognises a class in the place of a config by this metaclass, and refuses it."""
 
 
 class Config(metaclass=ConfigClass):
@@ -141,7 +141,8 @@ class GangOnOwnNode(Config):
     nproc: int | Literal["auto"] = "auto"
     """Number of ranks, from 1 up. `auto`: one per visible GPU, or one on a node without GPUs."""
     gang: Gang = field(default_factory=Gang)
-    """Settings of the gang. `ranks_per_worker` and `min_workers` must keep their defaults, as there are no workers."""
+    """Settings of the gang. `ranks_per_worker` and `min_workers` must keep their defaults, since the gang has no Dask
+    workers."""
     wandb: Wandb | None = None
     """Settings of the gang's Weights & Biases run. None: no run."""
     start_method: Literal["forkserver", "spawn"] = "forkserver"

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 CLUSTER_SETTINGS = {
-    # Dask tasks may start processes of their own, such as the workers of a DataLoader.
+    # Dask tasks may start processes, for example DataLoader workers.
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     # Dask checks its event loops 50 times a second, which takes 2 % of a core per process from the ranks.
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
 GANG_SETTINGS = CLUSTER_SETTINGS | {
-    # Dask profiles its workers 100 times a second. A worker with an agent as its only task needs no profile.
+    # Dask profiles workers 100 times a second. A worker that runs only an agent needs no profile.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     # Two processes check the worker's memory, by default 10 times a second. The memory of ranks is not included.
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
-    # An agent whose worker dies must not be tried on another worker.
+    # Dask must not restart an agent on another worker when the agent's worker dies.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
 """Environment variables for all pods of the cluster. The user's variables win."""
@@ -62,7 +62,7 @@ ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """Display, Deck, observers and results of one training of a task."""
+    """Display, Deck, observers and results of a task's training."""
 
     display: ProgressDisplay | MachineLog
     recorder: Recorder
@@ -128,7 +128,7 @@ class InRanks:
         raise NotImplementedError
 
     def _page_file(self) -> str | None:
-        """Return the path of the page on this machine. None: the page is not on this machine."""
+        """Return the path of the page's local file. None: the page has no local file."""
         raise NotImplementedError
 
     def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
@@ -150,7 +150,7 @@ class InRanks:
         raise NotImplementedError
 
     def _num_gpus_to_find(self) -> int:
-        """Return the number of GPUs in the limits of each worker, or of the task. 0 on a user's machine."""
+        """Return the number of GPUs in the limits of each worker or of the task. 0 on a user's machine."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class InRanks:
 
     @contextlib.contextmanager
     def _shown(self, inputs: dict[str, Any]) -> Iterator[_Shown]:
-        """Show a training's progress, and at its end, even after a failure, the places of its files."""
+        """Show a training's progress. At the training's end or failure, show the places of its files."""
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder

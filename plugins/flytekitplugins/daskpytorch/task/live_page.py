@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
 
 TITLE = "Training"
-"""Name of the page, which is the first of the task's pages."""
+"""Name of the page, the first of the task."""
 INTERVAL = 3.0
 """Seconds between two checks for changes."""
 SHARE = 0.02
@@ -25,7 +25,7 @@ logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
-    """Return the recorder's current page. If that fails, return a page with the error, so that the training goes on."""
+    """Return the recorder's current page. Exceptions become a page with the error, and do not end the training."""
     try:
         return recorder.html(places())
     except Exception as error:

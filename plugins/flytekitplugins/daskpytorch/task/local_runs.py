@@ -77,13 +77,13 @@ class LocalRun:
         return None
 
     def advice(self) -> str:
-        """Return a text that says which checkpoint was kept, and how to go on from it."""
+        """Return a text with the kept checkpoint's step and the way to go on."""
         if (step := self.newest_step()) is None:
             return "no checkpoint was kept"
         return f"the checkpoint of step {step} is kept, {RESUME_VARIABLE}=1 and the same command go on from it"
 
     def differences(self) -> list[str]:
-        """Return the names of all that differs from the run to go on from: inputs, the task, its source."""
+        """Return names of differences from the run to go on from: inputs, the task, the function's source."""
         earlier = json.loads((self.previous / RECORD).read_text()) if self.previous is not None else {}
         then = earlier.get("inputs", {})
         found = [f"input {name}" for name in sorted({*then, *self.inputs}) if then.get(name) != self.inputs.get(name)]
@@ -110,7 +110,7 @@ class LocalRun:
             clean(self.folder.parent.parent, self.previous)
 
     def close(self) -> None:
-        """Release the lock, and remove the folder if it has no checkpoints."""
+        """Release the lock, and remove a folder without checkpoints."""
         if self._record is None:
             return
         with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ def clean(root: Path, previous: Path | None = None) -> None:
 
 
 def _is_removable(run: Path) -> bool:
-    """Return True for the folder of an ended run that has not been moved and has only this package's files.
+    """Return True for an ended run's folder that was not moved and has only this package's files.
 
     Copied and moved folders, and folders with other files, belong to the user and stay.
     """
@@ -179,7 +179,7 @@ def _is_removable(run: Path) -> bool:
 
 
 def _folders_named_by(run: Path, root: Path) -> set[Path]:
-    """Return the folders that hold checkpoints of a run: its own, and those of runs before."""
+    """Return folders with checkpoints of a run: the run's own folder, and folders of earlier runs."""
     named = [*filter(None, (named_in(path.read_bytes()) for path in run.glob(f"*/{MANIFEST}")))]
     folders = [Path(entry.uri) for _, sharded in named for entry in sharded]
     folders += [Path(file.folder) for files, _ in named for file in files if file.folder]
@@ -226,7 +226,7 @@ def _asked() -> str | None:
 
 
 def _previous(runs_of_task: Path) -> Path | None:
-    """Return the folder of the run to go on from, if any. Folders that another user can write to are refused."""
+    """Return the folder of the run to go on from, or None. Folders that another user can write to are refused."""
     asked = _asked()
     if asked is None:
         return None

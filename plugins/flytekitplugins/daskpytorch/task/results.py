@@ -23,7 +23,7 @@ FAILED_LIMIT = 60.0
 
 
 class TaskResults:
-    """Results of one task: a folder among its raw outputs, local or remote."""
+    """Results of a task: a local or remote folder among its raw outputs."""
 
     def __init__(self, grace_period: float, execution: Execution) -> None:
         self._preempted_limit = Deadlines(grace_period).results
@@ -95,7 +95,7 @@ class TaskResults:
             write_out(received, ResultFolder(folder, self.folder))
 
     def _deliver(self, received: ReceivedResults, folder: Path) -> None:
-        """Write or upload the files to the task's folder, if there are any."""
+        """Write or upload all files to the task's folder."""
         self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
             if self._is_remote:
@@ -119,7 +119,7 @@ class TaskResults:
             say(f"what the ranks have submitted did not all reach {self.folder} within {limit:g} s")
 
     def _make_empty_folder(self) -> None:
-        if self._is_remote:  # an object store has no folders, so this object stands for an empty one
+        if self._is_remote:  # object stores have no folders, so an object marks the empty folder
             self._execution.filesystem(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
             Path(self.folder.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
