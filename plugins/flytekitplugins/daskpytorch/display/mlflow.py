@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 
 ID_TAG = "daskpytorch.id"
-"""By this tag the run is found again."""
+"""Tag that identifies the run in later attempts."""
 REASON_TAG = "daskpytorch.reason"
 NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
 STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 MAX_METRICS, MAX_TAGS = 900, 100
-"""In one request."""
+"""Most metrics and tags (or parameters) in one request."""
 MAX_TEXT = 5_000
-"""Characters of a tag or a parameter."""
+"""Most characters of a tag or a parameter."""
 MAX_NAME = 250
 CONNECT_TIMEOUT = 5.0
-"""Seconds for the server to take a connection."""
+"""Timeout, in seconds, for a connection to the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow:
     """One MLflow run for the whole gang, written in the driver: `Gang(observers=(MLflow(experiment=...),))`.
 
-    A retry of the Flyte task goes on with the run. The models of one `dispatch.map` have a run each, nested in one for
-    all. MLflow takes no point back: what comes again after a restart is left out, and a curve has each step as it was
-    first reached. Credentials are what MLflow itself takes them from, such as `MLFLOW_TRACKING_TOKEN`.
+    A retry of the Flyte task resumes the run. Each model of a `dispatch.map` has a run, nested in one parent run.
+    MLflow cannot remove points. Records that come again after a restart are skipped, so a curve has each step's first
+    value. Credentials come from MLflow's own sources, such as `MLFLOW_TRACKING_TOKEN`.
 
     Raises:
         ImportError: The extra `mlflow` is not installed.
-        ValueError: A field is not what it must be.
+        ValueError: A field has an invalid value.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import DaskDDP, Gang, MLflow
@@ -64,14 +64,16 @@ class MLflow:
     """
 
     experiment: str
-    """The experiment's name; it is made if there is none."""
+    """Name of the experiment. A missing experiment is created."""
     uri: str | os.PathLike[str] | None = None
-    """The tracking server (`https://...`, `databricks`) or database (`sqlite:///...`); or a folder of the driver's, for
-    `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`; None is `MLFLOW_TRACKING_URI`."""
+    """Tracking server (`https://...`, `databricks`), database (`sqlite:///...`), or folder on the driver's machine.
+
+    A folder can be viewed by `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`. None: `MLFLOW_TRACKING_URI`.
+    """
     name: str | None = None
-    """The run's display name; None is the task's or function's."""
+    """Display name of the run. None: name of the task or function."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Added to the run's."""
+    """Tags of the run, in addition to those of the plugin."""
 
     def __post_init__(self) -> None:
         require_extra("mlflow", "MLflow(...)")
@@ -84,7 +86,7 @@ class MLflow:
         checks.Problems("MLflow", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
-        """An observer of one gang."""
+        """Return an observer of one gang."""
         return Tracker(_Run(self))
 
 
@@ -98,17 +100,17 @@ class _Run(Run):
     def __init__(self, asked: MLflow) -> None:
         self._asked = asked
         self._logged: dict[str, int] = {}
-        """The last step of each metric."""
+        """Newest step of each metric."""
         self._hidden: dict[str, int] = {}
-        """Up to which step it comes again."""
+        """Last step of each metric whose value would come again after a restart."""
         self._metrics: list[Metric] = []
-        """Not yet sent."""
+        """Queue of metrics for the next request."""
         self._pictures: list[tuple[Picture, str, int, int]] = []
-        """The same, with name, step and time in milliseconds."""
+        """Queue of pictures with name, step and time (milliseconds since the epoch)."""
         self._tags: dict[str, str] = {}
         self._notes: list[str] = []
         self._parent: str | None = None
-        """The run that those of many models are nested in."""
+        """Id of the parent run of many models. None for a single gang."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         from mlflow import MlflowClient
@@ -134,11 +136,11 @@ class _Run(Run):
         self.rewind(step)
 
     def rewind(self, step: int | None) -> None:
-        """Leave out what was logged before; it cannot be taken back."""
+        """Skip the steps that were logged before, since MLflow cannot remove them."""
         self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
-        """Note it, to be sent by `flush`: what does not get through is sent again, and this is not done again."""
+        """Queue a record for `flush`, which alone is tried again if the server does not answer."""
         from mlflow.entities import Metric
 
         at = int(1000 * record.time)
@@ -184,11 +186,11 @@ class _Run(Run):
             self._tags[REASON_TAG] = reason[:MAX_TEXT]
             self.flush()
         self._call(self._client.set_terminated, self._run.info.run_id, STATUS[state])
-        if self._parent is not None:  # which the next model to begin opens again
+        if self._parent is not None:  # the next model opens the parent run again
             self._call(self._client.set_terminated, self._parent, STATUS["finished"])
 
     def _begin(self, training: Training) -> None:
-        """Find the run, or make it; called again, it finds what it has made."""
+        """Find or create the run. A second call finds the run of the first call."""
         files = None if self._folder is None else (self._folder / "artifacts").as_uri()
         experiment = _experiment(self._client, self._asked.experiment, files)
         tags = {**self._asked.tags, SOURCE_TAG: training.name}
@@ -206,7 +208,7 @@ class _Run(Run):
 
         Raises:
             ConnectionError: The server does not answer.
-            MlflowException: It has, with an error.
+            MlflowException: The server has answered with an error.
         """
         from mlflow.exceptions import MlflowException, RestException
 
@@ -221,11 +223,14 @@ class _Run(Run):
 
 
 _one_at_a_time: dict[str, threading.Lock] = {}
-"""By server, of many models that begin at once: the first makes the database's tables, and the experiment."""
+"""Locks by server. When many models begin at once, the first one creates the database's tables and the experiment."""
 
 
 def _folder(uri: str | os.PathLike[str] | None) -> Path | None:
-    """The folder, where it is one: MLflow itself takes none any more, but keeps a database in it."""
+    """Return the address as a folder, or None for a server or database.
+
+    MLflow no longer accepts a folder itself, but uses a database in the folder.
+    """
     if uri is None or (not isinstance(uri, os.PathLike) and ("://" in uri or uri == "databricks")):
         return None
     return Path(uri).absolute()
@@ -237,7 +242,7 @@ def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
     if (found := client.get_experiment_by_name(name)) is None:
         try:
             return str(client.create_experiment(name, artifact_location=files))
-        except MlflowException as error:  # another has made it meanwhile
+        except MlflowException as error:  # another process has created the experiment meanwhile
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             found = client.get_experiment_by_name(name)
@@ -245,7 +250,7 @@ def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
 
 
 def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> MlflowRun:
-    """The run of this id, which goes on; a new one if there is none."""
+    """Return the run with this id, running again, or a new run if none exists."""
     runs = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{id_}'", max_results=1)
     if not runs:
         return client.create_run(experiment, run_name=name, tags={**tags, ID_TAG: id_})
@@ -254,15 +259,15 @@ def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Map
 
 
 def _knock(uri: str) -> None:
-    """See whether somebody listens: MLflow itself would try for minutes before it says that nobody does.
+    """Open a connection to the server, since MLflow itself would try for minutes before it gives up.
 
     Raises:
-        ConnectionError: Nobody does.
+        ConnectionError: The server does not accept a connection.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return
-    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.hostname):  # as `requests` has it
+    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.hostname):  # as in `requests`
         return
     try:
         address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -278,19 +283,19 @@ def _place(uri: str, run: MlflowRun) -> str:
 
 
 def _public(uri: str) -> str:
-    """Without a password."""
+    """Return an address without user name and password."""
     return re.sub(r"//[^/@]*@", "//", uri).rstrip("/")
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it: other characters are underscores, and it looks like no path to elsewhere."""
+    """Return a name that MLflow accepts: underscores for other characters, and no `.` or `..` as a part of a path."""
     parts = re.sub(r"[^\w.\- /]", "_", name)[:MAX_NAME].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 @contextlib.contextmanager
 def _dropping(drop: Callable[[], object]) -> Iterator[None]:
-    """Drop what was sent or refused; what has not got through is sent again."""
+    """Call `drop` after success or refusal. After a `ConnectionError` the content stays for another attempt."""
     try:
         yield
     except ConnectionError:

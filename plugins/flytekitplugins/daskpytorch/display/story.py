@@ -1,4 +1,4 @@
-"""What happened to a gang, in the order in which it did: spans of time and events, for its Deck."""
+"""Spans of time and events of a gang, in their order, for the Deck's timeline."""
 
 import time
 from collections.abc import Callable
@@ -10,24 +10,24 @@ from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.report import Event, Span, Tone
 
 MAX_EVENTS = 2_000
-"""That are kept; of more, the middle is forgotten."""
+"""Most events that are kept. Further events replace those in the middle."""
 MAX_SPANS = 400
 WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
 
 
 @dataclass
 class Story:
-    """A gang's, from the moment it is asked for."""
+    """Events and spans of a gang since the request for the gang."""
 
     clock: Callable[[], float] = time.time
     events: list[Event] = field(default_factory=list)
     num_attempts: int = 1
     shape: Shape | None = None
     restarts: list[tuple[int, str]] = field(default_factory=list)
-    """From which step the gang started again (0: from the beginning), and why."""
+    """Step (0: from the beginning) and reason of each restart."""
     _spans: list[Span] = field(default_factory=list)
     _kept: tuple[int, int] | None = None
-    """Since anything else happened: the step of the first checkpoint, and how many there were."""
+    """Checkpoints since the last other event: step of the first one, and their number."""
 
     def __post_init__(self) -> None:
         self.began_at = self._since = self.clock()
@@ -36,32 +36,32 @@ class Story:
 
     @property
     def now(self) -> float:
-        """The present, or the moment of the end (seconds since the epoch)."""
+        """Time of the end, or the present time before the end (seconds since the epoch)."""
         return self.ended_at or self.clock()
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """Seconds since the request for the gang, up to the end."""
         return self.now - self.began_at
 
     @property
     def spans(self) -> list[Span]:
-        """What lasted, and what still does."""
+        """Past spans and the present one."""
         return [*self._spans, *([self._current()] if self._now is not None else [])]
 
     @property
     def is_training(self) -> bool:
-        """The ranks have met, and are not gone."""
+        """True while the ranks train: after they have met, and before a restart or the end."""
         return self._now is not None and self._now[0] == TRAINING
 
     def tell(self, text: str, tone: Tone = "idle") -> None:
-        """Something happened; the first line is its heading."""
+        """Add an event whose heading is the first line of the text."""
         heading, _, detail = text.strip().partition("\n")
         self._append(Event(time=self.clock(), text=heading, detail=detail.rstrip(), tone=tone))
         self._kept = None
 
     def placed(self, shape: Shape) -> None:
-        """Workers are there, and ranks are being started."""
+        """Record that workers are present and that their ranks start."""
         text = size_of(shape)
         before = self.shape.world_size if self.shape is not None else shape.world_size
         if shape.world_size < before:
@@ -74,12 +74,12 @@ class Story:
         self._enter((RANKS, "warn"))
 
     def formed(self) -> None:
-        """All ranks have met."""
+        """Record that all ranks have met."""
         self.tell("all ranks have met", "good")
         self._enter((TRAINING, "busy"))
 
     def kept(self, step: int) -> None:
-        """A checkpoint is safe; those that nothing came between are one event."""
+        """Record a committed checkpoint. Consecutive checkpoints are one event."""
         first, count = self._kept or (step, 0)
         if count:
             self.events.pop()
@@ -88,7 +88,7 @@ class Story:
         self._kept = (first, count + 1)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """An attempt is over, and another follows."""
+        """Record the end of an attempt and its reason. Another attempt follows."""
         start = f"from step {step:,}" if step is not None else "from the beginning, since no checkpoint was saved"
         grows = reason.startswith(GROWS)
         self.tell(f"starts again {start}: {reason}", "good" if grows else "bad")
@@ -97,14 +97,14 @@ class Story:
         self._enter((WORKERS, "idle"))
 
     def noted(self, text: str) -> None:
-        """Something is said to the user; what `restarting` has told already is left out."""
+        """Record a notice, unless `restarting` has recorded the same."""
         words = text.partition(": ")[2] or text
         if words.startswith("going on from ") or (self.restarts and words.startswith(self.restarts[-1][1])):
             return
         self.tell(words)
 
     def ended(self, text: str, tone: Tone) -> None:
-        """It is over."""
+        """Record the end of the gang. Only the first call counts."""
         if self.ended_at is None:
             self.tell(text, tone)
             self.ended_at = self.clock()

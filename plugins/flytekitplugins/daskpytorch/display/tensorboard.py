@@ -1,4 +1,4 @@
-"""TensorBoard: event files of a gang's training, in a folder here or in storage. Runs in the driver."""
+"""TensorBoard: event files of a gang's training, in a local folder or in storage. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, current_executi
 from flytekitplugins.daskpytorch.protocol.observer import Training
 
 UPLOAD_INTERVAL = 15.0
-"""Seconds from one upload to the next, for as long as there is something new."""
+"""Least seconds between two uploads. An upload needs new events."""
 UPLOAD_SHARE = 10
-"""And so many times as long as the last one took: the whole file goes each time."""
+"""Least pause between two uploads, as a multiple of the last upload's duration. Each upload sends whole files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
     """Event files of the training for TensorBoard, written in the driver: `Gang(observers=(TensorBoard(folder=...),))`.
 
-    Each training has a sub-folder of its own, the same in all attempts of its Flyte task; the models of one
-    `dispatch.map` have theirs in one. What a restart takes back, TensorBoard shows no more: the points after the
-    checkpoint are those that came last.
+    Each training has its own sub-folder, which all attempts of a Flyte task share. The models of one `dispatch.map`
+    share a sub-folder, with a folder for each model. After a restart, TensorBoard shows the new points instead of the
+    lost ones.
 
     Raises:
         ImportError: The extra `tensorboard` is not installed.
-        ValueError: A field is not what it must be.
+        ValueError: A field has an invalid value.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import DaskDDP, Gang, TensorBoard
@@ -46,11 +46,15 @@ class TensorBoard:
     """
 
     folder: str | os.PathLike[str]
-    """What `tensorboard --logdir` is given: a folder of the driver's, or an fsspec URL (`s3://bucket/prefix`), to which
-    the files go every quarter of a minute and at the end."""
+    """Argument for `tensorboard --logdir`: a folder on the driver's machine, or an fsspec URL (`s3://bucket/prefix`).
+
+    Files are uploaded to a URL about every 15 seconds, and at the end.
+    """
     name: str | None = None
-    """The sub-folder's; None is the task's or function's name with the execution's, or with a random one in local
-    runs. A name that is there already is gone on with."""
+    """Name of the sub-folder. An existing sub-folder receives more event files.
+
+    None: the name of the task or function, followed by the execution's name, or by a random id in local runs.
+    """
 
     def __post_init__(self) -> None:
         require_extra("tensorboard", "TensorBoard(...)")
@@ -58,12 +62,12 @@ class TensorBoard:
         checks.Problems("TensorBoard", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
-        """An observer of one gang."""
+        """Return an observer of one gang."""
         return Tracker(_EventFiles(self, current_execution()))
 
 
 def _folder(value: object) -> str | None:
-    """Rule for a folder, or a URL of a file system that all ranks can open."""
+    """Check a folder, or the URL of a file system that all ranks can open. Return the problem, or None."""
     return None if isinstance(value, os.PathLike) else checks.uri(value)
 
 
@@ -94,12 +98,12 @@ class _EventFiles(Run):
         self._summary(hparams_pb(given, trial_id=training.id), 0)
 
     def rewind(self, step: int | None) -> None:
-        """Have TensorBoard forget what was drawn beyond that step."""
+        """Hide all points after this step in TensorBoard. None hides all points."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         first = 0 if step is None else step + 1
         self._event(step=first, session_log=SessionLog(status=SessionLog.START))
-        for number in range(first, len(self._notes)):  # they are numbered, and not to be forgotten
+        for number in range(first, len(self._notes)):  # notes have numbers as steps, and must stay visible
             self._text("notes", self._notes[number], number)
 
     def log(self, record: LogRecord) -> None:
@@ -136,7 +140,7 @@ class _EventFiles(Run):
             files = Files(self._execution.filesystem(where))
             for file in self._folder.iterdir():
                 files.put(file, f"{files.path(where)}/{file.name}")
-        except Exception as error:  # whatever a storage's client raises
+        except Exception as error:  # a storage's client may raise anything
             raise ConnectionError(f"{where} takes no files ({type(error).__name__}: {error})") from error
         self._has_news = False
         self._upload_at = time.monotonic() + max(UPLOAD_INTERVAL, UPLOAD_SHARE * (time.monotonic() - began_at))
@@ -180,7 +184,7 @@ def _drawn(name: str, drawing: Histogram | Picture) -> Any:
 
 
 def _session_end(*, is_success: bool) -> Any:
-    """The end of the session whose hyper-parameters were written; `hparams.summary` would make it of TensorFlow."""
+    """Return the end of the session of hyper-parameters. `hparams.summary` would need TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

@@ -1,4 +1,4 @@
-"""What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
+"""Display of a gang's training: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
 
 import time
 from collections import deque
@@ -29,62 +29,62 @@ from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
+"""Least seconds between two plain lines. A new epoch or a metric that the last record lacked is shown at once."""
 LEADING = ("epoch", "loss")
 RATE = "samples_per_second"
 MAX_NAME = 60
-"""Characters of a metric's name that are shown."""
+"""Most characters of a metric's name."""
 MAX_LINE = 2_000
-"""Characters that are shown of all that a record says."""
+"""Most characters of a record's line."""
 MAX_METRICS = 200
-"""Whose newest values are kept for the end; where steps have metrics of their own names, those of the last record."""
+"""Most metrics whose newest values are kept for the end. Beyond, only the last record's metrics are kept."""
 MAX_HELD = 10_000
-"""Lines that wait until a debugger leaves the terminal; of more, the newest."""
+"""Most lines that wait until a debugger leaves the terminal. Older lines are dropped."""
 LARGE = 1e15
-"""From here on numbers are shown by their power of ten."""
+"""Least number that is shown by its power of ten."""
 WIDE = 100
-"""Columns of a terminal that has room for a bar, for all that is leading, and for the time since the start."""
+"""Least columns of a terminal for a bar, the leading metrics and the time since the start."""
 LARGE_RATE = 10.0
-"""Steps per second from which on their fractions do not matter."""
+"""Least steps per second that are shown without a fraction."""
 MINUTE = 60.0
 DAY = 86_400.0
 MAX_LEFT = 1e9
-"""Seconds that may be left; what comes to more is no estimate."""
+"""Most seconds of an estimate of the time left. Longer estimates are not shown."""
 
 
 class Echo(Observer):
-    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
+    """Writes each rank's output, marked with the rank, and the gang's notices to this process's standard error."""
 
     def __init__(self, name: str = "") -> None:
         self._name = _short(name)
         self._goodput: Goodput | None = None
         self._held: deque[str] | None = None
-        """Lines to be written once a rank's debugger leaves the terminal."""
+        """Lines that wait until a rank's debugger leaves the terminal. None without a debugger."""
 
     def placed(self, shape: Shape) -> None:
-        """Know its name."""
+        """Keep the gang's name."""
         self._name = _short(shape.name)
 
     def accounted(self, goodput: Goodput) -> None:
-        """Remember it for the end."""
+        """Keep the newest account of the gang's time for the end."""
         self._goodput = goodput
 
     def noted(self, text: str) -> None:
-        """Say it."""
+        """Write a notice."""
         self._print(text)
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass on a rank's output."""
+        """Write a rank's output, each line marked with the rank."""
         self._print("\n".join(f"[rank {rank}] {line}" for line in lines))
 
     def debugging(self, rank: int | None) -> None:
-        """Keep quiet until the debugger has left the terminal."""
+        """Hold all lines while a rank's debugger has the terminal. None writes the held lines."""
         held, self._held = self._held or (), deque(maxlen=MAX_HELD) if rank is not None else None
         for text in held:
             self._print(text)
 
     def ended(self, error: Exception | None) -> None:
-        """Say in a line who failed, and how, since perhaps nobody asks the futures; and where the time went."""
+        """Write the error in one line, since the caller may never ask the futures, and the account of the time."""
         self.debugging(None)
         told = error if isinstance(error, GangError) else error and error.__cause__
         if isinstance(told, GangError):
@@ -107,30 +107,30 @@ class Echo(Observer):
 
 
 class ProgressDisplay(Echo):
-    """Shows rank 0's metrics as they come, and every rank's output marked with its rank, on standard error."""
+    """Display of rank 0's newest metrics and of each rank's output, marked with the rank, on standard error."""
 
     def __init__(self, console: Console | None = None, name: str = "") -> None:
         super().__init__(name)
         self._console = console or terminal()
         self._began_at = time.monotonic()
         self._bar: Progress | None = None
-        """From the moment that all have met; in a terminal it is to be seen, elsewhere it only counts."""
+        """Progress bar, from the meeting of the ranks. Visible in a terminal only."""
         self._task: TaskID | None = None
         self._pace = Pace()
         self._shown_at = 0.0
         self._epoch = 0
         self._newest: LogRecord | None = None
-        """With the newest value of each metric."""
+        """Newest record, with the newest value of each metric."""
         self._newest_names: set[str] = set()
 
     def placed(self, shape: Shape) -> None:
-        """Say what is being started."""
+        """Write the gang's size, devices and backend."""
         super().placed(shape)
         devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
         self._print(f"{self._name}: starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
 
     def formed(self, seconds: float) -> None:
-        """Say that training begins, and open the live display."""
+        """Write that all ranks have met, and open the live display."""
         self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
         self._bar = _live(self._console)
         self._task = self._bar.add_task("", name=self._name, text="", pace="", total=None)
@@ -138,11 +138,11 @@ class ProgressDisplay(Echo):
             self._bar.start()
 
     def logged(self, record: LogRecord) -> None:
-        """Show rank 0's newest values."""
+        """Show the newest values of rank 0."""
         if record.rank != 0:
             return
         if self._bar is not None and self._console.is_terminal and self._held is None:
-            self._bar.start()  # again, if it had stepped aside
+            self._bar.start()  # again, after a debugger
         self._pace.add(record.time, record.step)
         pace = _pace_in_words(record, self._pace.per_second)
         if self._bar is not None and self._task is not None:
@@ -160,28 +160,28 @@ class ProgressDisplay(Echo):
             self._print(f"{self._name}: {describe_record(record)}{pace and f'  {pace}'}")
 
     def say(self, text: str) -> None:
-        """Say it of this training."""
+        """Write a notice with the training's name."""
         self._print(f"{self._name}: {text}")
 
     def debugging(self, rank: int | None) -> None:
-        """Step aside: no live display, and nothing said, until the debugger has left the terminal."""
+        """Stop the live display and hold all lines while a rank's debugger has the terminal."""
         if rank is not None:
             self._stop()
         super().debugging(rank)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Take the live display away until the ranks have met again."""
+        """Remove the live display until the ranks have met again."""
         self.ended(None)
         self._bar = self._newest = None
         self._pace.clear()
 
     def ended(self, error: Exception | None) -> None:
-        """Leave the terminal as it was."""
+        """Remove the live display and write the held lines."""
         self.debugging(None)
         self._stop()
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Say how it has ended, when, with which values, what to do, where things are, and last where the time went."""
+        """Write the outcome, the duration, the last values, the advice, the addresses, and the account of the time."""
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
         text = f"{self._name}: {how} after {_duration(time.monotonic() - self._began_at)}{values}"
         self._print(text if advice is None else f"{text}; {advice}")
@@ -190,7 +190,7 @@ class ProgressDisplay(Echo):
         self._tell_goodput()
 
     def _stop(self) -> None:
-        if self._bar is not None and self._console.is_terminal:  # elsewhere it writes an empty line
+        if self._bar is not None and self._console.is_terminal:  # without a terminal, rich writes an empty line here
             self._bar.stop()
 
     def _show(self, text: str) -> None:
@@ -198,12 +198,16 @@ class ProgressDisplay(Echo):
 
 
 def terminal(*, is_plain: bool = False) -> Console:
-    """Standard error, as `rich` writes to it; plain: without lines that change, which a debugger's would meet."""
+    """Return a console of `rich` on standard error.
+
+    Args:
+        is_plain: True for no live display, which a debugger's prompt would collide with.
+    """
     return Console(file=cast("IO[str]", Screen()), highlight=False, force_terminal=False if is_plain else None)
 
 
 def _live(console: Console) -> Progress:
-    """One line that changes: in a narrow terminal the name, step, loss, steps per second and the time that is left."""
+    """Return the live line: name, step, loss, pace and time left. Wide terminals add a bar and the elapsed time."""
     name = TextColumn("{task.fields[name]}", style="bold", markup=False)
     text = TextColumn("{task.fields[text]}", markup=False)
     columns = [name, text, _Pace()]
@@ -221,7 +225,7 @@ class _Pace(ProgressColumn):
 
 
 def _pace_in_words(record: LogRecord, speed: float | None) -> str:
-    """Return steps per second, and how long the rest takes at that; nothing once all steps are done."""
+    """Return the steps per second and the time left. Empty without a pace, and after the last step."""
     if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
         return ""
     rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
@@ -230,18 +234,23 @@ def _pace_in_words(record: LogRecord, speed: float | None) -> str:
 
 
 def bars(console: Console, *first: ProgressColumn) -> Progress:
-    """Lines that change, each with these columns, a bar, a text and the time."""
+    """Return a live display whose lines have the given columns, a bar, a text and the elapsed time."""
     text = TextColumn("{task.fields[text]}", markup=False)
     return Progress(*first, BarColumn(bar_width=24), text, TimeElapsedColumn(), console=console, transient=True)
 
 
 def show(progress: Progress, task: TaskID, record: LogRecord) -> None:
-    """Show the newest values in one of them."""
+    """Show a record's values in one line of a live display."""
     progress.update(task, completed=num_done(record), total=record.num_steps, text=describe_record(record, LEADING))
 
 
 def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
-    """A record in a line: epoch, step, loss, the other values (or only those named), samples/s."""
+    """Return a record as a line: epoch, step, loss, other values, samples/s.
+
+    Args:
+        record: Record with the values.
+        only: Names of the other values to show. None: all values.
+    """
     numbers = record.numbers
     parts = [f"epoch {numbers['epoch']:g}"] if "epoch" in numbers else []
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
