@@ -1,7 +1,7 @@
-"""A tracker's run, fed in the driver.
+"""Observer that feeds a tracker's run from the driver.
 
-In the driver rather than in rank 0: there it outlives every rank and every attempt, knows what the gang goes back to
-and how it ends, and no worker needs to reach the server.
+The driver outlives all ranks and attempts, and knows each restart's step and the outcome. No worker needs to reach the
+tracker's server.
 """
 
 from __future__ import annotations
@@ -24,49 +24,60 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Train
 State = Literal["finished", "failed", "killed"]
 
 CLOSE_TIMEOUT = 60.0
-"""Seconds at the end for all that waits."""
+"""Timeout, in seconds, for the queued jobs at the end."""
 PREEMPTED_TIMEOUT = 3.0
-"""The same where the task is told to end."""
+"""Timeout, in seconds, for the queued jobs at a preemption."""
 MAX_RANKS = 8
-"""Whose use of their machines is recorded: of larger gangs that of the first ranks."""
+"""Most ranks whose CPU, memory and GPU are recorded. Larger gangs have the first ranks recorded."""
 
 
 class Run:
-    """What a tracker does, one call after the other, in its thread.
+    """Run of a tracker. The feeder's thread makes all calls, one after the other.
 
-    What raises a `ConnectionError` is called again until it does not. After another error of `open` the run is given
-    up, after one of the others that call.
+    A call is repeated after a `ConnectionError`. After any other error, `open` gives up the run, and any other method
+    gives up the one call.
     """
 
     label: str
-    """The tracker's name."""
+    """Name of the tracker."""
     where: str | None = None
-    """The run's place, once that is known."""
+    """Address of the run. None until `open` has set the address."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
-        """Begin the run, or go on with that of an attempt before, from this step; None: from the beginning."""
+        """Begin a run, or resume the run of an earlier attempt.
+
+        Args:
+            training: Training that the run records.
+            config: Configuration of the run: inputs and the gang's shape.
+            step: Step of the checkpoint that the gang resumes from. None: the gang starts from the beginning.
+        """
         raise NotImplementedError
 
     def rewind(self, step: int | None) -> None:
-        """What was logged after this step will come again; None: all."""
+        """Prepare for the records after this step to come again. None: all records will come again."""
 
     def log(self, record: LogRecord) -> None:
-        """Take a record."""
+        """Log a record."""
         raise NotImplementedError
 
     def note(self, text: str) -> None:
-        """Take something that a user should read."""
+        """Log a notice for the user."""
 
     def flush(self) -> None:
-        """Send on what waits here."""
+        """Send the queued values to the server."""
 
     def close(self, state: State, reason: str | None) -> None:
-        """End the run; `reason` is why it has not finished, or was stopped early."""
+        """End the run.
+
+        Args:
+            state: Final state of the run.
+            reason: Reason for a failure, a cancellation or early stopping. None for a finished training.
+        """
         raise NotImplementedError
 
 
 class Tracker(Observer):
-    """Tells a run of what happens in a gang. Calls return at once, and no failure reaches the training."""
+    """Observer that feeds a gang's events to a tracker's run. Calls return at once. No error reaches the training."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -78,26 +89,26 @@ class Tracker(Observer):
         self._goodput: Goodput | None = None
 
     def places(self) -> Mapping[str, str]:
-        """The run's."""
+        """Return the run's address by the tracker's name, once known."""
         return {self._run.label: self._run.where} if self._run.where is not None else {}
 
     def begins(self, training: Training) -> None:
-        """Note what it is."""
+        """Keep the training's name, inputs and id for the run."""
         self._training = training
 
     def resumed(self, step: int) -> None:
-        """Note from where."""
+        """Keep the step of the checkpoint that the gang resumes from."""
         self._resumed_at = step
 
     def placed(self, shape: Shape) -> None:
-        """Open the run, if it is not open."""
+        """Open the run in the gang's first attempt."""
         if self._training is not None and not self._is_placed:
             self._is_placed = True
             config = {**self._training.inputs, "gang": gang_config(shape)}
             self._feeder.start(partial(self._run.open, self._training, config, self._resumed_at))
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Go back."""
+        """Queue the run's return to the restart's step."""
         self._newest = None
         self._feeder.put(partial(self._run.rewind, step))
 
@@ -108,25 +119,25 @@ class Tracker(Observer):
             self._feeder.offer(partial(self._run.log, record))
 
     def used(self, usage: RankUsage) -> None:
-        """Queue what a rank uses, as metrics of the newest step."""
+        """Queue a rank's CPU, memory and GPU as metrics of the newest step."""
         if usage.rank < MAX_RANKS:
             self._add({f"usage/rank {usage.rank}/{name}": value for name, value in _amounts(usage).items()})
 
     def accounted(self, goodput: Goodput) -> None:
-        """Keep it for the end."""
+        """Keep the newest account of the gang's time for the end."""
         self._goodput = goodput
 
     def _add(self, metrics: Mapping[str, float]) -> None:
-        """Queue metrics of our own, if there is a step that they can belong to."""
+        """Queue the plugin's own metrics under the newest step, if rank 0 has logged a step."""
         if (newest := self._newest) is not None:
             self._feeder.offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 
     def noted(self, text: str) -> None:
-        """Queue it."""
+        """Queue a notice."""
         self._feeder.offer(partial(self._run.note, text))
 
     def ended(self, error: Exception | None) -> None:
-        """Close the run, and wait until all has got through, or nothing does any more."""
+        """Close the run, and wait until the queue is empty, the server is silent or the timeout is over."""
         if not self._feeder.is_feeding:
             return
         if self._goodput is not None:

@@ -1,4 +1,4 @@
-"""What displays and trackers know of a training: its name in all attempts, inputs, shape, pace. Runs in the driver."""
+"""Description of a training for displays and trackers: id, inputs, shape and pace. Runs in the driver."""
 
 import dataclasses
 import inspect
@@ -15,19 +15,19 @@ from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
 
 MAX_CONFIG_ITEMS = 20
-"""Longer lists among a task's inputs go to the run's configuration as their lengths."""
+"""Most items of a list or dictionary in a run's configuration. A longer one is represented by its length."""
 MAX_TEXT = 500
-"""Characters of an input."""
+"""Most characters of an input."""
 MAX_ID = 120
 LINK_VARIABLE = "FLYTE_EXECUTION_URL"
 WINDOW = 10.0
-"""Seconds over which steps are counted; more where two reports are further apart."""
+"""Seconds of reports that the pace counts. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
-"""Seconds between two reports that are kept."""
+"""Least seconds between two kept reports."""
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:
-    """That of a task whose function runs in the ranks."""
+    """Return the training of a task whose function runs in the ranks."""
     short = name.rpartition(".")[2]
     return _training(name, _id(short, run_id(execution, "")), inputs)
 
@@ -35,23 +35,23 @@ def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Trai
 def of_call(
     function: Callable[..., Any], key: str, execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Training:
-    """That of one `dispatch.run`; the key tells it from the task's others."""
-    called = getattr(function, "_task_function", function)  # of a Flyte task
+    """Return the training of one `dispatch.run`. The key distinguishes several calls in one task."""
+    called = getattr(function, "_task_function", function)  # function of a Flyte task
     try:
         inputs: Mapping[str, Any] = inspect.signature(called).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # of something that has no signature, such as a few builtins
+    except (TypeError, ValueError):  # no signature, as of a few builtins
         inputs = kwargs
     return _training(name_of(function), _id(key, run_id(execution.name, "")), inputs)
 
 
 def of_model(function: Callable[..., Any], group: str, index: int, experiment: Any) -> Training:
-    """That of one of many models."""
+    """Return the training of one model of `dispatch.map`."""
     training = _training(name_of(function), f"{group}-{index}", inputs_of(experiment))
     return dataclasses.replace(training, group=group, index=index)
 
 
 def group_of(key: str, execution: Execution) -> str:
-    """What holds the models of one `dispatch.map` together, whose keys begin so."""
+    """Return the group's name of the models of one `dispatch.map`. `key` is the common part of their keys."""
     return _id(key, run_id(execution.name, ""))
 
 
@@ -64,10 +64,10 @@ def _id(what: str, run: str) -> str:
 
 
 def run_id(execution: str | None, task: str) -> str:
-    """An id that all attempts of one node share.
+    """Return an id that all attempts of one Flyte node share.
 
-    The job-runner's pod is named after execution, node and attempt (`f3a-n0-1-runner`): the attempt goes. Elsewhere
-    the execution and the task make the id; without an execution each run is new.
+    The name of the job runner's pod has execution, node and attempt (`f3a-n0-1-runner`). The id is this name without
+    the attempt. Elsewhere the id consists of execution and task. Without an execution, the id is random.
     """
     attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER")
     if attempt is not None:
@@ -80,7 +80,7 @@ def run_id(execution: str | None, task: str) -> str:
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """Return the named parts of a mapping, a dataclass, a named tuple or a model of Pydantic; None of all else."""
+    """Return the fields of a mapping, dataclass, named tuple or Pydantic model. None for any other type."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -97,12 +97,12 @@ def inputs_of(experiment: Any) -> dict[str, Any]:
 
 
 def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """The run's configuration: a task's inputs, and the gang's shape."""
+    """Return a run's configuration: a task's inputs and the gang's shape."""
     return {**plain_inputs(inputs), "gang": gang_config(shape)}
 
 
 def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    """Return a configuration in one level: what lies within another value has that one's name before its own."""
+    """Return a nested configuration as one level. An inner value has the outer names as prefix."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         inner = flat(value, separator) if isinstance(value, Mapping) else None
@@ -111,7 +111,7 @@ def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
 
 
 def gang_config(shape: Shape) -> dict[str, Any]:
-    """What a configuration has of a gang."""
+    """Return a gang's shape for a run's configuration."""
     return {
         "world_size": shape.world_size,
         "num_workers": len(shape.nodes),
@@ -122,7 +122,7 @@ def gang_config(shape: Shape) -> dict[str, Any]:
 
 
 def size_of(shape: Shape) -> str:
-    """Return how many ranks a gang has, and on how many workers and hosts where these are several."""
+    """Return the number of ranks in words, and the numbers of workers and hosts if above 1."""
     num_hosts = len({node.host for node in shape.nodes})
     parts = [count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
     parts += [count(num_hosts, "host")] if num_hosts > 1 else []
@@ -136,7 +136,10 @@ def count(number: int, what: str) -> str:
 
 
 def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs as trackers and Decks show them: numbers, texts, dataclasses as dictionaries; no secrets."""
+    """Return inputs for trackers and Decks as plain values, without secrets.
+
+    The fields of a dataclass take the place of the dataclass.
+    """
     shown: dict[str, Any] = {}
     for name, value in without_secrets(dict(inputs)).items():
         if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
@@ -150,18 +153,18 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-# ---- How fast it goes: one computation for the terminal, the Deck's figures, charts and tables
+# ---- Pace: one computation for the terminal, the Deck's figures, charts and tables
 
 
 class Pace:
-    """Steps per second over the last ten seconds."""
+    """Steps per second over the last `WINDOW` seconds."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[float, int]] = deque()
-        """Seconds on any clock, and the number of steps by then."""
+        """Reports: time (any clock, seconds) and number of steps at that time."""
 
     def add(self, moment: float, num_steps: int) -> None:
-        """Take a report; one with fewer steps than the last one begins afresh."""
+        """Add a report. A report with fewer steps than the last one clears all earlier reports."""
         reports = self._reports
         if reports and num_steps < reports[-1][1]:
             reports.clear()
@@ -173,24 +176,24 @@ class Pace:
 
     @property
     def per_second(self) -> float | None:
-        """Steps per second; None before two reports have come."""
+        """Steps per second. None before the second report."""
         if not self._reports or self._reports[-1][0] <= self._reports[0][0]:
             return None
         (begin, before), (end, after) = self._reports[0], self._reports[-1]
         return (after - before) / (end - begin)
 
     def clear(self) -> None:
-        """Begin afresh."""
+        """Remove all reports."""
         self._reports.clear()
 
 
 def num_done(record: LogRecord) -> int:
-    """Steps that are done by a record, where the record says how many there are; else its step."""
+    """Return the number of completed steps at a record. Without `num_steps`, return the record's step."""
     return record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
 
 
 def seconds_left(record: LogRecord, per_second: float | None) -> float | None:
-    """Return how long the remaining steps take; None where their number or the pace is not known."""
+    """Return the seconds for the remaining steps. None if the number of steps or the pace is unknown."""
     if not record.num_steps or not per_second:
         return None
     return max(0.0, (record.num_steps - num_done(record)) / per_second)

@@ -1,4 +1,4 @@
-"""What the ranks use and where their time goes, as far as the Deck shows it: in a bounded number of points."""
+"""CPU, memory, GPU and pace of the ranks for the Deck, with a bounded number of points."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -9,23 +9,23 @@ from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.report import Curve
 
 MAX_LINES = 4
-"""Ranks that have a line each; of more, the lowest, the middle and the highest are drawn."""
+"""Most ranks with a line each. Larger gangs have lines for the lowest, the middle and the highest value."""
 MAX_POINTS = 400
-"""Of each line."""
+"""Most points of a line."""
 GIB = float(1 << 30)
 STEPS = "optimizer steps per second"
-"""Not the steps that are logged: these are numbered as the user likes."""
+"""Name of the chart of optimizer steps. Logged steps have the user's own numbers, and another chart."""
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpeed:
-    """A rank's newest sample, and what follows from it and the one before."""
+    """Newest sample of a rank, with the pace from this and earlier samples."""
 
     usage: RankUsage
     steps_per_second: float | None
-    """Optimizer steps per second of the rank, without the time before the first batch or step."""
+    """Optimizer steps per second of the rank, without the time before the first batch or step. None: unknown."""
 
 
 QUANTITIES: dict[str, Callable[[RankSpeed], float | None]] = {
@@ -35,24 +35,24 @@ QUANTITIES: dict[str, Callable[[RankSpeed], float | None]] = {
     "GPU memory (GiB)": lambda one: None if one.usage.gpu_memory is None else one.usage.gpu_memory / GIB,
     "GPU utilization (%)": lambda one: None if one.usage.gpu_utilization is None else 100 * one.usage.gpu_utilization,
 }
-"""What is drawn, and how it follows from a sample."""
+"""Drawn quantities: name of the chart, and function that returns the value of a sample."""
 
 
 @dataclass
 class Usages:
-    """What all ranks have said last, and lines over time."""
+    """Newest samples of all ranks, and curves over time."""
 
     began_at: float
     num_ranks: int = 0
-    """Of the gang."""
+    """Number of ranks in the gang."""
     newest: dict[int, RankSpeed] = field(default_factory=dict)
     _paces: dict[int, Pace] = field(default_factory=dict)
     _first: int = sys.maxsize
-    """The first of the ranks that have said something: with its samples the lines go on."""
+    """Lowest rank with a sample. In large gangs, each sample of this rank adds a point to the curves."""
     _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
     def take(self, usage: RankUsage) -> None:
-        """Keep a sample."""
+        """Store a sample, and add its values to the curves."""
         pace = self._paces.setdefault(usage.rank, Pace())
         pace.add(usage.time - usage.seconds.get("preparing", 0.0), usage.num_steps)
         self._first = min(usage.rank, self._first)
@@ -63,14 +63,14 @@ class Usages:
             self._draw_spread(usage.time)
 
     def expect(self, num_ranks: int) -> None:
-        """The ranks of an attempt are gone, and so many others come; the lines stay."""
+        """Prepare for a new attempt with this number of ranks. The curves stay."""
         self.num_ranks = num_ranks
         self.newest.clear()
         self._paces.clear()
         self._first = sys.maxsize
 
     def charts(self) -> Iterable[tuple[str, dict[str, Points]]]:
-        """The lines of each quantity, over the seconds since the beginning."""
+        """Yield each quantity with its curves over the seconds since the start."""
         for what, lines in self._lines.items():
             yield what, {name: line.points for name, line in sorted(lines.items(), key=_order)}
 

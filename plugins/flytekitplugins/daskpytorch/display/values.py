@@ -1,4 +1,4 @@
-"""Values of any type as HTML: redacted, escaped, long ones as tables. Reads no file, and calls no repr."""
+"""Values of any type as HTML: redacted, escaped, and as tables if long. Reads no file and calls no `repr`."""
 
 import datetime as dt
 import decimal
@@ -17,25 +17,25 @@ from flytekitplugins.daskpytorch.report.html import element, text_of
 from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
 
 MAX_SHORT = 200
-"""Characters of a text that is shown in a line."""
+"""Most characters of a text in one line."""
 MAX_OPEN = 20
-"""Rows of a table that is open when the page is; longer ones are below a click."""
+"""Most rows of a table that is open at first. Longer tables unfold at a click."""
 MAX_ROWS = 500
-"""Rows that are written of any table."""
+"""Most rows that are written of a table."""
 MAX_FRAME_ROWS = 10
 MAX_FRAME_COLUMNS = 50
 MAX_DEPTH = 4
-"""Tables within each other."""
+"""Most levels of nested tables."""
 PLAIN = (dt.date, dt.time, dt.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 
 
 def values_table(values: Mapping[str, Any], addresses: Mapping[str, str], ready: Mapping[str, str]) -> str:
-    """Return a card with a row for each value: its name, its type and what is there to see of it.
+    """Return a card with a row for each value: name, type and the value in short form.
 
     Args:
-        values: By their names. What a name calls a secret is hidden, at every depth.
-        addresses: Where some of the values lie, by their names.
-        ready: HTML in place of some of the values, by their names.
+        values: Values by name. Values under a secret's name are hidden at every depth.
+        addresses: Addresses of values in storage, by name.
+        ready: HTML in place of a value, by name.
     """
     rows = []
     for name, value in values.items():
@@ -57,12 +57,12 @@ def values_table(values: Mapping[str, Any], addresses: Mapping[str, str], ready:
 def _cell_or_line(value: Any) -> str:
     try:
         return _cell(value, 0)
-    except Exception as error:  # whatever a user's own class raises when somebody looks at it
+    except Exception as error:  # a user's class may raise anything
         return text_of(f"cannot be shown ({type(error).__name__}: {error})")
 
 
 def _cell(value: Any, depth: int) -> str:
-    """Show a value that has no secrets in it; empty where only its type and its address can be told."""
+    """Return the HTML of a value without secrets. Empty for values that only type and address describe."""
     if isinstance(value, str):
         is_short = len(value) <= MAX_SHORT and "\n" not in value
         return text_of(value) if is_short else folded(f"{len(value):,} characters", _lines(value))
@@ -76,7 +76,7 @@ def _cell(value: Any, depth: int) -> str:
 
 
 def _line(value: Any) -> object | None:
-    """Return what a line holds of a value that is plain, or of which only a measure is shown."""
+    """Return the line for a plain value, or for one shown by its size only. None for any other value."""
     if value is None or isinstance(value, (bool, int, float, *PLAIN)):
         return str(value) if value is None or isinstance(value, PLAIN) else value
     if isinstance(value, enum.Enum):
@@ -102,7 +102,7 @@ def _array(value: Any) -> str:
 
 
 def _sequence(values: Collection[Any], depth: int) -> str:
-    """Show short lists of plain values in a line, records of the same fields by columns, others by their places."""
+    """Return short lists of plain values as a line, records with equal fields by column, others by index."""
     first = list(itertools.islice(values, MAX_ROWS))
     if all(each is None or isinstance(each, (bool, int, float, str)) for each in first):
         line = ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in first)
@@ -117,7 +117,7 @@ def _sequence(values: Collection[Any], depth: int) -> str:
 
 
 def _frame(frame: Any) -> str:
-    """Show the beginning of a data frame; its columns are hidden by their names."""
+    """Return the first rows of a data frame. Columns with a secret's name are hidden."""
     count, columns = len(frame), [str(name) for name in frame.columns][:MAX_FRAME_COLUMNS]
     head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS].itertuples(index=False, name=None)
     rows = [without_secrets(dict(zip(columns, row, strict=False))).values() for row in head]
@@ -127,7 +127,7 @@ def _frame(frame: Any) -> str:
 
 
 def _plain(cell: Any) -> Any:
-    """Return the number in a scalar of NumPy, else the cell."""
+    """Return a NumPy scalar as a Python number, and any other cell unchanged."""
     return cell.item() if hasattr(cell, "item") and getattr(cell, "shape", None) == () else cell
 
 
