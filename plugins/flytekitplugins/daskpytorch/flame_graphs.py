@@ -1,6 +1,6 @@
-"""Asks for a flame graph of a rank that is running, here or on a cluster. Runs in the process of `__main__`.
+"""Request for a flame graph of a running rank, on this machine or a cluster. Runs in the process of `__main__`.
 
-The request is a file in the folder of the rank's agent; the rank looks for it every two seconds.
+A request is a file in the folder of the rank's agent. Ranks look for requests every two seconds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from flytekitplugins.daskpytorch.rank.flame_graph import request_name
 __all__ = ["ask"]
 
 PATIENCE = 12.0
-"""Seconds for a rank to take a request."""
+"""Timeout, in seconds, for a rank to take a request."""
 CONNECT_TIMEOUT = 10.0
 
 
 def ask(rank: int, seconds: int, scheduler: str | None = None) -> int:
-    """Have this rank of all gangs here, or on the workers of this Dask scheduler, watched; how many there are.
+    """Request a flame graph of a rank in every gang, and return the number of ranks that took the request.
+
+    Args:
+        rank: Rank to sample.
+        seconds: Length of the sampling, in seconds.
+        scheduler: Address of the Dask scheduler whose workers have the ranks. None: ranks on this machine.
 
     Raises:
         OSError: The scheduler does not answer.
@@ -39,14 +44,17 @@ def ask(rank: int, seconds: int, scheduler: str | None = None) -> int:
 
 
 async def _ask_on_worker(rank: int, seconds: int) -> int:
-    """Not to keep the worker from its other business."""
+    """Request the flame graph in a thread, so that the worker's event loop stays free."""
     import asyncio
 
     return await asyncio.to_thread(_ask_here, rank, seconds)
 
 
 def _ask_here(rank: int, seconds: int) -> int:
-    """A request that nobody takes is withdrawn: the rank is not there."""
+    """Request flame graphs on this machine, and return the number of ranks that took the request.
+
+    A request that no rank takes within `PATIENCE` seconds is withdrawn.
+    """
     name = request_name(rank, seconds, uuid.uuid4().hex)
     requests = [folder / name for folder in _agents_folders()]
     placed = [request for request in requests if _place(request)]
@@ -57,20 +65,23 @@ def _ask_here(rank: int, seconds: int) -> int:
 
 
 def _agents_folders() -> set[Path]:
-    """Those in which ranks have their stacks; some of the agents may be long dead."""
+    """Return the folders of agents, found by their `stacks-*` entries. Dead agents may have left folders."""
     return {stacks.parent for stacks in Path(tempfile.gettempdir()).glob("daskpytorch-*/stacks-*")}
 
 
 def _place(request: Path) -> bool:
     try:
         request.touch()
-    except OSError:  # somebody else's, or gone
+    except OSError:  # another user's folder, or a removed one
         return False
     return True
 
 
 def _withdraw(request: Path) -> bool:
-    """Whether it was still there; one whose rank's agent has gone meanwhile, with its folder, was not taken either."""
+    """Remove a request, and return True if no rank has taken it.
+
+    A request in a folder that an ended agent has removed counts as not taken.
+    """
     try:
         request.unlink()
     except FileNotFoundError:

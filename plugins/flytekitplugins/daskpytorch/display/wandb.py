@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per gang, opened and fed in rank 0. Which run, with which key, is decided in the driver."""
+"""Weights & Biases: one run per gang, opened and fed in rank 0. The driver decides the run's settings and key."""
 
 import dataclasses
 import functools
@@ -16,43 +16,46 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import Wandb
 
 KEYLESS = ("offline", "disabled")
-"""Modes that need no key."""
+"""Modes without an API key."""
 OLD_MODES = {"dryrun": "offline", "run": "online"}
-"""wandb's own older names of modes."""
+"""Present names of wandb's modes, by their old names."""
 TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
-"""Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
+"""Name of the console link in Flyte's configuration. Its template ends in {{ .executionName }}-{{ .nodeId }}."""
 MAX_ID_PART = 60
-"""Characters of each of the two parts of a model's run id, which may have 128."""
+"""Most characters of each of the two parts of a model's run id. wandb allows 128 characters for an id."""
 
 
 class WandbObserver(Observer):
-    """Has rank 0 feed a run: the same one in all attempts of the gang."""
+    """Observer that makes rank 0 feed a run. All attempts of the gang share the run."""
 
     def __init__(self, run: Callable[[], RunSettings], inputs: Mapping[str, Any]) -> None:
         self._run = run
         self._inputs = inputs
         self._shape: Shape | None = None
-        """The gang's shape in its first attempt."""
+        """Shape of the gang in its first attempt. None before."""
         self.where: str | None = None
-        """The run's page, or the command that sends it; None until rank 0 has opened it."""
+        """URL of the run, or the command that uploads an offline run. None until rank 0 has opened the run."""
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Note where the run is, when rank 0 says so."""
+        """Read the run's URL from rank 0's output."""
         for line in lines:
             if rank == 0 and line.startswith(RUN_IS):
                 self.where = line.removeprefix(RUN_IS)
 
     def places(self) -> Mapping[str, str]:
-        """The run."""
+        """Return the run's URL or upload command, once known."""
         return {"Weights & Biases": self.where} if self.where is not None else {}
 
     def placed(self, shape: Shape) -> None:
-        """Note the gang's shape, for the run's configuration; the first one stays."""
+        """Keep the shape of the first attempt for the run's configuration."""
         self._shape = self._shape or shape
 
     def for_rank(self) -> Callable[[], Tracker]:
-        """Return the function that opens the run, configured by inputs, the gang's shape and the user's own values."""
+        """Return the function that opens the run in rank 0.
+
+        The run's configuration has the inputs, the gang's shape and the user's values.
+        """
         run = self._run()
         if self._shape is not None:
             run = dataclasses.replace(run, config={**run_config(self._inputs, self._shape), **run.config})
@@ -60,10 +63,12 @@ class WandbObserver(Observer):
 
 
 def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], RunSettings]:
-    """Ask wandb; what is returned waits for its answers, and decides id, name, mode and key.
+    """Begin to read wandb's settings, and return the function that waits for them.
+
+    The function decides the run's id, name, mode and key.
 
     Raises:
-        ValueError: The Flyte secret is not there.
+        ValueError: The Flyte secret does not exist.
     """
     needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
     key = current_execution().secret(wandb.secret) if needs_key else None
@@ -74,7 +79,7 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], Run
 def _settled(
     wandb: Wandb, asking: Asking, secret: str | None, task: str, execution: str | None, notes: str | None
 ) -> RunSettings:
-    """Settle each setting: the user's own first, then wandb's answer, then the task's default."""
+    """Return the settings of the run: the user's values first, then wandb's settings, then the task's defaults."""
     try:
         found = dict(asking.answers())
         missing = "no API key found; set WANDB_API_KEY or call `wandb login`"
@@ -89,7 +94,7 @@ def _settled(
     id_, name = found.pop("run_id", None), found.pop("run_name", None)
     hidden = {"api_key", "mode", *(() if "identity_token_file" in found and secret is None else TOKEN_FILES)}
     return RunSettings(
-        wandb=dataclasses.replace(wandb, secret=None),  # an object of flytekit's, which a rank may do without
+        wandb=dataclasses.replace(wandb, secret=None),  # flytekit's object, which a rank does not need
         id=wandb.id or id_ or run_id(execution, short),
         name=wandb.name or name or short,
         mode=mode,
@@ -101,10 +106,10 @@ def _settled(
 
 
 def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Callable[[], RunSettings]:
-    """Ask wandb once for the runs of many models, which share these settings and one group.
+    """Begin to read wandb's settings for many models, whose runs share the settings and a group.
 
     Raises:
-        ValueError: `wandb` has an id, which only one run can have.
+        ValueError: `wandb` has an id, but only one run can have an id.
     """
     if wandb.id is not None:
         raise ValueError(
@@ -118,14 +123,14 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Cal
 
 
 def model_settings(runs: Callable[[], RunSettings], *, index: int, key: str) -> RunSettings:
-    """One model's own run; the key names it among all of its task, alike in every attempt."""
+    """Return the settings of one model's run. The model's key identifies the run in all attempts of the task."""
     shared = runs()
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
 
 
 def console_link(wandb: Wandb) -> dict[str, str]:
-    """The entries of the task's `config` from which Flyte's console makes the link to the run."""
+    """Return the entries of the task's `config` for the link from Flyte's console to the run."""
     link = {"project": wandb.project, "host": wandb.host, "link_type": LINK_TYPE}
     if wandb.entity:
         link["entity"] = wandb.entity

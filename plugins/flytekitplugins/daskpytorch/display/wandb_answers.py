@@ -1,7 +1,7 @@
-"""Settings as wandb itself reads them: from its files, its environment and the user's logins. Runs for the driver.
+"""Reader of wandb's settings from files, environment variables and logins. Runs for the driver.
 
-wandb is asked in a process of its own. The driver need not import it, and a session of the user stays as it is.
-That process runs this module, which prints the answers as JSON.
+wandb reads the settings in a separate process, which runs this module and prints the settings as JSON. The driver
+therefore never imports wandb, and a session of the user stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ ANSWERED = (
     "run_notes",
     "run_tags",
 )
-"""Settings of wandb that concern a run, by wandb's own names (0.19 to 0.31)."""
+"""Settings of a run, by wandb's own names (0.19 to 0.31)."""
 MARK = "ANSWERS "
-"""Begins the line with the answers; wandb may write others."""
+"""Beginning of the line with the settings. wandb may write other lines."""
 TIMEOUT = 60.0
-"""Seconds for the answers; importing wandb takes one on a quiet machine."""
+"""Timeout, in seconds, for the settings. The import of wandb takes a second on a quiet machine."""
 
 
 class Asking:
-    """Asks wandb, from the moment that this is made."""
+    """Request for wandb's settings, which begins with the object's creation."""
 
     def __init__(self, mode: str | None) -> None:
-        """Ask; `mode` is what the user wrote in `Wandb(...)`."""
+        """Start the process that reads the settings.
+
+        Args:
+            mode: Mode of the user's `Wandb(...)`. None: wandb's own settings decide.
+        """
         self._answers: Future[Mapping[str, Any]] = Future()
         threading.Thread(target=self._ask, args=(mode,), name="daskpytorch-wandb-asks", daemon=True).start()
 
     def answers(self) -> Mapping[str, Any]:
-        """Return wandb's settings, those without a value left out.
+        """Wait for wandb's settings, and return all that have a value.
 
         Raises:
-            OSError: wandb could not be asked.
+            OSError: The process with wandb has failed or timed out.
         """
         return self._answers.result()
 
@@ -76,8 +80,8 @@ def _answers(mode: str | None) -> dict[str, Any]:
     settings = wandb.setup(wandb.Settings(**changes)).settings
     if settings.mode not in ("offline", "dryrun", "disabled"):
         if "prompt" in inspect.signature(wandb.login).parameters:
-            wandb.login(prompt=False, verify=False)  # notes in the settings which credentials there are
-        elif (key := wandb.api.api_key) is not None:  # wandb < 0.31, whose login can only ask
+            wandb.login(prompt=False, verify=False)  # stores credentials in the settings
+        elif (key := wandb.api.api_key) is not None:  # wandb < 0.31, where login always prompts
             settings.api_key = key
     found = {name: getattr(settings, name, None) for name in ANSWERED}
     return {name: value for name, value in found.items() if value not in (None, "", ())}

@@ -1,4 +1,4 @@
-"""A Weights & Biases run, opened and fed in rank 0. The user's own wandb calls meet it there."""
+"""Weights & Biases run, opened and fed in rank 0. The user's own wandb calls in rank 0 join this run."""
 
 from __future__ import annotations
 
@@ -28,39 +28,42 @@ if TYPE_CHECKING:
 
 LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
-"""Begins the line that rank 0 writes once its run is open, and that says where that is."""
+"""Beginning of the line in which rank 0 writes the open run's URL or upload command."""
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
-"""Seconds for the server to answer when the run is opened; after that the run is recorded offline."""
+"""Timeout, in seconds, for the server when the run is opened. After the timeout, the run is recorded offline."""
 STOPPED_EARLY = "stopped_early"
-"""In the summary of such a run: why."""
+"""Name of the summary's entry with the reason for early stopping."""
 GOODPUT = "goodput"
-"""In the summary: the seconds of each kind, and which part of all went into steps."""
+"""Name of the summary's entry with the fields and the share of `Goodput`."""
 OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
-"""Seconds that the function waits for the run: wandb's import and its own process take some, too."""
+"""Timeout, in seconds, of the function's wait for the run. Includes wandb's import and the start of its process."""
 CLOSE_TIMEOUT = 60.0
-"""Seconds for what is queued when the run is closed."""
+"""Timeout, in seconds, for the queued records when the run is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Everything that rank 0 needs to open the run."""
+    """Settings with which rank 0 opens the run."""
 
     wandb: Wandb
     id: str
     name: str
     mode: str
-    """wandb's own: online, offline, disabled, shared."""
+    """Mode of wandb: online, offline, disabled or shared."""
     key: str | None = field(repr=False)
     config: Mapping[str, Any]
-    """Hyper-parameters and the gang's shape."""
+    """Configuration of the run: hyper-parameters and the gang's shape."""
     notes: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    """wandb's settings as the driver's machine has them, by wandb's own names: the key's server among them."""
+    """Settings from wandb on the driver's machine, by wandb's own names. Includes the server of the key."""
 
 
 def _shown(value: Any) -> Any:
-    """What is drawn, as wandb's own; its import the training need not wait for."""
+    """Return histograms and pictures as wandb's types, and other values unchanged.
+
+    The feeder's thread imports wandb, so the training never waits for the import.
+    """
     if isinstance(value, Histogram):
         import wandb
 
@@ -74,36 +77,36 @@ def _shown(value: Any) -> Any:
 
 
 class Tracker(RankObserver):
-    """Rank 0's run. Calls return at once; a thread opens the run and feeds it; no failure reaches the training."""
+    """Rank 0's run. A thread opens and feeds the run, so calls return at once. No error reaches the training."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._shared: SharedRun | None = None
         self._histograms: dict[str, Histogram] = {}
-        """Histograms of gradients since the last record."""
+        """Newest histograms of gradients since the last record, by metric name."""
         self._num_late = 0
-        """Records after the user's own `wandb.finish()`."""
+        """Number of records after the user's `wandb.finish()`."""
         self._has_refused = False
         self._feeder = Feeder(LABEL)
         self._feeder.start(self._open)
 
     def begins(self) -> None:
-        """Wait for the run, so that the function finds it in `wandb.run`."""
+        """Wait until the run is open, so that the user's function finds the run in `wandb.run`."""
         if not self._feeder.has_begun.wait(OPEN_TIMEOUT):
             say(f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s. The training begins without it.")
 
     def logged(self, record: LogRecord) -> None:
-        """Queue a record."""
+        """Queue a record, together with the newest histograms of gradients."""
         if self._histograms:
             record = dataclasses.replace(record, metrics={**record.metrics, **self._histograms})
             self._histograms = {}
         self._feeder.offer(functools.partial(self._record, record))
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Take histograms of the model's gradients before every so many steps of its optimizer.
+        """Take histograms of the model's gradients before every `log_freq`-th step of its optimizer.
 
-        Not by `wandb.watch`, which logs from inside the backward pass: it sees one rank's gradients only, and an error
-        of its own becomes the training's.
+        `wandb.watch` is no alternative. wandb logs from inside the backward pass, sees only one rank's gradients, and
+        raises its errors in the training.
         """
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -120,11 +123,16 @@ class Tracker(RankObserver):
         register_optimizer_step_pre_hook(look)
 
     def accounted(self, goodput: Goodput) -> None:
-        """Have it in the run's summary."""
+        """Queue the account of the gang's time for the run's summary."""
         self._feeder.put(functools.partial(self._sum_up, GOODPUT, {"share": goodput.share, **goodput.as_dict()}))
 
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
-        """Close the run with this exit code; where the training was stopped early, with the reason in its summary."""
+        """Close the run.
+
+        Args:
+            exit_code: Exit code of the run.
+            stopped_early: Reason for early stopping, for the run's summary. None: not stopped early.
+        """
         self._feeder.end(functools.partial(self._end, exit_code, stopped_early), CLOSE_TIMEOUT)
 
     # ---- in the thread
@@ -142,7 +150,7 @@ class Tracker(RankObserver):
             if stopped_early is not None:
                 self._sum_up(STOPPED_EARLY, stopped_early)
             self._shared.finish(exit_code)
-        wandb.teardown(exit_code)  # `finish` may return before the run's file is whole
+        wandb.teardown(exit_code)  # `finish` may return before the run's file is complete
         if self._num_late:
             say(
                 f"{LABEL}: wandb.finish() had ended the run; {self._num_late} records that were logged after it are "
@@ -160,13 +168,13 @@ class Tracker(RankObserver):
             if not self._has_refused:
                 say(f"{LABEL}: {error}. Of such records only the numbers are kept.")
             self._has_refused = True
-            with contextlib.suppress(Exception):  # it may be a name
+            with contextlib.suppress(Exception):  # a metric's name may be the problem
                 run.log({"step": record.step, **record.numbers})
 
     def _open(self) -> None:
         import wandb
 
-        if self._settings.key is not None:  # for the user's own `wandb.Api()`; with the server that the key is for
+        if self._settings.key is not None:  # key and its server, for the user's `wandb.Api()`
             os.environ["WANDB_API_KEY"] = self._settings.key
             if "base_url" in self._settings.given:
                 os.environ["WANDB_BASE_URL"] = self._settings.given["base_url"]
@@ -207,18 +215,18 @@ class Tracker(RankObserver):
 
 
 class SharedRun:
-    """A run that the task has opened, and that code of the user's may use."""
+    """Run of the task that the user's own code may use, too."""
 
     def __init__(self, wandb: Any, run: Any, drain: Callable[[], object]) -> None:
-        """Share a run.
+        """Make `wandb.init` join the run.
 
         Args:
-            wandb: The module, whose `init` joins the run from now on.
-            run: The run.
-            drain: Waits until all that was logged by now is in the run.
+            wandb: Module wandb, whose `init` is replaced.
+            run: Open run of wandb.
+            drain: Waits until the run has all queued records.
         """
         self.is_finished = False
-        """The user's code has finished the run."""
+        """True if the user's code has finished the run."""
         self.run = run
         self._wandb = wandb
         self._drain = drain
@@ -229,11 +237,11 @@ class SharedRun:
         run._finish = self._finish_for_user  # noqa: SLF001
 
     def close(self) -> None:
-        """Leave wandb as it was: the process may go on, as in debug mode."""
+        """Restore wandb's own `init`, since the process may outlive the run, as in debug mode."""
         self._wandb.init = self._init
 
     def finish(self, exit_code: int) -> None:
-        """Finish the run, for the task."""
+        """Finish the run, unless the user's code has finished the run."""
         if not self.is_finished:
             self._finish(exit_code)
 
@@ -244,10 +252,10 @@ class SharedRun:
         self._finish(*args, **kwargs)
 
     def _join(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the run, with the configuration, name, notes and tags of this `wandb.init` added.
+        """Return the run after adding the configuration, name, notes and tags of this `wandb.init`.
 
         Raises:
-            ValueError: Another project, entity or id is asked for.
+            ValueError: The call names another project, entity or id.
         """
         given = inspect.signature(self._init).bind_partial(*args, **kwargs).arguments
         settings = given.get("settings") or {}

@@ -1,4 +1,4 @@
-"""Pages for Decks: charts, tables, key figures, timelines. For tasks and workflows to use, too.
+"""Pages for Decks: charts, tables, key figures and timelines. Users' tasks and workflows may use them, too.
 
     Deck("Mine", report.page(
         report.figures({"accuracy": 0.93, "time": ("3 min", "on 2 ranks")}),
@@ -6,8 +6,8 @@
         report.table(("name", "length"), [("Bello", 5)]),
     ))
 
-Every piece is HTML that needs nothing else: it can be a Deck by itself, and pieces can be joined by `+`. What they
-share, a style and the library that draws, is 70 kB; `page` has it once.
+Every piece is complete HTML. A single piece can be a Deck, and pieces can be joined by `+`. Each piece contains the
+shared style and the library for drawing (70 kB). `page` contains them only once.
 """
 
 from flytekitplugins.daskpytorch.report.chart import line_chart

@@ -1,4 +1,4 @@
-"""Lines over steps, epochs or seconds: drawn by uPlot in the reader's browser, with a summary and a table beside."""
+"""Line charts over steps, epochs or seconds, drawn by uPlot in the reader's browser, with a summary and a table."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +9,12 @@ from flytekitplugins.daskpytorch.report.html import element, name_of, text_of, w
 from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
 
 MAX_VALUE = 1e200
-"""What is beyond cannot be drawn."""
+"""Largest absolute value that can be drawn."""
 NUM_COLOURS = 8
 NUM_ROWS = 12
-"""Of the table beside a chart."""
+"""Most rows of a chart's table, counted separately for short lines and for all lines."""
 WIDE_RANGE = 100.0
-"""Values that differ by more than this factor are drawn on a logarithmic axis."""
+"""Least ratio of the largest to the smallest value for a logarithmic axis."""
 MAX_MARKS = 100
 Points = list[tuple[float, float]]
 
@@ -31,21 +31,21 @@ def line_chart(
     from_zero: bool = False,
     max_points: int | None = None,
 ) -> str:
-    """A chart of lines, with their newest and best values, and as a text and a table for those who see none.
+    """Return a line chart with newest and best values, and with a summary and a table for screen readers.
 
-    The reader points at it to see values, marks a part to see it enlarged (a double click goes back), takes lines away
-    by their names, and where all values are positive chooses a logarithmic scale.
+    In the browser, readers see values under the pointer, enlarge a marked part (a double click goes back), and hide
+    lines by a click on their names. If all values are positive, readers can choose a logarithmic scale.
 
     Args:
-        title: Above the chart; what x is follows.
-        curves: For each name its points (x, y), x ascending; what is no finite number is left out.
-        x_label: What x is, such as "step".
-        best: Lines whose lowest or highest point has a ring.
-        marks: Values of x with a vertical line at each, and what it stands for.
-        log: Whether to begin with a logarithmic scale; None: where the largest value is 100 times the smallest.
-        dashed: Lines that are, such as one to compare with.
-        from_zero: The axis begins at 0, if it is not logarithmic.
-        max_points: Of a line; longer ones are thinned, and keep their spikes. None: 2,000.
+        title: Title above the chart, followed by `x_label`.
+        curves: Points (x, y) of each line by name, with ascending x. Values other than finite numbers are left out.
+        x_label: Name of the x axis, for example "step".
+        best: Lines with a ring at their lowest ("min") or highest ("max") point.
+        marks: Vertical lines: x and a text for each.
+        log: True to begin with a logarithmic scale. None: if the largest value is over 100 times the smallest.
+        dashed: Names of dashed lines, for example a baseline.
+        from_zero: True for an axis that begins at 0, unless it is logarithmic.
+        max_points: Most points of a line. Longer lines are thinned, but keep their spikes. None: 2,000.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -105,7 +105,7 @@ def _best(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
 
 
 def _legend(index: int, name: str, points: Points, best: tuple[float, float] | None) -> str:
-    """The line's name, which takes it away, and its newest value."""
+    """Return the legend of a line: a button with its name, which hides the line, and its newest value."""
     button = element("button", text_of(name_of(name)), type="button", aria_pressed="true")
     newest = _number(points[-1][1]) if points else "no values"
     remark = f" best {_number(best[1])} at {_number(best[0])}" if best is not None else ""
@@ -122,17 +122,17 @@ def _summary(name: str, points: Points, x_label: str, best: tuple[float, float] 
 
 
 def _values(curves: Mapping[str, Points], x_label: str) -> str:
-    """A table of values at some x, the first and the last among them."""
+    """Return a table of the lines' values at some x, always with the first and the last x."""
     by_x = {name: dict(points) for name, points in curves.items()}
     every = sorted({x for points in by_x.values() for x in points})
     rare = sorted({x for points in by_x.values() if len(points) <= NUM_ROWS for x in points})
-    chosen = sorted({*_spread(rare), *_spread(every)})  # lines of few points are shown whole
+    chosen = sorted({*_spread(rare), *_spread(every)})  # short lines appear whole
     rows = [[_number(x), *(_number(values[x]) if x in values else "" for values in by_x.values())] for x in chosen]
     return cells_table([text_of(x_label), *(text_of(name_of(name)) for name in curves)], rows)
 
 
 def _spread(values: Sequence[float]) -> list[float]:
-    """As many of them as a table has rows, the first and the last among them."""
+    """Return at most `NUM_ROWS` evenly spread values, always with the first and the last one."""
     if len(values) <= NUM_ROWS:
         return list(values)
     return [values[round(i * (len(values) - 1) / (NUM_ROWS - 1))] for i in range(NUM_ROWS)]
@@ -148,6 +148,6 @@ def _number(value: float) -> str:
 
 
 def _json(data: object) -> str:
-    """As it may stand in a script element, whatever the texts in it."""
+    """Return JSON that is safe in a script element, with any text."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

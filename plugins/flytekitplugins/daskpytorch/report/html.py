@@ -1,4 +1,4 @@
-"""HTML out of texts that anybody may have written, and what all pieces of a page share once."""
+"""HTML from untrusted texts, and the style and script that all pieces of a page share."""
 
 import functools
 import re
@@ -9,16 +9,16 @@ from importlib.resources import files
 from flytekitplugins.daskpytorch.process.streams import one_line
 
 MAX_NAME = 60
-"""Characters of a metric's name that are shown."""
+"""Most characters of a metric's name."""
 MAX_TEXT = 20_000
-"""Characters of any text: what is cut out of a longer one is its middle."""
+"""Most characters of a text. A longer text loses its middle."""
 URL = re.compile(r"https?://[^\s<>\"']+")
 ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A text that leads somewhere: a cell of a table, say.
+    """Text with a link, for example in a table's cell.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -26,20 +26,20 @@ class Link:
     """
 
     text: str
-    """What is shown."""
+    """Text of the link."""
     address: str
-    """With `http://`, `https://` or, for a file of the reader's own machine, `file://`."""
+    """Address that begins with `http://`, `https://`, or `file://` for a file on the reader's machine."""
 
 
 def element(tag: str, content: str = "", class_: str = "", **attributes: object) -> str:
-    """An element with what is already HTML in it; attributes are escaped, and left out where they are None."""
+    """Return an element around HTML. Attributes are escaped, and None leaves an attribute out."""
     named = {"class": class_ or None, **{name.rstrip("_").replace("_", "-"): at for name, at in attributes.items()}}
     written = "".join(f' {name}="{_clean(at)}"' for name, at in named.items() if at is not None)
     return f"<{tag}{written}>{content}</{tag}>"
 
 
 def text_of(value: object) -> str:
-    """Any value as HTML: escaped, a number short, an address of the web as a link."""
+    """Return any value as HTML: escaped texts, short numbers, and web addresses as links."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -53,30 +53,30 @@ def text_of(value: object) -> str:
 
 
 def name_of(text: str) -> str:
-    """A metric's name as it is shown, not yet HTML: in a line, cut where it is too long."""
+    """Return a metric's name in one line of at most `MAX_NAME` characters, without HTML escapes."""
     return one_line(text, MAX_NAME)
 
 
 def whole(piece: str) -> str:
-    """The piece with all that it needs, so that it can be shown by itself."""
+    """Return a piece with the shared style and script, ready to be shown alone."""
     return shared() + element("div", piece, "dpt")
 
 
 @functools.cache
 def shared() -> str:
-    """The style and the script of all pieces."""
+    """Return the style and the script of all pieces."""
     assets = files(__package__) / "assets"
     styles, plot, ours = (
         (assets / name).read_text(encoding="utf-8") for name in ("report.css", "uPlot.iife.min.js", "report.js")
     )
     styles = (assets / "uPlot.min.css").read_text(encoding="utf-8") + styles
-    again = "if (window.dptReport) return window.dptReport();"  # another Deck of the page has brought it
+    again = "if (window.dptReport) return window.dptReport();"  # another Deck of the page has the same script
     script = f"(() => {{ {again}\n{plot}\n{ours}\nwindow.dptReport = drawAll; }})();"
     return f"<style>{styles}</style><script>{script}</script>"
 
 
 def _clean(value: object) -> str:
-    """Escaped, no longer than anybody reads, and without what no file can hold."""
+    """Return a value as escaped text, cut to `MAX_TEXT` characters, without unprintable characters."""
     text = str(value)
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}\n…\n{text[-MAX_TEXT // 2 :]}"
