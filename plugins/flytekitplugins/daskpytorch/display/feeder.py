@@ -130,7 +130,7 @@ class Feeder:
     def _try(self, job: Job) -> None:
         try:
             self._until_it_answers(job)
-        except Exception as error:  # likewise
+        except Exception as error:  # a job may raise anything
             self._say(f"{type(error).__name__}: {error}. Such records are left out. The training goes on.")
         self._num_done += 1
 

@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.settings import Wandb
 KEYLESS = ("offline", "disabled")
 """Modes without an API key."""
 OLD_MODES = {"dryrun": "offline", "run": "online"}
-"""Present names of wandb's modes, by their old names."""
+"""Current names of wandb's modes, by their old names."""
 TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
 """Name of the console link in Flyte's configuration. Its template ends in {{ .executionName }}-{{ .nodeId }}."""

@@ -122,8 +122,8 @@ class ModelFutures(Futures[ModelFuture]):
 
         Args:
             timeout: Seconds to wait. None: no limit.
-            return_exceptions: True to return errors in the place of results, as `asyncio.gather` does. This includes
-                the errors of models that were stopped early or cancelled.
+            return_exceptions: True to return errors in the place of results, as `asyncio.gather` does. Early stopping
+                and cancellation count as errors.
 
         Raises:
             TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.

@@ -71,7 +71,7 @@ class SweepStorage:
 
         Raises:
             ValueError: The folder belongs to another call, or a file cannot be unpickled.
-            OSError: The storage cannot be read or written, or another user owns or can write to a file there.
+            OSError: The storage cannot be read or written, or another user owns or can write to a file in the folder.
         """
         self.files.refuse_foreign(self.folder, with_folders=True)
         try:
@@ -176,7 +176,7 @@ def _pickled(value: Any) -> bytes:
         return bytes(cloudpickle.dumps(value))
 
 
-# ---- What differs
+# ---- Differences between two calls
 
 
 def _bound(function: Callable[..., Any]) -> dict[str, Any]:

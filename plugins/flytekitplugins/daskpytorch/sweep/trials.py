@@ -98,7 +98,7 @@ class Trials:
         Args:
             index: Index of the model.
             say: Shows a notice about the model.
-            before: Records of an earlier attempt. Records up to the resumed step are reported again.
+            before: Records of an earlier attempt. Records up to the resumed step are reported first.
         """
         if not self.suggests:  # a search has asked for the trial already
             with self._lock:
