@@ -33,8 +33,8 @@ def line_chart(
 ) -> str:
     """Return a line chart with newest and best values, and with a summary and a table for screen readers.
 
-    In the browser, readers see values under the pointer, enlarge a marked part (a double click goes back), and hide
-    lines by a click on their names. If all values are positive, readers can choose a logarithmic scale.
+    In the browser, readers see values under the pointer, and hide lines by a click on their names. A marked part is
+    enlarged until a double click. If all values are positive, readers can choose a logarithmic scale.
 
     Args:
         title: Title above the chart, followed by `x_label`.
