@@ -1,6 +1,6 @@
-"""A rank's checkpoints: states copied at once, written in the background, whole or not at all. Runs in a rank.
+"""Saves and loads a rank's checkpoints: copied at once, written in the background, whole or not at all. Runs in a rank.
 
-rank 0 --file--> its agent --connection--> the driver's checkpoints; and back to every rank of the next attempt.
+rank 0 --file--> its agent --connection--> the driver's checkpoints --connection--> every rank of the next attempt
 """
 
 from __future__ import annotations
@@ -37,17 +37,23 @@ SHARDED = (
     ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
-"""The kinds of tensors of which each rank has a part."""
+"""Modules and names of the tensor types of which each rank has a part."""
 LARGE = 1 << 20
-"""Bytes from which on a second thread is worth its while."""
+"""Least bytes of a write whose digest a second thread computes."""
 T = TypeVar("T")
 
 
 class RankCheckpoint(Checkpoint):
-    """Rank 0 writes, one state at a time; every rank reads the same."""
+    """Checkpoints of one rank. Rank 0 writes one state at a time, and every rank reads the same state."""
 
     def __init__(self, order: RankOrder, link: GangLink, sharded: ShardedCheckpoints | None = None) -> None:
-        """Write and read in the agent's folder; without `sharded` nobody keeps such checkpoints."""
+        """Make the checkpoints of a rank.
+
+        Args:
+            order: The rank's order, with the agent's folder for checkpoint files.
+            link: Link to the agent.
+            sharded: This rank's part of sharded checkpoints. None: `save_sharded` and `load_sharded` do nothing.
+        """
         job = order.job
         self._link = link
         self.sharded = sharded
@@ -64,14 +70,14 @@ class RankCheckpoint(Checkpoint):
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """What `load` has returned last."""
+        """The checkpoint that `load` or `load_sharded(best=..., step=...)` read last. None: no checkpoint."""
         return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Keep a state; waits only while the one before is still being written.
+        """Copy a state and write the copy in the background. Waits while the state before is still being written.
 
         Raises:
-            TypeError: The state cannot be pickled; or, on every rank, it is sharded, or a metric is no number.
+            TypeError: The state cannot be pickled. Or, on every rank, the state is sharded or a metric is not a number.
         """
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
@@ -85,11 +91,11 @@ class RankCheckpoint(Checkpoint):
             target=self._write, args=(copied, step, plain), name="daskpytorch-checkpoint", daemon=True
         )
         del copied
-        writing.start()  # before the thread that obeys orders can see it, and wait for it
+        writing.start()  # before `_writing` is set: the thread that obeys orders joins `_writing`
         self._writing = writing
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the newest state is written, or for `timeout` seconds."""
+        """Wait until the newest state is written, or for `timeout` seconds. None: no limit."""
         until = None if timeout is None else time.monotonic() + timeout
         if self._writing is not None:
             self._writing.join(timeout)
@@ -97,7 +103,7 @@ class RankCheckpoint(Checkpoint):
             self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Keep a state that is spread over the ranks; see `Checkpoint`."""
+        """Save a state that is spread over the ranks. See `Checkpoint`."""
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
         if self.sharded is not None:
@@ -105,7 +111,7 @@ class RankCheckpoint(Checkpoint):
                 self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state with the newest that was kept so, or another one; see `Checkpoint`."""
+        """Fill a state with the newest sharded checkpoint, or another one. See `Checkpoint`."""
         self._check_wish("load_sharded", best, step)
         if self.sharded is None:
             return None
@@ -121,10 +127,14 @@ class RankCheckpoint(Checkpoint):
         return chosen.step if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        """Read what this attempt starts from, or another one.
+        """Return the state of the checkpoint from which this attempt starts, or of another one.
+
+        Args:
+            best: True for the best checkpoint.
+            step: Step of another checkpoint, of which the newest is read. None: no particular step.
 
         Raises:
-            ValueError: It is not said what is best.
+            ValueError: `best` needs a metric in `Gang(keep=...)`, and no `step` beside it.
             LookupError: No checkpoint of this step is kept.
             OSError: The checkpoint did not arrive.
         """
@@ -138,15 +148,16 @@ class RankCheckpoint(Checkpoint):
         return self._read(file) if file is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """All that are kept, as far as is known here."""
+        """Return all kept checkpoints that this rank knows of."""
         return self._link.kept
 
     def _read(self, file: CheckpointFile) -> Any:
         import torch
 
-        # All ranks of a node share the file's pages, until one writes to a tensor, which then has pages of its own.
-        # It holds any object of the user's. It comes from our own ranks; between two attempts of a task it lies where
-        # Flyte keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
+        # mmap: the ranks of a node share the file's pages. A tensor that a rank writes to gets its own pages.
+        # weights_only=False: the state may have any object of the user's. The file comes from this gang's own ranks.
+        # Between two attempts of a task, the file is in Flyte's storage, whose writers are trusted with code and
+        # inputs, too.
         return torch.load(self.folder / file.name, map_location="cpu", weights_only=False, mmap=True)
 
     def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
@@ -164,7 +175,7 @@ class RankCheckpoint(Checkpoint):
                 metrics=metrics,
             )
             unfinished.rename(self.folder / written.name)
-        except BaseException as error:  # a full disk, mostly: worth a word, but not the training
+        except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
             unfinished.unlink(missing_ok=True)
             print(
                 f"the checkpoint of step {step} was not written ({_reason(error)}); the training goes on, and the "
@@ -185,14 +196,14 @@ class RankCheckpoint(Checkpoint):
             )
 
     def _choose_sharded(self, step: int | None) -> ShardedCheckpoint | None:
-        """What rank 0 is given, on all ranks."""
+        """Return the checkpoint that rank 0 receives from the driver, on all ranks."""
         self.flush()
         failure: Exception | None = None
         chosen: ShardedCheckpoint | None = None
         if self._is_main:
             try:
                 chosen = self._await_choice(step, ShardedCheckpoint)
-            except (LookupError, OSError) as error:  # the others are waiting to hear of it
+            except (LookupError, OSError) as error:  # the other ranks wait for rank 0's answer
                 failure = error
         else:
             self._num_asked += 1
@@ -202,7 +213,12 @@ class RankCheckpoint(Checkpoint):
         return chosen
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
-        """What rank 0 has chosen; none, if there is no best."""
+        """Return the checkpoint that the driver chose for rank 0's request, or None if no checkpoint is the best.
+
+        Raises:
+            LookupError: No checkpoint of this step is kept.
+            OSError: The checkpoint did not arrive.
+        """
         self._link.progress.move()
         self.flush()
         self._num_asked += 1
@@ -225,7 +241,7 @@ class RankCheckpoint(Checkpoint):
 
 
 class _HashedFile(io.BufferedWriter):
-    """Takes the digest of what is written, on its way; of what is large while it is written."""
+    """File that computes the digest of the written bytes. A second thread does so for large writes, meanwhile."""
 
     def __init__(self, file: io.FileIO) -> None:
         super().__init__(file)
@@ -240,7 +256,7 @@ class _HashedFile(io.BufferedWriter):
         try:
             return super().write(data)
         finally:
-            hashed.result()  # the memory is the caller's again
+            hashed.result()  # the caller may reuse the memory
 
     def close(self) -> None:
         self._hashing.shutdown()
@@ -248,7 +264,7 @@ class _HashedFile(io.BufferedWriter):
 
 
 class _Inspector(pickle.Pickler):
-    """Goes through all of a state that would be pickled, and stops at a sharded tensor."""
+    """Pickler that visits all tensors of a state, and raises at a sharded tensor."""
 
     def __init__(self, file: IO[bytes]) -> None:
         import torch
@@ -265,17 +281,17 @@ class _Inspector(pickle.Pickler):
         return self.take(obj)
 
     def take(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor, which goes past the pickle."""
+        """Return the number that the pickle has in place of the tensor."""
         return 0
 
 
 class _Copier(_Inspector):
-    """Copies the tensors, once each, however often they occur."""
+    """Pickler that copies each tensor of a state once, even if the tensor occurs several times."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.copies: list[torch.Tensor] = []
-        self._seen: dict[Any, tuple[Any, int]] = {}  # holds the originals, too, so that no memory is given twice
+        self._seen: dict[Any, tuple[Any, int]] = {}  # with the originals, so that no address is reused
 
     def take(self, tensor: torch.Tensor) -> int:
         if tensor.is_meta:
@@ -303,13 +319,13 @@ class _RefusedError(Exception):
 
 
 def _copy(state: Any) -> Any:
-    """A copy that later training steps do not touch, with tensors on the CPU.
+    """Return a copy of a state that later training steps do not change, with its tensors on the CPU.
 
-    The structure is pickled and unpickled; tensors go past the pickle. No class is made here, and no function: those
-    stay, and what they know, until Python's cyclic collector finds them.
+    The structure is pickled and unpickled, without the tensors. This function defines no inner class or function, as
+    their references would keep the copy alive until Python's cyclic garbage collector runs.
 
     Raises:
-        TypeError: Something in it cannot be pickled, or is sharded.
+        TypeError: A value of the state cannot be pickled, or is a sharded tensor.
     """
     buffer = io.BytesIO()
     copier = _Copier(buffer)
@@ -327,7 +343,7 @@ def _copy(state: Any) -> Any:
 
 
 def _refuse_sharded(state: Any) -> None:
-    """Raise on a rank that keeps nothing what `_copy` raises of a sharded state, so that all ranks fail alike."""
+    """Raise the error that `_copy` raises for a sharded state, so that ranks without a copy fail like rank 0."""
     if not _sharded_types():
         return
     try:
@@ -340,7 +356,7 @@ def _refuse_sharded(state: Any) -> None:
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Of tensors that are spread over ranks; without the modules of those there are none."""
+    """Return the types of sharded tensors whose modules are imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
     return tuple(kind for kind in found if kind is not None)
 
@@ -362,7 +378,7 @@ def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
 
 
 def _name_in(state: Any, wanted: object) -> str:
-    """Where something stands in a state, as Python's code would name it."""
+    """Return the position of an object in a state as a Python expression, for example `state['model'].weight`."""
     waiting, seen = deque([("state", state)]), set()
     while waiting:
         name, obj = waiting.popleft()
@@ -381,12 +397,12 @@ def _name_in(state: Any, wanted: object) -> str:
 
 
 def _place_of(tensor: torch.Tensor) -> object:
-    """What tied tensors, which share memory, have in common."""
+    """Return a key that is equal for tied tensors, which share the same memory, shape and type."""
     try:
         where = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse ones, and the like
+    except (RuntimeError, NotImplementedError):  # sparse tensors, for example
         return id(tensor)
-    if where == 0:  # all those without elements
+    if where == 0:  # tensors without elements
         return id(tensor)
     kind = (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
     return (where, tensor.storage_offset(), tensor.shape, tensor.stride(), *kind)
@@ -402,7 +418,10 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong below: torch says of a full disk only that it is not where it should be in the file."""
+    """Return the `OSError` that caused an error, or else the error itself, in words.
+
+    For a full disk, torch's own error only tells of a wrong position in the file.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

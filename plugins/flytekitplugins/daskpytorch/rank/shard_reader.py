@@ -1,4 +1,4 @@
-"""Reads what a rank needs of a sharded checkpoint, at any number of ranks. Runs in a rank.
+"""Reads a rank's part of a sharded checkpoint, which any number of ranks may have written. Runs in a rank.
 
 layout --planned by torch--> ranges --several at a time--> digests checked --> tensors, in place
 """
@@ -33,31 +33,31 @@ from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
 from flytekitplugins.daskpytorch.rank.tensor_kinds import check_fillable
 
 NUM_READERS = 8
-"""Ranges that are read, and turned into tensors, at the same time."""
+"""Number of ranges that are read and turned into tensors at the same time."""
 MAX_RANGE = 4 << 20
-"""Bytes in one range, unless a single item has more."""
+"""Most bytes of a range with several items. A single item may be larger."""
 PIECE, NUM_LARGE = 8 << 20, 2
-"""Of an item with more bytes than this, pieces of so many are read at the same time; and of how many such items."""
+"""Bytes of each piece of an item larger than this, and how many of these items are read at the same time."""
 MAX_GAP = 64 << 10
-"""Bytes between two items that are rather read than asked around."""
+"""Most bytes between two items of one range. Reading these bytes costs less than another request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before storage that failed is asked again."""
+"""Seconds before each retry of a failed read."""
 MAX_TOLD = 8
-"""Keys that an error names, of each kind."""
+"""Most keys of each kind that an error names."""
 T = TypeVar("T")
 
 
 class DamagedError(Exception):
-    """Something is missing, or is not what was written."""
+    """An object of the checkpoint is missing, or does not have its digest or size."""
 
 
 class DiffersError(Exception):
-    """The state is not the one that was saved."""
+    """The state has other keys or shapes than the saved one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Range:
-    """Items that lie together in a part."""
+    """Items of one part that are read with one request."""
 
     part: str
     items: Sequence[StoredItem]
@@ -96,14 +96,14 @@ class ShardReader:
         self._planner = _Planner()
         self._wanted: dict[StoredItem, list[ReadItem]] = defaultdict(list)
         self.unread: frozenset[str] = frozenset()
-        """Keys of the checkpoint's that this rank's state does not have."""
+        """Keys of the checkpoint that this rank's state does not have."""
 
     def prepare(self) -> None:
-        """Plan what to read, and look whether it is there, before anything is changed.
+        """Plan the reads and check the checkpoint's objects, without a change of the state.
 
         Raises:
-            DamagedError: It is not there, or not whole.
-            DiffersError: The state has other keys or shapes.
+            DamagedError: An object is missing or has another size.
+            DiffersError: The state has other keys or shapes than the checkpoint.
             TensorKindError: The state has a tensor that cannot be written to.
             OSError: The storage does not answer.
         """
@@ -119,10 +119,10 @@ class ShardReader:
         self._check_sizes({part["name"]: part["size"] for part in layout["parts"]})
 
     def read(self) -> None:
-        """Read it into the state.
+        """Read the checkpoint into the state. To be called after `prepare`.
 
         Raises:
-            DamagedError: Something is not what was written.
+            DamagedError: An item does not have its digest, or an object is missing.
             OSError: The storage does not answer.
         """
         with self._pieces, ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
@@ -157,7 +157,7 @@ class ShardReader:
     def _take(self, together: _Range) -> None:
         path = f"{self._checkpoint.uri}/{together.part}"
         is_large = together.end - together.start > PIECE
-        with self._large if is_large else contextlib.nullcontext():  # they are held in memory twice
+        with self._large if is_large else contextlib.nullcontext():  # a large item is in memory twice
             found = self._copied(path, together)
             for item, data in found or _whole(together, self._read(path, together.start, together.end)):
                 self._planner.put(data, self._wanted[item])
@@ -171,13 +171,13 @@ class ShardReader:
 
     def _read_piece(self, path: str, start: int, end: int) -> bytes:
         if self._quick is not None:
-            with contextlib.suppress(Exception):  # s3fs may know more ways, or say what is wrong
+            with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
                 return self._quick.read(path, start, end)
         data: bytes = self._patiently(functools.partial(self._files.cat_file, path, start=start, end=end))
         return data
 
     def _copied(self, path: str, together: _Range) -> Sequence[tuple[StoredItem, bytes]] | None:
-        """From the node's own disk, where they are and are whole."""
+        """Return a range's items from the copies on this node's disk. None if they are missing or damaged."""
         data = self._copies.read(path, together.start, together.end)
         with contextlib.suppress(DamagedError):
             return None if data is None else _whole(together, data)
@@ -189,16 +189,21 @@ class ShardReader:
                 return ask()
             except FileNotFoundError as error:
                 raise DamagedError(f"a file of it is missing ({error})") from error
-            except Exception:  # whatever a store's client raises
+            except Exception:  # any error of a store's client
                 time.sleep(wait)
         return ask()
 
 
 class _Planner(DefaultLoadPlanner):
-    """Writes into the state, and unpickles no more than data."""
+    """Writes items into the state. Unpickles with `weights_only=True`, which runs no code from the checkpoint."""
 
     def put(self, data: bytes, reads: Sequence[ReadItem]) -> None:
-        """What has been read of one item goes to all the places that want some of it."""
+        """Write an item into the state.
+
+        Args:
+            data: Bytes of the item.
+            reads: Parts of the item, with the places in the state that need them.
+        """
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         for read in reads:
             if read.type is LoadItemType.BYTE_IO:
@@ -211,7 +216,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
-    """Replace a value; torch has keys of all kinds as text."""
+    """Replace a value in a nested state. The path has keys of all types as text, as torch does."""
     *above, last = path
     for part in above:
         state = state[_key(state, part)]
@@ -244,11 +249,15 @@ def _ranges(items: Iterable[StoredItem]) -> Iterator[_Range]:
 
 
 def _whole(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
-    """Each item's bytes, as they were written."""
+    """Return each item of a range with its bytes.
+
+    Raises:
+        DamagedError: An item does not have its digest.
+    """
     pieces = []
     for item in together.items:
         start = item.start - together.start
-        piece = data[start : start + item.length]  # of one that is alone, which all large ones are, no copy
+        piece = data[start : start + item.length]  # no copy if the range has one item, as with large ones
         if xxhash.xxh3_128_hexdigest(piece) != item.digest:
             raise DamagedError(f"{item.key} in {item.part} is not what was written")
         pieces.append((item, piece))
@@ -262,7 +271,11 @@ def _belongs(item: StoredItem, together: Sequence[StoredItem]) -> bool:
 
 
 def _check(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Whether a state can be filled with what was saved."""
+    """Check that a state can be filled from a checkpoint.
+
+    Raises:
+        DiffersError: The state has keys or shapes that the checkpoint does not have.
+    """
     missing = [key for key in state if key not in saved]
     differing = [
         f"{key}: {_kind(value)}, saved as {_saved_kind(saved[key])}"

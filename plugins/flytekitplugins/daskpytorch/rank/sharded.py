@@ -1,7 +1,7 @@
 """A rank's side of sharded checkpoints: each rank writes and reads its own part. Runs in a rank.
 
-save: planned and copied, by all ranks at once --in a thread--> storage --reported--> the driver, which commits it.
-load: the newest whole one of those that this attempt may start from, straight from storage.
+save: planned and copied by all ranks together --in a thread--> storage --reported--> the driver, which commits.
+load: the newest undamaged checkpoint from which this attempt may start, straight from storage.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 MAX_TOLD = 8
-"""Keys that a line names."""
+"""Most keys that a log line names."""
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What the ranks tell each other before a save."""
+    """A rank's message to the other ranks before a save."""
 
     step: int
     view: View
@@ -43,7 +43,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class _Trouble:
-    """What keeps a rank from loading a checkpoint."""
+    """A rank's reason for not loading a checkpoint."""
 
     kind: Literal["failure", "damage", "difference", "target"]
     text: str
@@ -66,7 +66,7 @@ class ShardedCheckpoints:
         self._rank = rank
         self._report = report
         self._moved = moved
-        """To be called at each sign of life: a large state takes longer to go and to come than a step."""
+        """Called at each sign of life. A large state takes longer to write or read than a training step."""
         self._slots: SaveSlots[Staged] = SaveSlots(self._start, self._tell_forgotten)
         self._num_saves = 0
         self._copies = ShardCopies(sharding, rank)
@@ -75,10 +75,10 @@ class ShardedCheckpoints:
         self._writing: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
-        """Copy this rank's part of a state, and have it written as soon as may be.
+        """Copy this rank's part of a state and queue its write. To be called on all ranks together.
 
         Raises:
-            Exception: On all ranks, where one of them cannot save it.
+            Exception: A rank cannot save its part. Raised on all ranks.
         """
         number, self._num_saves = self._num_saves, self._num_saves + 1
         with self._slots.placing() as view:
@@ -86,7 +86,7 @@ class ShardedCheckpoints:
             try:
                 plans = self._opened()
                 has_new_plan = plans.look_at(state)
-            except Exception as failure:  # the others are waiting to hear of it
+            except Exception as failure:  # raised after the exchange: the other ranks wait for this rank's message
                 error = failure
             heard = gathered(_Said(step, view, has_new_plan, _told(error)))
             if error is not None:
@@ -98,11 +98,16 @@ class ShardedCheckpoints:
             self._slots.put(plans.stage(number, step, metrics))
 
     def load(self, state: dict[str, Any]) -> int | None:
-        """Fill a state with the newest checkpoint that is whole; its step, None where there is none.
+        """Fill a state with the newest undamaged checkpoint. To be called on all ranks together.
+
+        Returns:
+            The checkpoint's step. None: no checkpoint is undamaged, or there is none.
 
         Raises:
-            OSError: The storage does not answer, or what it gave was damaged and there is no checkpoint before.
-            ValueError: The state is not the one that was saved.
+            OSError: The storage does not answer. Or no checkpoint is undamaged, and a damaged one has already changed
+                the state.
+            ValueError: The state has other keys or shapes than the saved one.
+            TypeError: The state has a tensor that cannot be written to.
         """
         step = self._load_first(self._sharding.start, state)
         if step is None and self._sharding.start:
@@ -110,11 +115,12 @@ class ShardedCheckpoints:
         return step
 
     def load_other(self, checkpoint: ShardedCheckpoint, state: dict[str, Any]) -> None:
-        """Fill a state with this checkpoint.
+        """Fill a state with this checkpoint. To be called on all ranks together.
 
         Raises:
-            OSError: It is not whole, or the storage does not answer.
-            ValueError: The state is not the one that was saved.
+            OSError: The checkpoint is damaged, or the storage does not answer.
+            ValueError: The state has other keys or shapes than the saved one.
+            TypeError: The state has a tensor that cannot be written to.
         """
         if self._load_first([checkpoint], state) is None:
             raise OSError(f"the sharded checkpoint of step {checkpoint.step} is damaged; rank 0's log says how")
@@ -140,20 +146,20 @@ class ShardedCheckpoints:
         return None
 
     def settle(self, number: int) -> None:
-        """The driver has done with a save."""
+        """Record that the driver has committed a save or given it up."""
         self._slots.settle(number)
         self._copies.prune(self._attempt, number)
 
     def close(self) -> None:
-        """The driver will say nothing more."""
+        """Drop the save that waits, since the driver will settle no more saves."""
         self._slots.close()
 
     def drop_copies(self) -> None:
-        """Nobody starts again: the gang has succeeded."""
+        """Remove the node's copies of shards, since the gang has succeeded and does not restart."""
         self._copies.clear()
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the newest save is written, or for `timeout` seconds."""
+        """Wait until the newest save is written, or for `timeout` seconds. None: no limit."""
         self._slots.flush(timeout)
 
     def _opened(self) -> SavePlans:
@@ -185,14 +191,14 @@ class ShardedCheckpoints:
         self._writing.start()
 
     def _write(self, save: Staged, before: threading.Thread | None) -> None:
-        if before is not None:  # given up by another rank, and so by the driver
+        if before is not None:  # alive if another rank gave up that save, and so did the driver
             before.join()
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
         try:
             whose = {"rank": self._rank, "step": save.step}
             writer = ShardWriter(self._files, folder, **whose, copies=self._copies, moved=self._moved)
             parts, items = writer.write(save.pieces)
-        except BaseException as error:  # whatever a store's client raises
+        except BaseException as error:  # any error of a store's client
             self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))
         else:
             written = WrittenShards(
@@ -210,7 +216,13 @@ class ShardedCheckpoints:
             self._slots.note_written()
 
     def _together(self, checkpoint: ShardedCheckpoint, act: Callable[[], object]) -> bool:
-        """Do it on all ranks; whether the checkpoint is whole, as far as all of them can say."""
+        """Call `act` on all ranks. Return True if no rank has found the checkpoint damaged.
+
+        Raises:
+            OSError: A rank cannot read the checkpoint.
+            ValueError: The state has other keys or shapes than the saved one.
+            TypeError: The state has a tensor that cannot be written to.
+        """
         error = _error_of(act)
         heard: list[_Trouble | None] = gathered(_trouble_of(error))
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
@@ -226,7 +238,7 @@ class ShardedCheckpoints:
         return True
 
     def _tell_forgotten(self, save: Staged) -> None:
-        if save.metrics:  # by which it may have been the best
+        if save.metrics:  # the save may have been the best
             metrics = ", ".join(f"{name} {value:g}" for name, value in save.metrics.items())
             self._say(
                 f"the sharded checkpoint of step {save.step} ({metrics}) was not written: the next one came while the "
@@ -266,7 +278,7 @@ def _text(error: BaseException) -> str:
 def _error_of(act: Callable[[], object]) -> Exception | None:
     try:
         act()
-    except Exception as error:  # the others are waiting to hear of it
+    except Exception as error:  # the other ranks wait for this rank's message
         return error
     return None
 
@@ -288,6 +300,6 @@ def _trouble_of(error: Exception | None) -> _Trouble | None:
 
 
 def _first(heard: Sequence[_Trouble | None], kind: str) -> str | None:
-    """Of this kind, that of the first rank that has it."""
+    """Return the trouble of this kind from the first rank that has one, in words. None: no rank has one."""
     texts = (f"{said.text} (rank {rank})" for rank, said in enumerate(heard) if said is not None and said.kind == kind)
     return next(texts, None)
