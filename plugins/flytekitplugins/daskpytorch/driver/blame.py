@@ -1,6 +1,6 @@
 """Finds the rank whose failure caused the others, and decides whether the gang may restart.
 
-The module has no state and does no I/O. Runs in the driver.
+The module is free of state and I/O. Runs in the driver.
 """
 
 import signal
@@ -13,15 +13,15 @@ from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerL
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
 OURS = "flytekitplugins/daskpytorch/"
-"""Part of the path of frames that are this package's and not the user's."""
+"""Path of this package's own frames, as opposed to the user's."""
 REPEATED = "the same error came at the same step twice"
 """Reason for no restart after a repeated error. The error's `is_repeated` is true for this reason alone."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
-    """Return the exit that caused the others: the most severe one, and among equals the earliest.
+    """Return the exit that caused the others: the earliest of the most severe exits.
 
-    From most to least severe:
+    In order of severity:
 
     1. the rank's own exception
     2. a signal or an unexpected exit, then a kill for memory
@@ -34,7 +34,7 @@ def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
 
 
 def _severity(exit_: RankExit) -> int:
-    if exit_.failure is not None and not exit_.failure.is_consequence:  # even if the rank was then told to stop
+    if exit_.failure is not None and not exit_.failure.is_consequence:  # even of a rank that was later told to stop
         return 0
     if exit_.hang is not None:
         return 4
@@ -91,8 +91,8 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         history: Failures of the earlier attempts, a line each.
 
     Returns:
-        The failed rank's own exception, with a `GangError` as its cause. The `GangError` itself if the exception cannot
-        be rebuilt in the driver, or the rank was lost with its infrastructure.
+        The failed rank's own exception, with a `GangError` as its cause. The `GangError` itself if the driver cannot
+        rebuild the exception, or infrastructure was lost.
     """
     who, how = f"rank {root_failure.rank}", describe(root_failure)
     rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
@@ -157,10 +157,10 @@ class AttemptFailure:
     what: str
     """Rank, worker, step and cause, in one line."""
     cause: str
-    """Cause without the rank, by which two failures are compared. For an exception: its type and the line that raised
-    it, since its text may hold a time or an address."""
+    """Cause without the rank, by which two failures are compared. Exceptions count by type and raising line, since
+    their text may hold a time or address."""
     position: tuple[int | None, int | None]
-    """Newest named step, and the number of signs of life since then. None for unknown values."""
+    """Newest named step, and number of signs of life since then. None: unknown."""
     is_infrastructure: bool
     """True if a worker, node or other infrastructure was lost. False if the function failed."""
     is_exception: bool = False
@@ -170,8 +170,8 @@ class AttemptFailure:
     is_quit: bool = False
     """True if the user quit the rank's debugger."""
     gets_further: bool = False
-    """True if the next attempt starts further on or may go another way: a checkpoint was saved or is on its way, or the
-    ranks were asked to stop."""
+    """True if the next attempt may go differently, since a checkpoint was saved or is in transit, or ranks were asked
+    to stop."""
 
     @classmethod
     def of(cls, root_failure: RankExit, *, gets_further: bool) -> Self:
@@ -200,7 +200,7 @@ class FailurePolicy:
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:
-        """Return why the gang does not restart after this failure. None: the gang may restart."""
+        """Return why the gang ends after this failure. None: the gang may restart."""
         alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
         if self.limit == 0:
             return "max_restarts is 0"

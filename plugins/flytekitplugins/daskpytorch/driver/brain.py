@@ -1,14 +1,14 @@
 """Decides what a gang does next: start, grow, stop, restart, give up. Runs in the driver.
 
-`GangState` only records events. `Brain.decide` alone acts on them, so the same rules apply to each event at each
-moment. The gang's present phase is a method:
+`GangState` only records events. `Brain.decide` alone acts on events, so the same rules apply at each moment. The gang's
+present phase is a method:
 
     _gather ──▶ _train ──▶ _end_ranks ──▶ _settle ──▶ _gather ...
        │          │                          │
        └──────────┴── results, or an error ◀─┘
 
-This module starts no threads, reads only the clock that it is given, and waits only for storage, at the very end. So a
-test can replay a whole gang.
+The module starts no threads, reads only the given clock, and waits only for storage, at the very end. Tests can replay
+a whole gang.
 """
 
 import math
@@ -35,7 +35,7 @@ MAX_LEAVE_WAIT = 75.0
 SETTLE_TIME = 0.2
 """Seconds between the loss of a worker and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
-"""Most seconds between two decisions, since some changes cause no event."""
+"""Most seconds between two decisions, as some changes cause no event."""
 GROWS = "more workers have come"
 """Reason for a restart that adds workers. All other reasons are failures."""
 
@@ -45,9 +45,9 @@ class GangCancelledError(Exception):
 
 
 Phase = Callable[[], Any]
-"""Phase of a gang: a method that does what is due.
+"""Phase of a gang: a method that does the work now due.
 
-The method returns the phase that follows at once, or None if `decide` should call the same phase after the next event.
+The method returns the next phase, or None to be called again after the next event.
 """
 
 
@@ -59,7 +59,7 @@ class Brain:
     _watch: HangWatch
 
     def __init__(self, state: GangState, code: Code, debugging: Debugging | None = None) -> None:
-        """Begin with the phase that gathers the workers. The caller has launched their agents."""
+        """Begin with the phase that gathers workers. The caller has launched their agents."""
         self._state = state
         self._code = code
         self._debugging = debugging or Debugging()
@@ -109,7 +109,7 @@ class Brain:
 
     @property
     def patience(self) -> float:
-        """Most seconds until the next call of `decide` if no event comes."""
+        """Most seconds until the next call of `decide` without an event."""
         return max(0.0, min(self._wake_at - self._now(), TICK))
 
     def _wait(self, *moments: float | None) -> Phase | None:
@@ -126,12 +126,12 @@ class Brain:
         self._state.attempt = None
         self._deadline = (self._state.asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else (now if lost_at is None else lost_at) + SETTLE_TIME
-        if self._agents.faulty_gpus:  # the cluster may have another worker
+        if self._agents.faulty_gpus:  # the cluster may offer another worker
             self._settled_at = now + GROWTH_SETTLE_TIME
         return self._gather
 
     def _gather(self) -> Phase | None:
-        """Wait for all wanted workers, or after a while for at least `min_workers`, and then start an attempt."""
+        """Start an attempt once all wanted workers are connected, or `min_workers` of them after a pause."""
         if self._state.is_cancelled:
             raise self._cancelled()
         if self._state.stop_request is not None:
@@ -174,7 +174,7 @@ class Brain:
         )
 
     def _start(self) -> Phase:
-        """Start an attempt on the workers that are connected."""
+        """Start an attempt on the connected workers."""
         self._accountant.enter("starting")
         self._attempt = self._state.attempt = start_attempt(self._state, self._number, self._code, self._debugging)
         timeout = self._settings.hang_timeout
@@ -186,7 +186,7 @@ class Brain:
     # ---- watching an attempt
 
     def _train(self) -> Phase | None:
-        """Watch the attempt until every rank has ended, or an event requires all ranks to be stopped."""
+        """Watch the attempt until every rank has ended or an event requires a stop."""
         attempt, now = self._attempt, self._now()
         if attempt.is_over:
             return self._begin_to_settle()
@@ -207,7 +207,7 @@ class Brain:
         return self._wait(*self._moments(attempt))
 
     def _is_understood(self, attempt: Attempt) -> bool:
-        """Return True if the cause of a failure is known, so that the attempt can be stopped at once.
+        """Return True once a failure's cause is known, so that the driver can stop the attempt.
 
         While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective may have
         caused a failure, the other ranks first report their stacks.
@@ -245,7 +245,7 @@ class Brain:
         return is_due and not attempt.is_formed and not attempt.prompts.debugged
 
     def _moments(self, attempt: Attempt) -> list[float | None]:
-        """Return the times (driver's clock, seconds) at which the attempt needs a decision without an event."""
+        """Return times (driver's clock, seconds) at which the attempt needs a decision without an event."""
         request = self._state.stop_request
         return [
             attempt.stop_at,
@@ -257,7 +257,7 @@ class Brain:
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
-        """Let the ranks exit, since all functions have returned and no rank needs another one any more."""
+        """Let the ranks exit, since all functions have returned and no rank needs its peers."""
         if attempt.stop_at is None:
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
@@ -292,7 +292,7 @@ class Brain:
         return self._begin_to_settle()
 
     def _is_last(self) -> bool:
-        """Return True if, from what is known so far, no other attempt follows."""
+        """Return True if no other attempt seems to follow."""
         attempt = self._attempt
         if self._state.is_cancelled or self._announcer.stopped_early is not None or self._late:
             return True
@@ -319,9 +319,9 @@ class Brain:
         return self._settle
 
     def _conclude(self) -> Phase | None:
-        """Set the results once the last sharded checkpoint is committed.
+        """Set the results after the last sharded checkpoint's commit.
 
-        With checkpoints in a local folder of the user's, also wait for the fetch of the last whole checkpoint.
+        If checkpoints stay in the user's local folder, also wait for the last whole checkpoint's fetch.
         """
         attempt, limit = self._attempt, self._ended_at + self._settings.start_timeout
         if self._state.is_cancelled:
@@ -333,7 +333,7 @@ class Brain:
         return None
 
     def _stays_here(self) -> bool:
-        """Return True if the checkpoints stay in a local folder after the gang's end, for the user."""
+        """Return True if checkpoints stay in a local folder for the user after the gang's end."""
         return self._request.storage is not None and "://" not in self._request.storage.own
 
     def _settle(self) -> Phase | None:
@@ -367,7 +367,7 @@ class Brain:
     def _reason_to_go_on(self, attempt: Attempt) -> str:
         """Return the reason for a restart, or raise the error that ends the gang."""
         request = self._state.stop_request
-        if request is not None and not attempt.has_own_failure:  # a lost worker is the request's expected effect
+        if request is not None and not attempt.has_own_failure:  # the request explains lost workers
             return self._go_on_without(request)
         if self._is_growing and not attempt.has_earnest_failure:
             return GROWS
@@ -385,7 +385,7 @@ class Brain:
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
     def _go_on_without(self, request: StopRequest) -> str:
-        """Return the reason for a restart without the worker that the cluster is removing.
+        """Return the reason for a restart without the removed worker.
 
         Raises:
             PreemptedError: The request ends the gang, or no restarts are left.
@@ -407,7 +407,7 @@ class Brain:
         return GangCancelledError(f"{self._request.name} was cancelled")
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
-        """Return the error that ends the task, after the upload of the newest checkpoint or a timeout."""
+        """Upload the newest checkpoint, within a time limit, and return the error that ends the task."""
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason
         rest = self._saving.store(self._request.storage, self._deadlines.storage)
         failed = f" while it was failing ({failure})" if failure else ""

@@ -1,9 +1,9 @@
-"""A gang's claim on the folder or URL of its checkpoints, so that no two gangs use one. Runs in the driver.
+"""Claims a gang's checkpoint folder or URL against use by two gangs. Runs in the driver.
 
     claim.json: created if missing -> renewed every 10 s -> removed at the end
 
-A gang takes over a claim whose owner is dead: at once if this machine, Flyte or Slurm shows the death, else after 60 s
-without a renewal. The waiting gang measures those 60 s by its own clock, so that clocks of two machines may differ.
+A gang takes over a dead owner's claim: at once if this machine, Flyte or Slurm shows the death, else after 60 s without
+renewal. The waiting gang measures those 60 s by its own clock, so that clocks of two machines may differ.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ CLAIM = "claim.json"
 RENEW_EVERY = 10.0
 """Seconds between two renewals."""
 STALE_AFTER = 60.0
-"""Seconds without a renewal after which a claim is taken over."""
+"""Seconds without renewal after which another gang takes over a claim."""
 ANCIENT = 3600.0
-"""Age of the last renewal, in seconds by the clocks of two machines, from which on a claim is taken over at once."""
+"""Age of a renewal, in seconds by two machines' clocks, after which a claim is taken over at once."""
 FIRST_LOOK = 1.0
 """Seconds until an owner's first check of its claim. Without exclusive creation, some stores accept two owners."""
 POLL_INTERVAL = 1.0
@@ -77,7 +77,7 @@ class Claim:
         Raises:
             GangStartError: Another live gang uses the folder, or `is_over()` returned True.
         """
-        _held.add(self._about["id"])  # first: another thread of this process may read the claim once it is there
+        _held.add(self._about["id"])  # first: another thread of this process may read the new claim
         try:
             self._create(is_over)
         except BaseException:
@@ -140,7 +140,7 @@ class Claim:
         return json.dumps({**self._about, "number": self._number, "renewed": time.time()}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the content of the claim, or None if there is no claim."""
+        """Return the claim's content. None: no claim exists."""
         self._files.fs.invalidate_cache()
         try:
             content = json.loads(self._files.read(self._path))
@@ -176,7 +176,7 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
         claim.take(is_over)
     except GangStartError:
         raise
-    except Exception as error:  # any error of a store's client: all else works without the claim
+    except Exception as error:  # any error of a store's client: the gang works without a claim
         say(
             f"{paths.own} could not be claimed ({type(error).__name__}: {error}); see that no other gang has the same "
             "key and checkpoint_uri: they would remove each other's checkpoints."
@@ -192,7 +192,7 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
 
 
 def _is_alive(holder: Mapping[str, Any]) -> bool | None:
-    """Return True if the owner is alive, False if the owner is dead, None if this machine cannot tell at once."""
+    """Return True for a live owner, False for a dead one, None if this machine cannot tell at once."""
     if holder.get("machine") == _machine() and holder["machine"]:
         if holder["pid"] == os.getpid():
             return holder["id"] in _held

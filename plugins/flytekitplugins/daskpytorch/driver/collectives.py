@@ -1,7 +1,7 @@
 """Finds mismatches in the collectives that the ranks' flight recorders hold. Runs in the driver.
 
-Each collective of a process group has a number. All ranks of the group must call the same one under the same number.
-The module has no state and does no I/O.
+Process groups number their collectives. All ranks of a group must call the same collective under the same number.
+The module is free of state and I/O.
 """
 
 import re
@@ -18,7 +18,7 @@ NOT_THE_USERS = re.compile(
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
-"""Most of the user's frames that the report shows for each collective."""
+"""Most user frames per collective in the report."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {
@@ -38,14 +38,14 @@ PYTHON_NAMES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Reason for which ranks wait for each other."""
+    """Reason why ranks wait for each other."""
 
     rank: int
-    """The rank that the others wait for."""
+    """The rank to blame, for which others wait."""
     what: str
     """The reason in a sentence."""
     shown: str
-    """The collective, as each rank has called it or not. Empty if no recorder has the call."""
+    """The collective, with each rank's call or its absence. Empty if no recorder has the call."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class _Calls:
 
 
 def compare(recalled: Mapping[int, Recalled], failed: Collection[int] = ()) -> Difference | None:
-    """Return a mismatch in the ranks' collectives, or None if they agree or too little is known.
+    """Return a mismatch in the ranks' collectives. None: the records agree or hold too little.
 
-    The function looks for these mismatches, in this order:
+    Mismatches in the order of search:
 
-    1. different calls under one number, since later mismatches follow from them
-    2. a rank that others wait for, and that waits for no other rank
+    1. different calls under one number, which cause later mismatches
+    2. a rank that others wait for, but that itself waits for nobody
     3. ranks that wait for each other in different process groups
 
     Args:
         recalled: Flight record of each rank that has reported one.
-        failed: Ranks whose newest collective has failed. Their recorder may count the collective as done.
+        failed: Ranks whose newest collective has failed, although their recorder may count the collective as done.
     """
     recalled = {
         rank: _with_newest_open(recalled[rank]) if rank in failed else recalled[rank] for rank in sorted(recalled)
@@ -120,11 +120,11 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
 
 
 def essence(collective: Collective, *, with_shapes: bool) -> object:
-    """Return the part of a call that must be the same on all ranks.
+    """Return the part of a call in which all ranks must agree.
 
     Args:
         collective: The call.
-        with_shapes: True if shapes and dtypes count, too. They do not count if the collective has completed.
+        with_shapes: True if shapes and dtypes count, too, as in collectives that have yet to complete.
     """
     if not with_shapes or collective.operation.startswith(UNEVEN):
         return collective.operation
@@ -135,7 +135,7 @@ def essence(collective: Collective, *, with_shapes: bool) -> object:
 
 
 def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> Difference | None:
-    """Return the rank that others wait for, in a collective that the rank has not called. None: no rank waits."""
+    """Return the rank whose missing call makes others wait, with the collective. None: no rank waits."""
     awaited: dict[int, _Calls] = {}
     waiting: set[int] = set()
     for calls in all_calls:
@@ -185,7 +185,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _shown(calls: _Calls) -> str:
-    """Return each rank's call, in lines. Ranks with the same call at the same place share a line."""
+    """Return each rank's call, in lines. Ranks with equal calls at the same place share a line."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, collective in calls.by_rank.items():
         state = "done" if collective.is_done else "waiting"

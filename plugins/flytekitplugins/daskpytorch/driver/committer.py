@@ -3,7 +3,8 @@
     ranks ──objects──▶ storage
     ranks ──reports──▶ brain ──▶ Committer ──layout.json, .metadata, and at last the manifest──▶ storage
 
-A checkpoint counts once the manifest names it, and is removed only after a manifest without it is written.
+A checkpoint counts once the manifest names its folder. Files are removed only after the manifest has dropped their
+checkpoint.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ class Committed:
 class Committer:
     """Commits sharded checkpoints: writes the layout and the manifest once all ranks have written their shards.
 
-    The committer also removes checkpoints that are not kept, and saves that were never committed.
+    The committer also removes outdated checkpoints and uncommitted saves.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Committer:
             vault: Writes the manifest.
             scratch: The driver's own folder, removed at its end.
             filesystem: Returns the file system of a path or fsspec URL.
-            say: Called with the outcome of each commit, in the thread of the vault's worker.
+            say: Called with each commit's outcome in the thread of the vault's worker.
         """
         self.vault = vault
         self._filesystem = filesystem
@@ -86,15 +87,15 @@ class Committer:
         self.base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
         """Path or fsspec URL of the folder that contains a folder for each checkpoint."""
         self.previous = paths.previous_shards or paths.previous if paths is not None else None
-        """`base` of the attempt or call before, which may be the same folder. None: there is none."""
+        """`base` of the previous attempt or call, perhaps the same folder. None: no previous attempt."""
         self.token: Path | None = None
-        """File by which ranks check that they see the driver's folder `base`. None if `base` is a URL for all hosts."""
+        """File by which ranks check that they see the driver's folder `base`. None: `base` is a URL."""
         if "://" not in self.base or self.base.startswith("file://"):
             self.base, self.previous = full_path(self.base), self.previous and full_path(self.previous)
             users = settings.checkpoint_uri is not None  # perhaps on a disk that the ranks' machines share
             self.token = Path(self.base if users else scratch, f".driver-{secrets.token_hex(4)}")
         self._outdated: set[str] = set()
-        """Names of committed checkpoints that are no longer kept and have yet to be removed."""
+        """Names of committed checkpoints that await removal."""
 
     @functools.cached_property
     def files(self) -> Files:
@@ -112,7 +113,7 @@ class Committer:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
 
     def sharding(self) -> Sharding:
-        """Return the storage and the checkpoints for the ranks of an attempt that starts now."""
+        """Return storage and start checkpoints for the ranks of a new attempt."""
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start, cache=self._cache)
@@ -127,7 +128,7 @@ class Committer:
         return tuple(entry.saved for entry in self.vault.sharded)
 
     def find(self, step: int | None) -> ShardedCheckpoint | None:
-        """Return a kept checkpoint, or None if there is none.
+        """Return a kept checkpoint. None: not found.
 
         Args:
             step: The step, of which the newest checkpoint is taken. None: the best checkpoint of all.
@@ -156,10 +157,10 @@ class Committer:
         self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
-        """Queue the removal of outdated checkpoints, and of this driver's uncommitted saves up to this one.
+        """Queue the removal of outdated checkpoints and of this driver's uncommitted saves.
 
         Args:
-            attempt: Number of an attempt. The saves of all attempts before are removed, too.
+            attempt: Number of an attempt. Saves of earlier attempts are removed, too.
             number: Number of the attempt's last save to remove.
         """
         self._submit_removal(self.base, lambda save, nonce: nonce == self._nonce and save <= (attempt, number))
@@ -227,7 +228,7 @@ class Committer:
             base: Folder or URL with the saves.
             is_over: Returns True for saves that no rank writes any more. Called with (attempt, number) and the nonce.
         """
-        if self.vault.is_in_doubt:  # storage may hold the new manifest or the old one: a later removal will know
+        if self.vault.is_in_doubt:  # storage may hold the new or the old manifest: a later removal will know
             return
         named = set(map(_name_of, self.vault.sharded))
         with self.vault.removing(base):
@@ -245,7 +246,7 @@ class Committer:
 
 
 def _name_of(entry: ShardedCheckpoint) -> str:
-    """Return the last two parts of a checkpoint's folder, which no other save of any driver shares."""
+    """Return the last two parts of a checkpoint's folder, unique among all drivers' saves."""
     return "/".join(entry.uri.split("/")[-2:])
 
 

@@ -1,8 +1,8 @@
 """Proves deadlocks: ranks that wait in collectives that can never complete. Runs in the driver.
 
 A rank whose function has returned calls no further collective. A rank whose main thread waits in one collective calls
-no other. If every rank is one of these two kinds, the flight recorders show which collectives lack a rank for ever. Two
-equal looks, a few seconds apart, are the proof. If the state of any rank is unknown, `hang_timeout` decides instead.
+no other. If every rank is of either kind, flight recorders show which collectives lack a rank for ever. Two equal
+looks, a few seconds apart, prove the deadlock. If the state of any rank is unknown, `hang_timeout` decides instead.
 """
 
 import itertools
@@ -41,7 +41,7 @@ PLACE = re.compile(r", line \d+ in ")
 
 @dataclass(frozen=True)
 class Look:
-    """The wait of each rank that has not returned, at one moment."""
+    """Snapshot of the running ranks' waits."""
 
     waits: Mapping[int, Collective | str]
     """The collective of each rank. For `recv` and `send`, which the flight recorder lacks, the name."""
@@ -50,7 +50,7 @@ class Look:
 
 
 def look_at(states: Mapping[int, RankState]) -> Look | None:
-    """Return the ranks' waits. None if a rank may be at work, or too little is known about a rank."""
+    """Return the ranks' waits. None if a rank may be working or has too little information."""
     if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
         return None
     running = {rank: state for rank, state in states.items() if not state.is_done}
@@ -60,7 +60,7 @@ def look_at(states: Mapping[int, RankState]) -> Look | None:
     counts: dict[int, object] = {
         rank: (each.num_collectives, each.num_moves, each.stacks) for rank, each in running.items()
     }
-    if any(isinstance(wait, str) for wait in waits.values()):  # a message may be on its way, which no recorder has
+    if any(isinstance(wait, str) for wait in waits.values()):  # recorders miss messages in transit
         received = {rank: state.num_bytes for rank, state in states.items()}
         if None in received.values():
             return None
@@ -69,7 +69,7 @@ def look_at(states: Mapping[int, RankState]) -> Look | None:
 
 
 def _has_other_threads(stacks: str) -> bool:
-    """Return True if a thread other than the main one may call collectives, or the stacks are incomplete."""
+    """Return True if a thread beside the main thread may call collectives, or stacks are incomplete."""
     frames = other_frames(stacks)
     if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
         return True
@@ -95,11 +95,11 @@ def _is_within(frames: Sequence[str], recorded: Sequence[str]) -> bool:
 
 
 def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState]) -> Difference | None:
-    """Return the reason for a deadlock, and the rank to blame. None if the deadlock is not proven.
+    """Return the reason for a deadlock, and the rank to blame. None: no proof of a deadlock.
 
     Args:
-        before: The look before. None: there is none.
-        look: The newest look. None: a rank may be at work.
+        before: Previous look. None: no earlier look.
+        look: The newest look. None: a rank may be working.
         states: State of each rank at the newest look.
     """
     if before is None or look is None or before.counts != look.counts or before.waits != look.waits:
@@ -114,7 +114,7 @@ def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState
 
 
 def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]) -> Difference:
-    """Return the reason for a `recv` or `send` that no rank answers. A rank that has returned is blamed, if any has."""
+    """Return the reason for a `recv` or `send` that no rank answers. Blames a returned rank first."""
     done = [other for other, state in states.items() if state.is_done]
     told = [f"{named(done)} returned"] if done else []
     waits = {other: wait if isinstance(wait, str) else in_words(wait) for other, wait in look.waits.items()}
@@ -125,7 +125,7 @@ def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]
 def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
     """Return True if this rank's wait cannot end, since no rank is left that could make the missing call."""
     if isinstance(wait, str):
-        return True  # no message is on its way (`look_at`), and every other rank waits or has returned
+        return True  # no message is in transit (`look_at`), and every other rank waits or has returned
     members = _members(rank, wait.group, states)
     others = [member for member in members if member != rank]
     if any(other not in states or _members(other, wait.group, states) != members for other in others):
@@ -144,7 +144,7 @@ def _members(rank: int, group: str, states: Mapping[int, RankState]) -> tuple[in
 def _has_not_called(state: RankState, wait: Collective) -> bool:
     """Return True if the rank has certainly not called the collective.
 
-    A full flight record with no collective of this group is no proof: other groups' calls may have displaced them.
+    A full flight record without this group's collectives proves nothing: other groups' calls may have displaced them.
     """
     collectives = state.recalled.collectives if state.recalled is not None else ()
     numbers = [each.number for each in collectives if each.group == wait.group]
@@ -175,26 +175,26 @@ class DeadlockWatch:
         self._states = states
         self._numbers = itertools.count(1)
         self._asked: int | None = None
-        """Number of the look that the ranks have yet to answer. None: no look is under way."""
+        """Number of the look that still lacks answers. None: no look is under way."""
         self._before: Look | None = None
         self._num_vain = 0
         self._look_at = 0.0
 
     @property
     def due(self) -> float | None:
-        """Time of the next look, in seconds on the driver's clock. None while a look is under way or a rank runs on."""
+        """Time of the next look, in seconds on the driver's clock. None during a look, or while a rank runs."""
         return self._look_at if self._asked is None and self._all_stand() else None
 
     def forget(self) -> None:
-        """Drop the looks so far, since `HangWatch` itself asks the ranks, or the ranks may go on."""
+        """Drop previous looks: `HangWatch` itself asks the ranks, or ranks may continue."""
         self._asked = self._before = None
         self._look_at = self._now() + LOOK_INTERVAL
 
     def is_proven(self) -> bool:
-        """Ask the ranks for their stacks, or compare their answers with the look before.
+        """Ask the ranks for their stacks, or compare their answers with the previous look.
 
         Returns:
-            True once two equal looks prove a deadlock. The attempt then has the report.
+            True once two equal looks prove a deadlock. The report is then in the attempt.
         """
         attempt = self._attempt
         if not self._all_stand():

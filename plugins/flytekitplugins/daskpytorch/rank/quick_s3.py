@@ -1,6 +1,6 @@
 """Reads and writes objects of S3 with obstore, in less than half of s3fs's processor time. Runs in a rank.
 
-Server and credentials come from the `s3fs.S3FileSystem`, which still does all other operations.
+Server, credentials and all other operations still come from `s3fs.S3FileSystem`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 BLOCK, NUM_BLOCKS = 8 << 20, 4
-"""Bytes in one request of an upload, and requests of one object at the same time. Their product is held in memory."""
+"""Bytes per upload request, and parallel requests per object. Memory holds the product of both."""
 KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_kwargs.region_name"} | {
     "endpoint_url",
     "key",
@@ -40,8 +40,7 @@ class QuickS3:
         """Return a `QuickS3` for an fsspec file system.
 
         Returns:
-            None if the file system is not s3fs, has an option that is not in `KNOWN_OPTIONS`, or obstore is not
-            installed.
+            None for other file systems than s3fs, for options outside `KNOWN_OPTIONS`, or without obstore.
         """
         module = sys.modules.get("s3fs")
         if module is None or type(files) is not module.S3FileSystem or find_spec("obstore") is None:
@@ -50,7 +49,7 @@ class QuickS3:
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[QuickFile]:
-        """Open a new object for writing. The object appears once closed, and does not appear after an error."""
+        """Open a new object for writing. The object appears when closed, but never after an error."""
         import obstore
 
         bucket, key, _ = self._files.split_path(path)
@@ -83,7 +82,7 @@ class QuickS3:
 
 
 class QuickFile:
-    """A new object that is open for writing."""
+    """New object, open for writing."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -94,7 +93,7 @@ class QuickFile:
 
 
 def _credentials(loop: Any, client: Any) -> Any:
-    """Return the credentials that s3fs has found, in the form that obstore expects."""
+    """Return s3fs's credentials in obstore's form."""
     from fsspec.asyn import sync
 
     found = sync(loop, client._request_signer._credentials.get_frozen_credentials)  # noqa: SLF001 - botocore has no other

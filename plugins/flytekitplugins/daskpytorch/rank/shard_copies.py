@@ -1,7 +1,6 @@
 """Keeps copies of the newest shards on the disk of the node that wrote them. Runs in a rank.
 
-A gang that restarts on the same nodes reads the copies instead of storage. Missing or damaged copies are read from
-storage.
+A gang that restarts on the same nodes reads the copies instead of storage. Storage replaces missing or damaged copies.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from flytekitplugins.daskpytorch.process.private_folder import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
 
 OWN_FOLDER = "daskpytorch-shards"
-"""Name of this package's folder in the folder that the user names. All copies are in this folder."""
+"""Name of this package's folder below the user's. Copies stay inside."""
 
 
 class ShardCopies:
-    """Writes, reads and removes the copies in `Gang(shard_cache=...)`. Does nothing without this setting."""
+    """Writes, reads and removes the copies in `Gang(shard_cache=...)`. Inactive without this setting."""
 
     def __init__(self, sharding: Sharding, rank: int) -> None:
         self._nonce = sharding.nonce
         self._before = [start for start in sharding.start if not start.uri.endswith(f"-{self._nonce}")]
-        """Checkpoints of earlier drivers. Their copies are removed once the first save of this driver is settled."""
+        """Checkpoints of earlier drivers, whose copies are removed after this driver's first settled save."""
         self._rank = rank
         self._has_complained = False
         self._cache = sharding.cache
@@ -40,7 +39,7 @@ class ShardCopies:
 
     @contextlib.contextmanager
     def beside(self, path: str, file: Any) -> Iterator[Any]:
-        """Return a writer that writes both to `file` and to its copy on this node.
+        """Return a writer to both `file` and its copy on this node.
 
         Args:
             path: Path or URL of `file` in storage.
@@ -55,7 +54,7 @@ class ShardCopies:
                     copy.close()
 
     def read(self, path: str, start: int, end: int) -> bytes | None:
-        """Return the bytes from `start` to `end` of the copy of `path`. None if this node does not have them."""
+        """Return the bytes from `start` to `end` of the copy of `path`. None: not on this node."""
         if self._folder is None:
             return None
         with contextlib.suppress(OSError), self._of(path).open("rb", buffering=0) as file:
@@ -69,7 +68,7 @@ class ShardCopies:
         self._remove_own(lambda save: save < (attempt, number))
 
     def clear(self) -> None:
-        """Remove all of this gang's copies, since the gang does not restart."""
+        """Remove all copies of this gang after its last attempt."""
         self._remove_own(lambda _: True)
         if self._folder is not None:
             with contextlib.suppress(OSError):  # another gang's copies are there
@@ -87,7 +86,7 @@ class ShardCopies:
                 _remove(self._of(f"{start.uri}/_").parent)
 
     def _of(self, path: str) -> Path:
-        """Return the path of a part's copy. Its folders have the same names as in storage, unlike any other gang's."""
+        """Return the path of a part's copy. Folders have the same names as in storage, which no other gang uses."""
         assert self._folder is not None  # noqa: S101 - all who ask have looked
         return self._folder.joinpath(*path.split("/")[-3:])
 
@@ -133,7 +132,7 @@ class _Both:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the paths in a folder. Empty if another rank of the node has just removed the folder."""
+    """Return the paths in a folder. Empty if another rank has just removed the folder."""
     with contextlib.suppress(OSError):
         return list(folder.iterdir())
     return []

@@ -1,4 +1,4 @@
-"""Divides a sharded state among the ranks for a save, and copies each rank's part. Runs in all ranks together."""
+"""Divides a sharded state among ranks for a save, and copies each rank's part. Runs in all ranks together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.rank.host_copies import HostCopies
 from flytekitplugins.daskpytorch.rank.tensor_kinds import check_savable
 
 UNCHANGEABLE = (bool, int, float, str, type(None))
-"""Types of values that are saved without a copy or a check. `torch.load(weights_only=True)` reads them."""
+"""Types of values saved without copy or check. `torch.load(weights_only=True)` reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Piece:
 
     item: WriteItem
     size: int
-    """Approximate size, in bytes. 0 for a value that is not a tensor."""
+    """Approximate size, in bytes. 0 for other values than tensors."""
     write: Callable[[IO[bytes]], object]
     """Writes the copy to a file, in the format of torch's own writers."""
 
@@ -46,13 +46,13 @@ class Staged:
     state: str | None
     """Keys of the whole state with shapes, dtypes and chunks, as JSON. None on ranks other than 0."""
     drop: Callable[[], None] = field(repr=False)
-    """Frees the copy's memory for the next save. To be called once the copy is written or given up."""
+    """Frees the copy's memory for the next save. Call after the copy is written or given up."""
 
 
 class SavePlans:
-    """Plans the saves of a state, again after each change of its structure, and copies the rank's part for each save.
+    """Plans a state's saves after each change of structure, and copies the rank's part for each save.
 
-    At most two copies exist at a time: one for the save in flight, and one for the save that waits.
+    Two copies exist at most: for the save in flight and for the waiting save.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class SavePlans:
         self._own: Sequence[WriteItem] = ()
         self._state: str | None = None
         self._copies: list[HostCopies] = []
-        """Host memory of saves that have been written, for reuse by the next saves."""
+        """Host memory of finished saves, for reuse."""
 
     def look_at(self, state: Mapping[str, Any]) -> bool:
         """Take the state of the next save.
@@ -73,7 +73,7 @@ class SavePlans:
             True if the state's structure is new, so that the ranks have to `agree` first.
 
         Raises:
-            TypeError: The state has a value that could not be loaded again.
+            TypeError: A value of the state could not be loaded again.
             ValueError: Two keys of the state become equal once nested keys are joined.
         """
         self._planner = DefaultSavePlanner()

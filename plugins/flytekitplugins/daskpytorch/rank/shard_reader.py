@@ -33,11 +33,12 @@ from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
 from flytekitplugins.daskpytorch.rank.tensor_kinds import check_fillable
 
 NUM_READERS = 8
-"""Number of ranges that are read and turned into tensors at the same time."""
+"""Number of ranges that threads read and convert to tensors in parallel."""
 MAX_RANGE = 4 << 20
 """Most bytes of a range with several items. A single item may be larger."""
 PIECE, NUM_LARGE = 8 << 20, 2
-"""Bytes of each piece of an item larger than this, and how many of these items are read at the same time."""
+"""Threshold in bytes for large items, which are read in pieces of this size, and number of large items read in
+parallel."""
 MAX_GAP = 64 << 10
 """Most bytes between two items of one range. Reading these bytes costs less than another request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -48,16 +49,16 @@ T = TypeVar("T")
 
 
 class DamagedError(Exception):
-    """An object of the checkpoint is missing, or does not have its digest or size."""
+    """A missing object of the checkpoint, or a wrong digest or size."""
 
 
 class DiffersError(Exception):
-    """The state has other keys or shapes than the saved one."""
+    """Keys or shapes of the state differ from the saved ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Range:
-    """Items of one part that are read with one request."""
+    """Neighbouring items of a part, read with one request."""
 
     part: str
     items: Sequence[StoredItem]
@@ -96,14 +97,14 @@ class ShardReader:
         self._planner = _Planner()
         self._wanted: dict[StoredItem, list[ReadItem]] = defaultdict(list)
         self.unread: frozenset[str] = frozenset()
-        """Keys of the checkpoint that this rank's state does not have."""
+        """Keys that the checkpoint has and this rank's state lacks."""
 
     def prepare(self) -> None:
-        """Plan the reads and check the checkpoint's objects, without a change of the state.
+        """Plan the reads and check the checkpoint's objects. The state stays unchanged.
 
         Raises:
             DamagedError: An object is missing or has another size.
-            DiffersError: The state has other keys or shapes than the checkpoint.
+            DiffersError: Keys or shapes differ from the checkpoint's.
             TensorKindError: The state has a tensor that cannot be written to.
             OSError: The storage does not answer.
         """
@@ -122,7 +123,7 @@ class ShardReader:
         """Read the checkpoint into the state. To be called after `prepare`.
 
         Raises:
-            DamagedError: An item does not have its digest, or an object is missing.
+            DamagedError: An item has a wrong digest, or an object is missing.
             OSError: The storage does not answer.
         """
         with self._pieces, ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
@@ -157,7 +158,7 @@ class ShardReader:
     def _take(self, together: _Range) -> None:
         path = f"{self._checkpoint.uri}/{together.part}"
         is_large = together.end - together.start > PIECE
-        with self._large if is_large else contextlib.nullcontext():  # a large item is in memory twice
+        with self._large if is_large else contextlib.nullcontext():  # large items need twice their size in memory
             found = self._copied(path, together)
             for item, data in found or _whole(together, self._read(path, together.start, together.end)):
                 self._planner.put(data, self._wanted[item])
@@ -177,7 +178,7 @@ class ShardReader:
         return data
 
     def _copied(self, path: str, together: _Range) -> Sequence[tuple[StoredItem, bytes]] | None:
-        """Return a range's items from the copies on this node's disk. None if they are missing or damaged."""
+        """Return a range's items from copies on this node's disk. None: missing or damaged copies."""
         data = self._copies.read(path, together.start, together.end)
         with contextlib.suppress(DamagedError):
             return None if data is None else _whole(together, data)
@@ -202,7 +203,7 @@ class _Planner(DefaultLoadPlanner):
 
         Args:
             data: Bytes of the item.
-            reads: Parts of the item, with the places in the state that need them.
+            reads: Destinations in the state, with the wanted part of the item.
         """
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         for read in reads:
@@ -216,7 +217,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
-    """Replace a value in a nested state. The path has keys of all types as text, as torch does."""
+    """Replace a value in a nested state. Torch writes keys of all types as text into `path`."""
     *above, last = path
     for part in above:
         state = state[_key(state, part)]
@@ -252,12 +253,12 @@ def _whole(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
     """Return each item of a range with its bytes.
 
     Raises:
-        DamagedError: An item does not have its digest.
+        DamagedError: An item has a wrong digest.
     """
     pieces = []
     for item in together.items:
         start = item.start - together.start
-        piece = data[start : start + item.length]  # no copy if the range has one item, as with large ones
+        piece = data[start : start + item.length]  # a large item has its own range: the slice copies nothing
         if xxhash.xxh3_128_hexdigest(piece) != item.digest:
             raise DamagedError(f"{item.key} in {item.part} is not what was written")
         pieces.append((item, piece))
@@ -274,7 +275,7 @@ def _check(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check that a state can be filled from a checkpoint.
 
     Raises:
-        DiffersError: The state has keys or shapes that the checkpoint does not have.
+        DiffersError: Keys or shapes differ from the checkpoint's.
     """
     missing = [key for key in state if key not in saved]
     differing = [
