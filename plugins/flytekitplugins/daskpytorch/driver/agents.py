@@ -16,11 +16,11 @@ from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
 MAX_BROKEN = 2
-"""Failures of a worker's agent after which the gang does not launch another one on the worker."""
+"""Number of an agent's failures after which its worker is refused."""
 MAX_SILENCE = 15.0
-"""Seconds without a message from an agent after which its worker counts as lost. Agents send one every 1 to 3 s."""
+"""Seconds without a message after which an agent's worker counts as lost. Agents send messages every 1 to 3 s."""
 SILENCE_INTERVAL = 0.5
-"""Seconds between two checks for silent agents. In a large gang, a check at every message would be most of the work."""
+"""Seconds between two checks for silent agents. Large gangs would spend most time on checks at every message."""
 RECRUIT_INTERVAL = 0.5
 """Seconds between two queries of the cluster's workers."""
 SCHEDULER_PATIENCE = 5.0
@@ -31,7 +31,7 @@ equals Dask's own timeout for connections."""
 
 
 GROWTH_SETTLE_TIME = 1.0
-"""Seconds between the arrival of a new worker and the restart that includes the worker. More workers often follow."""
+"""Seconds between a new worker's arrival and the restart that includes it. More workers often follow."""
 Call = Callable[[], object]
 """A callable with its arguments bound, which records an event in the gang's thread."""
 
@@ -55,7 +55,7 @@ class Peer:
         self._has_code = True
 
     def send(self, message: ToAgent) -> None:
-        """Send a message to the agent. A lost connection raises nothing here and arrives as an event."""
+        """Send a message to the agent. Loss of the connection raises no error here, but arrives as an event."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
@@ -72,30 +72,30 @@ class Agents:
     post: Callable[[Call], object]
     """Queues a call for the gang's thread. Any thread may use it."""
     token: bytes = field(repr=False)
-    """Secret by which an agent authenticates its connection to the driver."""
+    """Secret that authenticates agents to the driver."""
     num_least: int = 1
-    """Least number of workers with which the gang runs."""
+    """Least number of workers for an attempt."""
     num_gpus: int = 0
     """Number of GPUs in each worker's resource limits. 0 if unknown."""
     folder: Path | None = None
-    """The driver's folder, for agents on the same machine. None if the driver has no folder."""
+    """The driver's folder, for agents on its machine. None: no folder."""
     peers: dict[str, Peer] = field(default_factory=dict)
     """Connected agents, by worker."""
     leaving: set[str] = field(default_factory=set)
     """Workers with a connected agent that the cluster is removing."""
     expected: set[str] = field(default_factory=set)
-    """Workers whose agent was launched and has yet to connect."""
+    """Workers with a launched agent that has yet to connect."""
     lost: dict[str, Exception] = field(default_factory=dict)
     """Lost workers, with the reason."""
     refused: dict[str, Exception] = field(default_factory=dict)
-    """Workers whose agent failed, with the error. The gang launches no more agents on these workers."""
+    """Workers whose agent failed, with the error. No more agents are launched there."""
     faulty_gpus: set[GpuKey] = field(default_factory=set)
-    """GPUs that have failed under a rank of this gang."""
+    """GPUs that failed during this gang."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _shunned: set[str] = field(default_factory=set)
-    """Workers whose agent fell silent. `recruit` skips these workers, which the scheduler may still list, until their
-    agent connects again."""
+    """Workers whose agent fell silent. `recruit` skips these workers, although the scheduler may list them, until their
+    agent reconnects."""
     _launches: Counter[str] = field(default_factory=Counter)
     _num_broken: Counter[str] = field(default_factory=Counter)
     _looked_at: float = field(init=False)
@@ -144,14 +144,14 @@ class Agents:
         return numbered
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that can carry ranks, in the order of their ranks."""
+        """Return the nodes that can carry ranks, in rank order."""
         fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
     def best_nodes(self) -> list[Node]:
         """Return the nodes that carry the next attempt, without their failed GPUs if the other GPUs suffice.
 
-        A node whose ranks would need a failed GPU is chosen only if fewer than `num_least` other nodes are connected.
+        Nodes whose ranks need a failed GPU are chosen only if fewer than `num_least` other nodes are connected.
         """
         nodes, sound = self.nodes(), self.sound_workers()
         by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
@@ -168,7 +168,7 @@ class Agents:
 
     @property
     def num_wanted(self) -> int:
-        """Number of workers that the gang should have."""
+        """Wanted number of workers."""
         return self.launcher.num_wanted
 
     @property
@@ -182,7 +182,7 @@ class Agents:
         return len(self.peers) - len(self.leaving)
 
     def find(self, connection: Connection) -> Peer | None:
-        """Return the agent of this connection, or None if no agent has this connection."""
+        """Return this connection's agent, or None."""
         return self._by_connection.get(connection)
 
     def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
@@ -201,11 +201,11 @@ class Agents:
         return displaced
 
     def refuse(self, worker: str, error: Exception, launch: int) -> None:
-        """Record that an agent could not be started, or failed before its `Hello`.
+        """Record an agent that failed to start, or failed before its `Hello`.
 
         Args:
             worker: The agent's worker.
-            error: The reason. After a `WorkerLostError`, the worker may be asked again.
+            error: The reason. Only a `WorkerLostError` permits another launch.
             launch: Number of the worker's launch. Errors of earlier launches are ignored.
         """
         if worker not in self.expected or launch != self._launches[worker]:
@@ -217,7 +217,7 @@ class Agents:
         self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
-        """Record that a connection has ended. Return its agent, or None if no agent has this connection."""
+        """Record that a connection has ended. Return its agent, or None."""
         peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
@@ -235,7 +235,7 @@ class Agents:
     def silent(self) -> list[Peer]:
         """Return the agents without a message for `MAX_SILENCE`. Checks once per `SILENCE_INTERVAL`.
 
-        The caller has to forget these agents, as a silent agent may resume.
+        The caller must forget these agents, as silent agents may resume.
         """
         now = self.clock()
         if now - self._looked_at < SILENCE_INTERVAL:
@@ -259,7 +259,7 @@ class Agents:
             self._give_up(self.expected - present)
 
     def can_grow(self, carriers: Collection[str]) -> bool:
-        """Return True if a restart would add workers to `carriers`, and no more workers are likely to follow.
+        """Return True if a restart would add workers, and more are unlikely to follow.
 
         Args:
             carriers: Workers that carry the ranks now.
@@ -305,7 +305,7 @@ class Agents:
         return present
 
     def is_hopeless(self, *, recruits: bool) -> bool:
-        """Return True if too few workers can still take part, because the others are refused or lost.
+        """Return True if refused and lost workers leave the gang too small.
 
         Args:
             recruits: True if new workers replace lost ones.
@@ -317,7 +317,7 @@ class Agents:
         """Return the error that names the missing workers and the reason."""
         if gone := self.refused or self.lost:
             worker, error = next(iter(gone.items()))
-            # A module that the worker's image lacks is missing after a retry, too.
+            # A retry does not add a missing module to the worker's image.
             kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
             return kind(
                 f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {worker}: "

@@ -6,14 +6,14 @@ from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
 NOTICE_INTERVAL = 10.0
-"""Least seconds between two reminders of what the gang waits for."""
+"""Least seconds between two reminders that the gang waits."""
 
 
 class Announcer:
     """Passes the events of one gang to its observers."""
 
     stopped_early: StoppedEarlyError | None = None
-    """First request of an observer to stop the gang early. None: no request yet."""
+    """First request of an observer to stop the gang early. None: no request."""
 
     def __init__(
         self, name: str, observers: Observers, *, hints: bool, began_at: float, clock: Callable[[], float]
@@ -39,7 +39,7 @@ class Announcer:
         self.tell("noted", f"{self._name}: {text}")
 
     def remind(self, text: str) -> None:
-        """Send observers a line about what the gang waits for, at most once per `NOTICE_INTERVAL`."""
+        """Send observers a line about the gang's wait, at most once per `NOTICE_INTERVAL`."""
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self.note(text)

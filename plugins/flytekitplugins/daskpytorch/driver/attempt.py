@@ -26,18 +26,19 @@ from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritt
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 KEPT_FOR = 1.0
-"""Seconds for which a stepping rank keeps the terminal. Its step may wait for a rank that wants the terminal, too."""
+"""Seconds for which a stepping rank keeps the terminal. A step over a collective may need a rank that waits for the
+terminal."""
 
 
 @dataclass
 class Prompts:
-    """Gives the terminal to the debugger of one rank of the attempt at a time."""
+    """Gives the terminal to one rank's debugger at a time."""
 
     clock: Callable[[], float]
     shown: int | None = None
     """The rank whose prompt the terminal shows. None: no rank's."""
     debugged: set[int] = field(default_factory=set)
-    """Ranks that are in their debugger, or wait for the terminal. All other ranks wait for these."""
+    """Ranks in their debugger, or in the queue for the terminal. All other ranks wait."""
     _waiting: list[int] = field(default_factory=list)
     _kept_for: int | None = None
     _kept_until: float = 0.0
@@ -48,7 +49,7 @@ class Prompts:
         self._waiting.append(rank)
 
     def leave(self, rank: int, *, steps: bool) -> None:
-        """Record that a rank's function goes on. A rank that steps will ask for the terminal again."""
+        """Record that a rank's function goes on. A stepping rank asks for the terminal again."""
         if rank == self.shown:
             self.shown = None
         if steps:
@@ -63,14 +64,14 @@ class Prompts:
 
     @property
     def due(self) -> float | None:
-        """Time (driver's clock, seconds) at which the next rank may get the terminal. None: no rank can get it."""
+        """Time (driver's clock, seconds) at which the next rank may get the terminal. None: no rank."""
         return self._kept_until if self._waiting and self.shown is None else None
 
     def turn(self) -> int | None:
         """Give the free terminal to the next rank and return the rank, which keeps it until `leave`.
 
         Returns:
-            None if the terminal is taken, no rank waits, or the terminal is kept for a stepping rank.
+            None: the terminal is taken or kept for a stepping rank, or no rank waits.
         """
         if self.shown is not None or not self._waiting:
             return None
@@ -100,26 +101,26 @@ class Attempt:
     exits: dict[int, RankExit] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     hang: tuple[int, str] | None = None
-    """The rank that the others wait for, and the report. None: no hang was found."""
+    """The rank that holds up the gang, and the report. None: no hang was found."""
     difference: str | None = None
-    """The mismatch between the ranks' collectives that explains a failure. None: none was found."""
+    """The mismatch between the ranks' collectives that explains a failure. None: not found."""
     is_deadlock: bool = False
-    """True if the hang is a proven deadlock, which would recur in each attempt."""
+    """True for a proven deadlock, which recurs in each attempt."""
     held: dict[int, int] = field(default_factory=dict)
     """Number of each rank's calls of `should_stop`, which the rank reports after a `Hold` order."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
-    """Unanswered requests for a checkpoint: the rank's agent, the rank and its request."""
+    """Unanswered checkpoint requests: the rank's agent, the rank and the request."""
     chosen: dict[int, Arrived] = field(default_factory=dict)
-    """Checkpoint that rank 0 received, by the number of the request. All other ranks receive the same."""
+    """Checkpoint for rank 0, by request number. Other ranks receive the same."""
     accounts: dict[int, Goodput] = field(default_factory=dict)
-    """Goodput that the driver answered, by the number of the request. All ranks receive the same."""
+    """Goodput in the driver's answer, by request number. All ranks receive the same."""
     accounts_wanted: list[tuple[Peer, int]] = field(default_factory=list)
-    """Requests for the goodput by ranks other than 0: the agent and the request's number. The next report of rank 0
-    about its time answers them."""
+    """Goodput requests of ranks other than 0: agent and request number. The driver answers after the next usage report
+    of rank 0."""
     has_saved: bool = False
-    """True if a checkpoint of this attempt has reached the driver's disk or has been committed."""
+    """True after a checkpoint of this attempt was fetched or committed."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)
-    """Ranks' reports about each sharded checkpoint that is being written, by its number and by rank."""
+    """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
     stopped_early: set[int] = field(default_factory=set)
     """Ranks whose `should_stop` has returned True."""
     located: dict[int, Located] = field(default_factory=dict)
@@ -127,21 +128,22 @@ class Attempt:
     stacks: dict[int, str] = field(default_factory=dict)
     """Stacks of ranks that did not answer a `Locate` order and got a signal instead."""
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
-    """Newest collectives of each rank that failed or answered a `Locate` order. None: the rank has no record."""
+    """Newest collectives of each rank that failed or answered a `Locate` order. None: no flight record."""
     standing: set[int] = field(default_factory=set)
-    """Ranks that have called no collective for some seconds."""
+    """Ranks without a new collective for some seconds."""
     ask_at: float = math.inf
     """Time to send a `Locate` order after a failure that a collective may have caused."""
     stillness: Stillness | None = None
-    """Time of each rank's last progress. None until all ranks have joined the process group."""
+    """Time of each rank's last progress. None until the process group is formed."""
     hangs_at: float = 0.0
     """Earliest time at which the attempt may be declared hung. Progress of the running ranks only makes it later."""
     stop_at: float | None = None
-    """Time to stop the ranks: the end of the search for a failure's cause, or of the wait for the last exit. None: no
-    such time is set."""
+    """Time to stop all ranks, at the end of the search for a failure's cause or of the wait for exits. None: not
+    set."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     began_at: float = field(init=False)
-    """Time at which the attempt began, or at which a debugger or a commit last let go of ranks that were forming it."""
+    """Start of the attempt, from which `start_timeout` counts. Moves to the end of a debugger or commit that delayed
+    ranks."""
     prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     _has_earnest_failure: bool = False
@@ -205,12 +207,12 @@ class Attempt:
 
     @property
     def has_earnest_failure(self) -> bool:
-        """True if a rank hung, or failed for another reason than the loss of a peer."""
+        """True if a rank hung or failed, except by the loss of a peer."""
         return self.hang is not None or self._has_earnest_failure
 
     @property
     def has_own_failure(self) -> bool:
-        """True if the root failure is neither the loss of a peer nor a loss of infrastructure."""
+        """True if the root failure is neither a lost peer nor lost infrastructure."""
         return self.has_earnest_failure and not self.root_failure().is_infrastructure
 
     @property
@@ -220,7 +222,7 @@ class Attempt:
         return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
 
     def tell(self, message: ToAgent) -> None:
-        """Send a message to the agents that carry the attempt's ranks, but not to those of new workers."""
+        """Send a message to the agents of the attempt's ranks. New workers' agents do not get the message."""
         for peer in self.carriers:
             peer.send(message)
 
@@ -231,7 +233,7 @@ class Attempt:
             self.stillness = Stillness(self.places, self.clock())
 
     def note_stirring(self) -> None:
-        """Restart the hang timeout of all ranks after a debugger or a commit, for which they may have waited."""
+        """Restart all ranks' hang timeout after a debugger or commit, which may have blocked ranks."""
         if self.stillness is not None:
             self.hangs_at = 0.0
             self.stillness.restart(self.clock())
@@ -262,7 +264,7 @@ class Attempt:
         """Record a rank's report about its part of a sharded checkpoint.
 
         Returns:
-            The reports of all ranks once the last one has come, else None.
+            All ranks' reports after the last one's arrival, else None.
         """
         all_said = self.shards.setdefault(said.number, {})
         all_said[rank] = said
@@ -281,17 +283,17 @@ class Attempt:
                 self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
 
     def unaccounted(self) -> set[str]:
-        """Return the workers of ranks that have not ended."""
+        """Return the workers whose ranks have yet to end."""
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:
-        """Return True if all ranks that can still answer a question have answered."""
+        """Return True if all ranks that can answer have answered."""
         if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
             return False  # quick: a large gang calls this once for each answer
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
 
     def root_failure(self) -> RankExit:
-        """Return the exit that most likely caused the others, from what is known so far."""
+        """Return the exit that, as far as known, caused the others."""
         here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
         for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # not ended yet
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
@@ -299,7 +301,7 @@ class Attempt:
         return replace(root_failure, difference=self.difference) if root_failure.may_be_of_collective else root_failure
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
-        """Return the error that names the ranks missing from the process group, with the ends of their logs."""
+        """Return the error that names ranks missing from the process group, with their last log lines."""
         tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "

@@ -33,7 +33,7 @@ BLAME_WINDOW = 0.7
 MAX_LEAVE_WAIT = 75.0
 """Timeout, in seconds, between the last rank's result and its exit. Covers closing rank 0's observers."""
 SETTLE_TIME = 0.2
-"""Seconds between the loss of a worker and a restart with fewer workers. More losses often follow."""
+"""Seconds between a worker's loss and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
 """Most seconds between two decisions, as some changes cause no event."""
 GROWS = "more workers have come"
@@ -45,9 +45,9 @@ class GangCancelledError(Exception):
 
 
 Phase = Callable[[], Any]
-"""Phase of a gang: a method that does the work now due.
+"""Phase of a gang: a method that acts on the events so far.
 
-The method returns the next phase, or None to be called again after the next event.
+The method returns the next phase, or None to repeat after the next event.
 """
 
 
@@ -87,7 +87,7 @@ class Brain:
         """Act on the events so far.
 
         Returns:
-            The ranks' results once the gang has succeeded, else None.
+            The ranks' results after the gang's success, else None.
 
         Raises:
             Exception: The gang has failed or was stopped. See `Supervisor.run`.
@@ -209,8 +209,8 @@ class Brain:
     def _is_understood(self, attempt: Attempt) -> bool:
         """Return True once a failure's cause is known, so that the driver can stop the attempt.
 
-        While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective may have
-        caused a failure, the other ranks first report their stacks.
+        While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective is a possible
+        cause, other ranks first report their stacks.
         """
         is_earnest = attempt.has_earnest_failure
         if is_earnest and not attempt.root_failure().may_be_of_collective:

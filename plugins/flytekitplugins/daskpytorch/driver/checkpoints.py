@@ -1,7 +1,8 @@
 """Keeps a gang's whole checkpoints on the driver's disk, where lost workers cannot harm them. Runs in the driver.
 
-The driver is the only writer. The driver fetches files whole or not at all, refuses files of older attempts, and keeps
-the last few and the best. `Vault` uploads them to storage, so that the task's next attempt starts from the newest.
+Only the driver uploads whole checkpoints. The driver fetches files whole or not at all, refuses files of older
+attempts, and keeps the last few and the best. `Vault` uploads them to storage, so that the task's next attempt starts
+from the newest.
 """
 
 import threading
@@ -38,10 +39,10 @@ class Checkpoints:
         self._attempt = 0
 
     def restore(self) -> CheckpointFile | None:
-        """Download the newest and the best checkpoints of the attempt before from storage.
+        """Download the previous attempt's newest and best checkpoints from storage.
 
         Returns:
-            The newest one, from which the gang starts. None if there are none.
+            The newest checkpoint, from which the gang starts, or None.
         """
         found = self._vault.restore(self._folder)
         for file in found:
@@ -49,7 +50,7 @@ class Checkpoints:
         return found[-1] if found else None
 
     def fence(self, attempt: int) -> None:
-        """Refuse the checkpoints of attempts before this one from now on."""
+        """Refuse checkpoints of earlier attempts from now on."""
         with self._lock:
             self._attempt = attempt
 
@@ -74,28 +75,28 @@ class Checkpoints:
         return tuple(file.saved(self._vault.own) for file in self.entries())
 
     def find(self, step: int | None) -> CheckpointFile | None:
-        """Return an undamaged checkpoint, or None if there is none.
+        """Return an undamaged checkpoint, or None.
 
         Args:
-            step: The step, of which the newest checkpoint is taken. None: the best checkpoint of all.
+            step: Step of the wanted checkpoint, the newest among several. None: the best of all checkpoints.
         """
         with self._lock:
             whole = [file for file in self._kept if self._is_whole(file)]
         return find(whole, self._keep, step)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the newest checkpoint and the best are in storage.
+        """Wait until storage has the newest and the best checkpoints.
 
         Args:
             timeout: Most seconds to wait.
 
         Returns:
-            True if the newest checkpoint is in storage, or the gang has none.
+            True if storage has the newest checkpoint, or no checkpoint exists.
         """
         return self._vault.flush(timeout)
 
     def serve(self, connection: Connection, request: Upload | Download) -> None:
-        """Receive or send one file, in a thread of the listener.
+        """Receive or send a file, in a thread of the listener.
 
         Raises:
             OSError: The connection broke, or the disk is full.
@@ -123,7 +124,7 @@ class Checkpoints:
             )
 
     def keep(self, file: CheckpointFile) -> None:
-        """Keep a file that is complete in the folder, and queue its upload to storage.
+        """Keep a complete file in the folder, and queue its upload.
 
         Raises:
             ValueError: An older attempt wrote the file.
@@ -165,15 +166,15 @@ def _state_of(path: Path) -> tuple[int, ...]:
 class Fetches:
     """Fetches checkpoints from the agents' nodes, one at a time.
 
-    A checkpoint in the queue is skipped once a newer one comes, unless it is among the best.
+    Newer checkpoints replace older ones in the queue, except the best.
     """
 
     keep: Keep = field(default_factory=Keep)
     kept: Callable[[], Sequence[CheckpointFile]] = tuple
-    """Returns the checkpoints that are on the driver's disk."""
+    """Returns the checkpoints on the driver's disk."""
     _on_its_way: tuple[Peer, CheckpointFile] | None = None
     _waiting: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
-    """Queue of fetches, in the order in which the checkpoints were written."""
+    """Queue of fetches, in the order of writing."""
     _num_retries: int = 0
     """Number of retries of the running fetch."""
 
@@ -183,7 +184,7 @@ class Fetches:
         return self._on_its_way is not None
 
     def fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        """Queue a checkpoint's fetch. Older checkpoints in the queue are skipped, unless they are among the best."""
+        """Queue a checkpoint's fetch. Older checkpoints in the queue are skipped, except the best."""
         self._waiting.append((peer, file))
         under_way = [self._on_its_way[1]] if self._on_its_way is not None else []
         files = [*self.kept(), *under_way, *(waiting for _, waiting in self._waiting)]
@@ -205,7 +206,7 @@ class Fetches:
             is_worth_a_retry: True if a retry may succeed.
 
         Returns:
-            True if the checkpoint is given up. False if a retry has begun, or the fetch was not running any more.
+            True if the checkpoint is given up. False after the start of a retry, or for a fetch that had already ended.
         """
         if self._on_its_way is None or self._on_its_way[1] != file:
             return False

@@ -28,7 +28,7 @@ RENEW_EVERY = 10.0
 STALE_AFTER = 60.0
 """Seconds without renewal after which another gang takes over a claim."""
 ANCIENT = 3600.0
-"""Age of a renewal, in seconds by two machines' clocks, after which a claim is taken over at once."""
+"""Age of a renewal, in seconds by two machines' clocks, that makes a claim stale at once."""
 FIRST_LOOK = 1.0
 """Seconds until an owner's first check of its claim. Without exclusive creation, some stores accept two owners."""
 POLL_INTERVAL = 1.0
@@ -67,7 +67,7 @@ class Claim:
         """Error that the gang raises once the claim is lost. None: the claim is not lost."""
 
     def take(self, is_over: Callable[[], bool]) -> None:
-        """Claim the folder and renew the claim from now on.
+        """Claim the folder and begin renewals.
 
         Waits until an earlier owner is known to be dead or alive.
 
@@ -158,11 +158,11 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
-    """Hold a claim on a gang's own checkpoint folder, if other gangs may use the folder, too.
+    """Hold a claim on a gang's own checkpoint folder, if other gangs may use it.
 
     Args:
         paths: Storage of the gang's checkpoints. None: no claim is needed.
-        name: Name of the gang, for the messages of other gangs.
+        name: Name of the gang in other gangs' messages.
         is_over: Returns True if the wait for an earlier owner should end.
 
     Raises:
@@ -222,7 +222,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return a process's start time, which tells the process from a later one of the same number.
+    """Return a process's start time, to detect reused process numbers.
 
     Returns:
         None if the process has ended.

@@ -1,7 +1,7 @@
 """Finds mismatches in the collectives that the ranks' flight recorders hold. Runs in the driver.
 
-Process groups number their collectives. All ranks of a group must call the same collective under the same number.
-The module is free of state and I/O.
+Process groups number their collectives. All ranks of a group must call the same collective under the same number. The
+module is free of state and I/O.
 """
 
 import re
@@ -41,7 +41,7 @@ class Difference:
     """Reason why ranks wait for each other."""
 
     rank: int
-    """The rank to blame, for which others wait."""
+    """Rank that holds up the others."""
     what: str
     """The reason in a sentence."""
     shown: str
@@ -71,7 +71,7 @@ def compare(recalled: Mapping[int, Recalled], failed: Collection[int] = ()) -> D
     Mismatches in the order of search:
 
     1. different calls under one number, which cause later mismatches
-    2. a rank that others wait for, but that itself waits for nobody
+    2. a rank that others wait for, and that does not wait itself
     3. ranks that wait for each other in different process groups
 
     Args:
@@ -120,11 +120,11 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
 
 
 def essence(collective: Collective, *, with_shapes: bool) -> object:
-    """Return the part of a call in which all ranks must agree.
+    """Return the part of a call that must agree on all ranks.
 
     Args:
         collective: The call.
-        with_shapes: True if shapes and dtypes count, too, as in collectives that have yet to complete.
+        with_shapes: True if shapes and dtypes count, too, as in unfinished collectives.
     """
     if not with_shapes or collective.operation.startswith(UNEVEN):
         return collective.operation

@@ -51,7 +51,7 @@ class Committed:
     """Number of the save in the attempt, from 0."""
     step: int
     error: Exception | None
-    """Reason for which the checkpoint was given up. None: the checkpoint is committed."""
+    """Reason for giving up the checkpoint. None: committed."""
 
 
 class Committer:
@@ -131,7 +131,7 @@ class Committer:
         """Return a kept checkpoint. None: not found.
 
         Args:
-            step: The step, of which the newest checkpoint is taken. None: the best checkpoint of all.
+            step: Step of the wanted checkpoint, the newest among several. None: the best of all checkpoints.
         """
         return find(self.vault.sharded, self.vault.keep, step)
 

@@ -34,7 +34,7 @@ LOOK_INTERVAL = 3.0
 MAX_INTERVAL = 30.0
 """Most seconds between two looks. The pause grows while looks find ranks at work, as in steps of several minutes."""
 NEEDS_ALL = re.compile(r"barrier|_?all_?reduce|_?all_?gather|_?reduce_?scatter")
-"""Matches operations that complete on no rank before every rank has called them."""
+"""Matches operations that complete only after every rank has called them."""
 POINT_TO_POINT = re.compile(r'torch/distributed/distributed_c10d\.py", line \d+ in (recv|send)$')
 PLACE = re.compile(r", line \d+ in ")
 
@@ -46,11 +46,11 @@ class Look:
     waits: Mapping[int, Collective | str]
     """The collective of each rank. For `recv` and `send`, which the flight recorder lacks, the name."""
     counts: Mapping[int, object]
-    """Counters and stacks of each rank, which change if the rank goes on."""
+    """Counters and stacks of each rank, which change with its progress."""
 
 
 def look_at(states: Mapping[int, RankState]) -> Look | None:
-    """Return the ranks' waits. None if a rank may be working or has too little information."""
+    """Return the ranks' waits. None: a rank may be working, or its state is unknown."""
     if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
         return None
     running = {rank: state for rank, state in states.items() if not state.is_done}
@@ -114,7 +114,7 @@ def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState
 
 
 def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]) -> Difference:
-    """Return the reason for a `recv` or `send` that no rank answers. Blames a returned rank first."""
+    """Return the reason for a `recv` or `send` that no rank answers. Blames a rank that has returned, if any."""
     done = [other for other, state in states.items() if state.is_done]
     told = [f"{named(done)} returned"] if done else []
     waits = {other: wait if isinstance(wait, str) else in_words(wait) for other, wait in look.waits.items()}
@@ -125,7 +125,7 @@ def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]
 def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
     """Return True if this rank's wait cannot end, since no rank is left that could make the missing call."""
     if isinstance(wait, str):
-        return True  # no message is in transit (`look_at`), and every other rank waits or has returned
+        return True  # no message is in transit (`look_at`), and all other ranks wait or have returned
     members = _members(rank, wait.group, states)
     others = [member for member in members if member != rank]
     if any(other not in states or _members(other, wait.group, states) != members for other in others):
@@ -168,14 +168,14 @@ class DeadlockWatch:
         Args:
             attempt: The attempt, whose ranks have been started.
             clock: Returns the driver's time, in seconds.
-            states: Returns the state of each rank, from its answer to the newest look.
+            states: Returns each rank's state, from answers to the newest look.
         """
         self._attempt = attempt
         self._now = clock
         self._states = states
         self._numbers = itertools.count(1)
         self._asked: int | None = None
-        """Number of the look that still lacks answers. None: no look is under way."""
+        """Number of the look that still lacks answers. None between looks."""
         self._before: Look | None = None
         self._num_vain = 0
         self._look_at = 0.0
@@ -194,7 +194,7 @@ class DeadlockWatch:
         """Ask the ranks for their stacks, or compare their answers with the previous look.
 
         Returns:
-            True once two equal looks prove a deadlock. The report is then in the attempt.
+            True, with a report in the attempt, once two equal looks prove a deadlock.
         """
         attempt = self._attempt
         if not self._all_stand():

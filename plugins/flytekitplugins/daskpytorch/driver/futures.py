@@ -25,7 +25,7 @@ TURN = 1.0
 class GangFuture(Future[Any]):
     """Future of one rank's return value, settled when its gang ends.
 
-    `received` has the results that the gang's ranks submit until then.
+    `received` collects the results that ranks submit until then.
     """
 
     def __init__(self, received: ReceivedResults, end: Callable[[], bool] | None = None) -> None:
@@ -35,7 +35,7 @@ class GangFuture(Future[Any]):
         """Called at Ctrl-C while a thread waits for this future: ends the gang. Returns False if a rank's debugger gets
         the Ctrl-C. None: Ctrl-C is raised at once."""
         self.is_missing = False
-        """True if the gang succeeded with fewer ranks, as `min_workers` allows, and this rank was not among them."""
+        """True if the gang succeeded with fewer ranks, as `min_workers` allows, and without this rank."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the rank's result, or raise its error, as any future does."""
@@ -43,15 +43,15 @@ class GangFuture(Future[Any]):
         return super().result(None if timeout is None else 0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the rank's error, or None, as any future does."""
+        """Return the rank's error or None, as any future does."""
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
     def _wait(self, timeout: float | None) -> None:
         """Wait in turns of `TURN` seconds, so that Python runs signal handlers in time.
 
-        Another thread, or a suspended process, may receive the signal. Its handler runs only once the main thread
-        wakes: without the turns, a task would not learn of a SIGTERM.
+        Another thread, or a suspended process, may receive the signal. Python runs the handler only after the main
+        thread wakes. Without turns, a task would miss a SIGTERM.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if self.done():
@@ -87,8 +87,8 @@ class Futures(Sequence[F]):
 class GangFutures(Futures[GangFuture]):
     """Futures of a running gang, one per rank, in the order of the ranks. All are settled when the gang ends.
 
-    A gang may end with fewer workers than asked for, if `min_workers` allows. The futures of the missing ranks then
-    raise a `GangStartError`, and `result` returns the results of the other ranks.
+    A gang may end with fewer workers than asked for, if `min_workers` allows. Futures of missing ranks then raise a
+    `GangStartError`, and `result` returns the other ranks' results.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class GangFutures(Futures[GangFuture]):
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Return the return values of all ranks that the gang had at its end, in rank order.
+        """Return the return values of all ranks at the gang's end, in rank order.
 
         Args:
             timeout: Most seconds to wait. None: no limit.
 
         Raises:
             TimeoutError: The gang has not ended within `timeout` seconds. The gang goes on.
-            GangError: The gang failed. If a rank's exception was the cause, that exception is raised instead, with the
-                `GangError` as its `__cause__`.
+            GangError: The gang failed. If a rank raised an exception, that exception is raised instead, with the
+                `GangError` as `__cause__`.
             concurrent.futures.CancelledError: The gang was cancelled.
         """
         self._futures[0].result(timeout)
@@ -159,7 +159,7 @@ class GangFutures(Futures[GangFuture]):
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
             try:
                 returned = self._supervisor.received.load_returned(rank, result)
-            except BaseException as error:  # any error of a user's class, or of an extension that creates it
+            except BaseException as error:  # any error of a user's class or extension
                 error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
                 self._futures[rank].set_exception(raisable(error, "unpickling a return value"))
             else:
@@ -182,7 +182,7 @@ def _end(supervisor: Supervisor) -> bool:
 
 
 class SettledFutures(GangFutures):
-    """Future of a gang whose only rank is this process. Settled from the beginning."""
+    """Future of a gang with this process as only rank. Settled from the beginning."""
 
     def __init__(self, received: ReceivedResults, call: Callable[[], Any]) -> None:
         future = GangFuture(received)

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 CHUNK = 1 << 20
-"""Most bytes of one read from a connection."""
+"""Most bytes per read from a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,18 @@ class CheckpointFile:
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
     """Metrics that the checkpoint was saved with."""
     folder: str | None = field(default=None, compare=False)
-    """Folder of the file in storage. None: the folder of the manifest."""
+    """Folder of the file in storage. None: the manifest's folder."""
 
     @property
     def name(self) -> str:
-        """Name of the file, the same on every host and in storage."""
+        """File name, equal on all hosts and in storage."""
         return f"step-{self.step}-{self.digest[:16]}.pt"
 
     def saved(self, folder: str | None) -> SavedCheckpoint:
         """Return the checkpoint as the user sees it.
 
         Args:
-            folder: Folder in storage to which the gang's checkpoints go. None: they go to no storage.
+            folder: Folder in storage to which the gang's checkpoints go. None: no storage.
         """
         place = f"{folder}/{self.name}" if folder is not None else None
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
@@ -55,15 +55,15 @@ def digest_of(path: Path) -> str:
 
 
 def link_file(file: Path, folder: Path) -> bool:
-    """Make a hard link to a file in another folder, under the same name.
+    """Link a file into another folder under the same name (hard link).
 
     Returns:
-        False if no link can be made: the folder is on another machine or another disk.
+        False if the folder's machine or disk does not permit a link.
     """
     unfinished = folder / f"unfinished-{file.name}-{uuid.uuid4().hex}"
     try:
         os.link(file, unfinished)
-        unfinished.rename(folder / file.name)  # does nothing if both names already mean the same file
+        unfinished.rename(folder / file.name)  # no effect if both names mean the same file
     except OSError:
         return False
     finally:
@@ -73,7 +73,7 @@ def link_file(file: Path, folder: Path) -> bool:
 
 
 def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> Path:
-    """Receive a checkpoint file into a folder, whole or not at all.
+    """Receive a checkpoint file into a folder, atomically.
 
     Args:
         connection: Connection to the sender.
@@ -86,7 +86,7 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> P
     Raises:
         EOFError: The connection ended before the file was complete.
         OSError: The file cannot be written.
-        ValueError: The received bytes do not have the announced digest.
+        ValueError: The received bytes have a wrong digest.
     """
     unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
     digest, size = hashlib.sha256(), 0

@@ -43,7 +43,8 @@ class Files:
     def __init__(self, fs: Any) -> None:
         self.fs = fs
         self.is_local = isinstance(fs, LocalFileSystem)
-        """True for a disk, on which a finished file is renamed to its name. Object stores show finished files only."""
+        """True for a disk, on which finished files get their name by renaming. Object stores show finished files
+        only."""
 
     def refuse_foreign(self, folder: str, *, with_folders: bool = False) -> None:
         """Check that no other user can have written a folder's files. Folders of a URL are not checked.
@@ -53,7 +54,7 @@ class Files:
             with_folders: True to check the folders in the folder, too.
 
         Raises:
-            PermissionError: Another user owns a folder or a file, or can write there.
+            PermissionError: Another user owns or can write a folder or file.
         """
         for each in (Path(folder), *(Path(folder).glob("*") if with_folders else ())) if self.is_local else ():
             if each.is_dir():
@@ -64,7 +65,7 @@ class Files:
         return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:
-        """Return the paths of all files in a folder and its sub-folders, relative to the folder."""
+        """Return paths of all files in a folder and its sub-folders, relative to the folder."""
         self.fs.invalidate_cache()
         root = self.fs._strip_protocol(folder)  # noqa: SLF001
         return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
@@ -110,7 +111,7 @@ class Files:
         return True
 
     def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
-        """Remove files of a folder. On a disk, also remove the folder and its parent if they are empty.
+        """Remove files of a folder. On a disk, also remove the folder and its parent when empty.
 
         Args:
             folder: The folder.
@@ -136,7 +137,7 @@ class Files:
         self.fs.get_file(path, str(to))
 
     def put(self, source: Path, path: str) -> None:
-        """Upload a file that does not change afterwards. On the same disk, `path` may become a hard link to it."""
+        """Upload a file that does not change afterwards. On the same disk, `path` may become a hard link."""
         if self.is_local:
             _rename_into(path, lambda unfinished: _link_or_copy(source, unfinished))
         elif {"s3", "gs"} & {self.fs.protocol, *self.fs.protocol}:
@@ -146,7 +147,7 @@ class Files:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    if source.stat().st_uid == os.geteuid():  # a file of another user would be refused when it is read
+    if source.stat().st_uid == os.geteuid():  # readers refuse another user's file
         with contextlib.suppress(OSError):  # another file system, or one without links
             os.link(source, target)
             return
@@ -171,7 +172,7 @@ def _link_into(target: Path, data: bytes) -> bool:
 
 
 def _rename_into(path: str, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, flush the file to the disk, and rename it to `path`.
+    """Write a file under another name, flush data to disk, and rename the file to `path`.
 
     So the file appears whole, and a later power failure does not damage it.
     """

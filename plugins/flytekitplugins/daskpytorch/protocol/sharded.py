@@ -1,7 +1,7 @@
 """Describes sharded checkpoints, of which each rank writes its own part. Shared by ranks, driver and storage.
 
 One folder contains all objects of a checkpoint: the ranks' parts, their layout (`layout.json`), and the same layout in
-torch's format for plain `torch.distributed.checkpoint.load` (`.metadata`). Only one attempt of the gang writes there.
+torch's format for plain `torch.distributed.checkpoint.load` (`.metadata`). Only one attempt writes there.
 """
 
 import json
@@ -38,9 +38,9 @@ class StoredItem:
     key: str
     """Key of the value in the flattened state."""
     offset: tuple[int, ...] | None
-    """Offsets of the chunk in the whole tensor, one per dimension. None for a value that is not a tensor."""
+    """Offsets of the chunk in the whole tensor, one per dimension. None for other values than tensors."""
     index: int | None
-    """Number of the chunk in the tensor, as torch counts chunks. None for a value without one."""
+    """Number of the chunk in the tensor, as torch counts chunks. None: no number."""
     part: str
     """Name of the object that contains the item."""
     start: int
@@ -58,7 +58,7 @@ class WrittenShards:
     attempt: int
     """Number of the gang's attempt that wrote the checkpoint."""
     number: int
-    """Number of the attempt's call of `save_sharded`, from 0. A step may be saved more than once."""
+    """Number of the attempt's call of `save_sharded`, from 0. A step may have several saves."""
     step: int
     parts: tuple[StoredPart, ...]
     items: tuple[StoredItem, ...]
@@ -69,7 +69,7 @@ class WrittenShards:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCheckpoint:
-    """A committed checkpoint, as the manifest lists it and as the ranks of a later attempt receive it."""
+    """Committed checkpoint, as listed in the manifest and sent to ranks of a later attempt."""
 
     attempt: int
     """Number of the gang's attempt that wrote the checkpoint."""
@@ -93,12 +93,12 @@ class ShardedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Storage of the ranks' shards in an attempt, and the checkpoints from which the attempt may start."""
+    """Storage for an attempt's shards, and checkpoints from which the attempt may start."""
 
     base: str
     """Path or fsspec URL of the folder that contains a folder for each checkpoint."""
     nonce: str
-    """Random digits of the driver in the names of its checkpoints' folders, to which no other driver writes."""
+    """Random digits of the driver in the names of its checkpoints' folders. No other driver writes there."""
     token: str | None = None
     """Path of a file on the driver's disk. A rank that sees the file shares the local `base`. None: `base` is a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
@@ -108,7 +108,7 @@ class Sharding:
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
-    """Return the folder of one save, relative to `Sharding.base`. No other save has the same folder."""
+    """Return the folder of one save, relative to `Sharding.base`. Each save has its own folder."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
 
 
@@ -118,13 +118,13 @@ def is_object(name: str) -> bool:
 
 
 def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
-    """Return the attempt and the number of a save, and its driver's nonce, from the save's folder.
+    """Return attempt, number and driver's nonce of a save, from its folder.
 
     Args:
         folder: Folder, relative to `Sharding.base`.
 
     Returns:
-        None if the folder is not a checkpoint's.
+        None for other folders.
     """
     found = FOLDER.fullmatch(folder)
     return None if found is None else ((int(found[1]), int(found[2])), found[3])

@@ -1,4 +1,4 @@
-"""Saves and loads a rank's checkpoints: copied at once, written in the background, whole or not at all. Runs in a rank.
+"""Saves and loads a rank's checkpoints: copied at once, written atomically in the background. Runs in a rank.
 
 rank 0 --file--> its agent --connection--> the driver's checkpoints --connection--> every rank of the next attempt
 """
@@ -37,7 +37,7 @@ SHARDED = (
     ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
-"""Modules and names of the tensor types of which each rank has a part."""
+"""Modules and names of sharded tensor types."""
 LARGE = 1 << 20
 """Least bytes of a write whose digest a second thread computes."""
 T = TypeVar("T")
@@ -74,10 +74,10 @@ class RankCheckpoint(Checkpoint):
         return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Copy a state and write the copy in the background. Waits while the state before is still being written.
+        """Copy a state and write the copy in the background. Waits while the previous state is being written.
 
         Raises:
-            TypeError: The state cannot be pickled. Or, on every rank, the state is sharded or a metric is not a number.
+            TypeError: The state cannot be pickled. On every rank: the state is sharded, or a metric is not a number.
         """
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
@@ -103,7 +103,7 @@ class RankCheckpoint(Checkpoint):
             self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save a state that is spread over the ranks. See `Checkpoint`."""
+        """Save a sharded state. See `Checkpoint`."""
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
         if self.sharded is not None:
@@ -111,7 +111,7 @@ class RankCheckpoint(Checkpoint):
                 self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state with the newest sharded checkpoint, or another one. See `Checkpoint`."""
+        """Fill a state with the newest or another sharded checkpoint. See `Checkpoint`."""
         self._check_wish("load_sharded", best, step)
         if self.sharded is None:
             return None
@@ -127,16 +127,16 @@ class RankCheckpoint(Checkpoint):
         return chosen.step if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        """Return the state of the checkpoint from which this attempt starts, or of another one.
+        """Return the state of this attempt's start checkpoint, or of another checkpoint.
 
         Args:
             best: True for the best checkpoint.
-            step: Step of another checkpoint, of which the newest is read. None: no particular step.
+            step: Step of another checkpoint. Among several, the newest is read. None: no particular step.
 
         Raises:
-            ValueError: `best` needs a metric in `Gang(keep=...)`, and no `step` beside it.
-            LookupError: No checkpoint of this step is kept.
-            OSError: The checkpoint did not arrive.
+            ValueError: `best` lacks a metric in `Gang(keep=...)`, or comes with `step`.
+            LookupError: The step has no kept checkpoint.
+            OSError: Arrival of the checkpoint failed or timed out.
         """
         self._check_wish("load", best, step)
         if best or step is not None:
@@ -213,11 +213,11 @@ class RankCheckpoint(Checkpoint):
         return chosen
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
-        """Return the checkpoint that the driver chose for rank 0's request, or None if no checkpoint is the best.
+        """Return the checkpoint that the driver chose for rank 0's request. None: no best checkpoint.
 
         Raises:
-            LookupError: No checkpoint of this step is kept.
-            OSError: The checkpoint did not arrive.
+            LookupError: The step has no kept checkpoint.
+            OSError: Arrival of the checkpoint failed or timed out.
         """
         self._link.progress.move()
         self.flush()
@@ -281,17 +281,17 @@ class _Inspector(pickle.Pickler):
         return self.take(obj)
 
     def take(self, tensor: torch.Tensor) -> int:
-        """Return the number that the pickle has in place of the tensor."""
+        """Return the number that replaces the tensor in the pickle."""
         return 0
 
 
 class _Copier(_Inspector):
-    """Pickler that copies each tensor of a state once, even if the tensor occurs several times."""
+    """Pickler that copies each tensor of a state once, even if the tensor occurs repeatedly."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.copies: list[torch.Tensor] = []
-        self._seen: dict[Any, tuple[Any, int]] = {}  # with the originals, so that no address is reused
+        self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
 
     def take(self, tensor: torch.Tensor) -> int:
         if tensor.is_meta:
@@ -319,13 +319,13 @@ class _RefusedError(Exception):
 
 
 def _copy(state: Any) -> Any:
-    """Return a copy of a state that later training steps do not change, with its tensors on the CPU.
+    """Return a copy of a state, with tensors on the CPU, that later training steps leave unchanged.
 
-    The structure is pickled and unpickled, without the tensors. This function defines no inner class or function, as
-    their references would keep the copy alive until Python's cyclic garbage collector runs.
+    Pickle carries the structure without tensors. This function defines no inner class or function, as their references
+    would keep the copy alive until Python's cyclic garbage collector runs.
 
     Raises:
-        TypeError: A value of the state cannot be pickled, or is a sharded tensor.
+        TypeError: A value cannot be pickled or is a sharded tensor.
     """
     buffer = io.BytesIO()
     copier = _Copier(buffer)
@@ -378,7 +378,7 @@ def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
 
 
 def _name_in(state: Any, wanted: object) -> str:
-    """Return the position of an object in a state as a Python expression, for example `state['model'].weight`."""
+    """Return an object's position in a state as a Python expression, for example `state['model'].weight`."""
     waiting, seen = deque([("state", state)]), set()
     while waiting:
         name, obj = waiting.popleft()
@@ -420,7 +420,7 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _reason(error: BaseException) -> str:
     """Return the `OSError` that caused an error, or else the error itself, in words.
 
-    For a full disk, torch's own error only tells of a wrong position in the file.
+    For a full disk, torch's own error reports only a wrong file position.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -17,7 +17,7 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
     """Save the files in rank 0's folder as the newest checkpoint.
 
     Args:
-        folder: The folder. Its path is the same on all ranks, on one machine or several.
+        folder: The folder. All ranks use the same path, on one machine or several.
         step: Training step of the files.
         own: Names of files that this rank has written, and that rank 0's folder may lack.
         metrics: Metrics as for `checkpoint.save`. Only those of rank 0 count.
@@ -30,15 +30,15 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
 
 
 class KeptFiles:
-    """Files of the checkpoint from which this attempt starts. All ranks of a worker share one copy."""
+    """Files of this attempt's start checkpoint. All ranks of a worker share one copy."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        """Folder of the files. None on a fresh start, and after `remove`."""
+        """Folder of the files. None on a fresh start and after `remove`."""
         self._own: TemporaryDirectory[str] | None = None
         rank = current_rank()
         if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
-            # The agent removes its folder, and so these files, even if this rank is killed.
+            # The agent removes its folder with these files even after a kill of this rank.
             self._own = TemporaryDirectory(prefix="kept-", dir=getattr(rank.checkpoint, "folder", None))
             _write(Path(self._own.name), state)
         folders: list[str | None] = gathered(None if self._own is None else self._own.name)
@@ -47,7 +47,7 @@ class KeptFiles:
             self.folder = Path(first)
 
     def remove(self) -> None:
-        """Remove the files. To be called once all ranks of the worker have read them."""
+        """Remove the files. Call after all ranks of the worker have read the files."""
         self.folder = None
         if self._own is not None:
             self._own.cleanup()
@@ -70,7 +70,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> torch.Tensor:
-    """Return the content of a file as a tensor. As bytes, it would take twice its size in a checkpoint's pickle."""
+    """Return a file's content as a tensor. Bytes would take twice their size in a checkpoint's pickle."""
     import torch
 
     data = bytearray(path.read_bytes())
@@ -78,7 +78,7 @@ def _read(path: Path) -> torch.Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order. To be called on all ranks together."""
+    """Return the values of all ranks, in rank order. Call on all ranks together."""
     from torch import distributed
 
     values = [value] * current_rank().world_size

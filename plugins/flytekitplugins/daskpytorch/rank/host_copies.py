@@ -30,10 +30,10 @@ class HostCopies:
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         locked = _page_locked([tensor for tensor in like if tensor.is_cuda])
         self.tensors = [next(locked) if tensor.is_cuda else torch.empty_like(tensor, device="cpu") for tensor in like]
-        """The copies, in the order of the originals."""
+        """Copies, in order of the originals."""
 
     def fill(self, originals: Sequence[torch.Tensor]) -> None:
-        """Copy these tensors, and wait until every device of theirs has finished."""
+        """Copy these tensors, and wait for their devices."""
         for copy, original in zip(self.tensors, originals, strict=True):
             copy.copy_(original, non_blocking=True)
         for device in {tensor.device for tensor in originals if tensor.device.type != "cpu"}:

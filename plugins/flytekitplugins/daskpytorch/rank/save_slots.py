@@ -1,6 +1,6 @@
-"""Decides which sharded save is written now and which one waits, alike on all ranks. Runs in a rank.
+"""Decides which sharded save is written and which one waits, alike on all ranks. Runs in a rank.
 
-The driver tells each rank separately that a save is settled, so some ranks begin the waiting save before others. At the
+The driver tells each rank separately about a settled save, so some ranks begin the waiting save before others. At the
 next save, all ranks exchange their progress, and the ranks behind catch up.
 """
 
@@ -18,9 +18,9 @@ class View:
     """A rank's progress in writing saves."""
 
     started: int
-    """Number of the save that the rank has begun last. -1: the rank has begun none."""
+    """Number of the rank's last begun save. -1: no save."""
     is_settled: bool
-    """True if the driver has committed that save or given it up."""
+    """True after the driver has committed that save or given it up."""
 
 
 class Save(Protocol):
@@ -38,7 +38,7 @@ S = TypeVar("S", bound=Save)
 
 
 class SaveSlots(Generic[S]):
-    """Holds one save in flight, and one that waits. A newer save replaces the waiting one."""
+    """Holds one save in flight and one waiting save. A newer save replaces the waiting one."""
 
     def __init__(self, start: Callable[[S], None], forgotten: Callable[[S], None] = lambda _: None) -> None:
         self._start_writing = start
@@ -79,7 +79,7 @@ class SaveSlots(Generic[S]):
             self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
 
     def put(self, save: S) -> None:
-        """Write a save now, or once the save in flight is settled. All ranks decide alike."""
+        """Write a save now, or after the save in flight is settled. All ranks decide alike."""
         with self._changed:
             if self._view.is_settled:
                 self._start(save)
@@ -95,7 +95,7 @@ class SaveSlots(Generic[S]):
                 self._deferred.append(number)
 
     def note_written(self) -> None:
-        """Record that this rank has written a save, or has failed to."""
+        """Record this rank's success or failure in writing a save."""
         with self._changed:
             self._num_unwritten -= 1
             self._changed.notify_all()

@@ -54,7 +54,7 @@ class ShardCopies:
                     copy.close()
 
     def read(self, path: str, start: int, end: int) -> bytes | None:
-        """Return the bytes from `start` to `end` of the copy of `path`. None: not on this node."""
+        """Return the bytes from `start` to `end` of the copy of `path`. None: missing on this node."""
         if self._folder is None:
             return None
         with contextlib.suppress(OSError), self._of(path).open("rb", buffering=0) as file:
@@ -125,7 +125,7 @@ class _Both:
             return
         try:
             self._copy.write(data)
-        except OSError as error:  # for example a full disk, on which the copy is removed
+        except OSError as error:  # for example a full disk: the copy is removed
             self._complain(error)
             Path(self._copy.name).unlink(missing_ok=True)
             self._copy = None

@@ -60,7 +60,7 @@ class SavePlans:
         self._values: dict[str, Callable[[IO[bytes]], object]] = {}
         self._looked_at: SavePlan | None = None
         self._agreed: SavePlan | None = None
-        """This rank's local plan at the last division of the work. None: the work is not divided."""
+        """This rank's local plan at the last division of the work. None: not divided."""
         self._own: Sequence[WriteItem] = ()
         self._state: str | None = None
         self._copies: list[HostCopies] = []
@@ -70,10 +70,10 @@ class SavePlans:
         """Take the state of the next save.
 
         Returns:
-            True if the state's structure is new, so that the ranks have to `agree` first.
+            True for a new structure of the state, on which ranks have to `agree` first.
 
         Raises:
-            TypeError: A value of the state could not be loaded again.
+            TypeError: Loading would fail for a value of the state.
             ValueError: Two keys of the state become equal once nested keys are joined.
         """
         self._planner = DefaultSavePlanner()

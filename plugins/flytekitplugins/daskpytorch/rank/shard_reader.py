@@ -103,10 +103,10 @@ class ShardReader:
         """Plan the reads and check the checkpoint's objects. The state stays unchanged.
 
         Raises:
-            DamagedError: An object is missing or has another size.
+            DamagedError: Missing object, or wrong size.
             DiffersError: Keys or shapes differ from the checkpoint's.
-            TensorKindError: The state has a tensor that cannot be written to.
-            OSError: The storage does not answer.
+            TensorKindError: A tensor of the state cannot be written to.
+            OSError: Storage does not answer.
         """
         layout = self._read_layout()
         metadata = from_layout(layout)
@@ -120,11 +120,11 @@ class ShardReader:
         self._check_sizes({part["name"]: part["size"] for part in layout["parts"]})
 
     def read(self) -> None:
-        """Read the checkpoint into the state. To be called after `prepare`.
+        """Read the checkpoint into the state. Call after `prepare`.
 
         Raises:
-            DamagedError: An item has a wrong digest, or an object is missing.
-            OSError: The storage does not answer.
+            DamagedError: Missing object, or wrong digest.
+            OSError: Storage does not answer.
         """
         with self._pieces, ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
             readings = [pool.submit(self._take, together) for together in _ranges(self._wanted)]
@@ -272,7 +272,7 @@ def _belongs(item: StoredItem, together: Sequence[StoredItem]) -> bool:
 
 
 def _check(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a state can be filled from a checkpoint.
+    """Check that a checkpoint can fill a state.
 
     Raises:
         DiffersError: Keys or shapes differ from the checkpoint's.

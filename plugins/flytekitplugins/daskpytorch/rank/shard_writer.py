@@ -56,7 +56,7 @@ class ShardWriter:
         """Write all pieces, in parts.
 
         Returns:
-            The parts, and the items with their position in a part.
+            Parts, and items with their position in a part.
 
         Raises:
             Exception: The storage's error after the last retry.
@@ -127,7 +127,7 @@ class ShardWriter:
 
 
 class _Stream:
-    """A file for `torch.save` that computes the digest of the written bytes and counts them."""
+    """File for `torch.save` that counts written bytes and computes their digest."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -144,11 +144,11 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed when it is closed."""
+        """Do nothing, as closing the file flushes it."""
 
 
 def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Divide pieces into parts of about the same size. The largest pieces come first."""
+    """Divide pieces into parts of about equal size. The largest pieces come first."""
     size = sum(piece.size for piece in pieces)
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
     shares: list[tuple[int, int, list[Piece]]] = [(0, number, []) for number in range(num_parts)]

@@ -33,7 +33,7 @@ MAX_TOLD = 8
 
 @dataclass(frozen=True)
 class _Said:
-    """A rank's message to the other ranks before a save."""
+    """Message among ranks before a save."""
 
     step: int
     view: View
@@ -75,7 +75,7 @@ class ShardedCheckpoints:
         self._writing: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
-        """Copy this rank's part of a state and queue its write. To be called on all ranks together.
+        """Copy this rank's part of a state and queue its write. Call on all ranks together.
 
         Raises:
             Exception: A rank cannot save its part. Raised on all ranks.
@@ -98,16 +98,16 @@ class ShardedCheckpoints:
             self._slots.put(plans.stage(number, step, metrics))
 
     def load(self, state: dict[str, Any]) -> int | None:
-        """Fill a state with the newest undamaged checkpoint. To be called on all ranks together.
+        """Fill a state with the newest undamaged checkpoint. Call on all ranks together.
 
         Returns:
-            The checkpoint's step. None: no checkpoint is undamaged, or there is none.
+            The checkpoint's step. None: no undamaged checkpoint exists.
 
         Raises:
-            OSError: The storage does not answer. Or no checkpoint is undamaged, and a damaged one has already changed
-                the state.
-            ValueError: The state has other keys or shapes than the saved one.
-            TypeError: The state has a tensor that cannot be written to.
+            OSError: The storage does not answer. Or damaged checkpoints have changed the state, and no undamaged one
+                exists.
+            ValueError: Keys or shapes of the state differ from the saved ones.
+            TypeError: A tensor of the state cannot be written to.
         """
         step = self._load_first(self._sharding.start, state)
         if step is None and self._sharding.start:
@@ -115,12 +115,12 @@ class ShardedCheckpoints:
         return step
 
     def load_other(self, checkpoint: ShardedCheckpoint, state: dict[str, Any]) -> None:
-        """Fill a state with this checkpoint. To be called on all ranks together.
+        """Fill a state with this checkpoint. Call on all ranks together.
 
         Raises:
-            OSError: The checkpoint is damaged, or the storage does not answer.
-            ValueError: The state has other keys or shapes than the saved one.
-            TypeError: The state has a tensor that cannot be written to.
+            OSError: Damaged checkpoint, or no answer from storage.
+            ValueError: Keys or shapes of the state differ from the saved ones.
+            TypeError: A tensor of the state cannot be written to.
         """
         if self._load_first([checkpoint], state) is None:
             raise OSError(f"the sharded checkpoint of step {checkpoint.step} is damaged; rank 0's log says how")
@@ -151,11 +151,11 @@ class ShardedCheckpoints:
         self._copies.prune(self._attempt, number)
 
     def close(self) -> None:
-        """Drop the save that waits, since the driver will settle no more saves."""
+        """Drop the waiting save, since the driver settles no more saves."""
         self._slots.close()
 
     def drop_copies(self) -> None:
-        """Remove the node's copies of shards, since the gang has succeeded and does not restart."""
+        """Remove the node's copies of shards after the gang's success."""
         self._copies.clear()
 
     def flush(self, timeout: float | None = None) -> None:
@@ -191,7 +191,7 @@ class ShardedCheckpoints:
         self._writing.start()
 
     def _write(self, save: Staged, before: threading.Thread | None) -> None:
-        if before is not None:  # alive if another rank gave up that save, and so did the driver
+        if before is not None:  # still alive if another rank, and so the driver, gave up
             before.join()
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
         try:
@@ -220,8 +220,8 @@ class ShardedCheckpoints:
 
         Raises:
             OSError: A rank cannot read the checkpoint.
-            ValueError: The state has other keys or shapes than the saved one.
-            TypeError: The state has a tensor that cannot be written to.
+            ValueError: Keys or shapes of the state differ from the saved ones.
+            TypeError: A tensor of the state cannot be written to.
         """
         error = _error_of(act)
         heard: list[_Trouble | None] = gathered(_trouble_of(error))
@@ -238,7 +238,7 @@ class ShardedCheckpoints:
         return True
 
     def _tell_forgotten(self, save: Staged) -> None:
-        if save.metrics:  # the save may have been the best
+        if save.metrics:  # perhaps the best save
             metrics = ", ".join(f"{name} {value:g}" for name, value in save.metrics.items())
             self._say(
                 f"the sharded checkpoint of step {save.step} ({metrics}) was not written: the next one came while the "
@@ -300,6 +300,6 @@ def _trouble_of(error: Exception | None) -> _Trouble | None:
 
 
 def _first(heard: Sequence[_Trouble | None], kind: str) -> str | None:
-    """Return the trouble of this kind from the first rank that has one, in words. None: no rank has one."""
+    """Return the first rank's trouble of this kind, in words. None: no trouble."""
     texts = (f"{said.text} (rank {rank})" for rank, said in enumerate(heard) if said is not None and said.kind == kind)
     return next(texts, None)
