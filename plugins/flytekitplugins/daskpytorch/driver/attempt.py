@@ -115,8 +115,8 @@ class Attempt:
     accounts: dict[int, Goodput] = field(default_factory=dict)
     """Goodput in the driver's answer, by request number. All ranks receive the same."""
     accounts_wanted: list[tuple[Peer, int]] = field(default_factory=list)
-    """Goodput requests of ranks other than 0: agent and request number. The driver answers after the next usage report
-    of rank 0."""
+    """Goodput requests of ranks other than 0: agent and request number. The driver answers after rank 0's next report
+    about its time."""
     has_saved: bool = False
     """True after a checkpoint of this attempt was fetched or committed."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)

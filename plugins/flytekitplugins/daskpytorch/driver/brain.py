@@ -131,7 +131,7 @@ class Brain:
         return self._gather
 
     def _gather(self) -> Phase | None:
-        """Start an attempt once all wanted workers are connected, or `min_workers` of them after a pause."""
+        """Start an attempt once all wanted workers are connected, or after a pause at least `min_workers`."""
         if self._state.is_cancelled:
             raise self._cancelled()
         if self._state.stop_request is not None:
