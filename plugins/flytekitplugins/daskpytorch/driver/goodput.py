@@ -25,13 +25,14 @@ class _Training:
     span: float = 0.0
     """Seconds of the training phase, on the driver's clock."""
     late: float = 0.0
-    """Lower bound of the seconds between the start of rank 0's ledger and the start of the driver's training phase."""
+    """Seconds by which rank 0's ledger started before the driver's training phase. A lower bound."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """Seconds by field of `Goodput`, from rank 0's newest report."""
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """Step of a save -> `spent` at that save. Saves before the newest kept one are removed."""
     safe: set[int] = field(default_factory=set)
-    """Steps of kept checkpoints, from the newest one in `at_saves` on. `keep` may come before rank 0's report."""
+    """Steps of kept checkpoints, starting with the newest step in `at_saves`. `keep` may come before rank 0's
+    report."""
 
     def hear(self, spent: Mapping[str, float]) -> None:
         """Note the seconds that rank 0 has reported."""
@@ -39,7 +40,7 @@ class _Training:
         self.late = max(self.late, math.fsum(spent.values()) - self.span)  # too small by the report's travel time
 
     def keep(self, step: int) -> None:
-        """Note that the checkpoint of this step is kept."""
+        """Mark this step's checkpoint as kept."""
         self.safe.add(step)
         if step in self.at_saves:
             self.safe = {step}
@@ -48,7 +49,7 @@ class _Training:
 
     @property
     def kept(self) -> Mapping[str, float] | None:
-        """The seconds at the newest kept save. None if rank 0 has reported none for a kept save."""
+        """The seconds at the newest kept save. None without a report for a kept save."""
         return next((spent for step, spent in reversed(self.at_saves.items()) if step in self.safe), None)
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
@@ -75,7 +76,7 @@ class _Training:
 
 
 class Accountant:
-    """Time account of one gang. The parts add up to the total and are never negative, whatever the driver reports."""
+    """Time account of one gang. All parts add up to the total. No part is negative."""
 
     def __init__(self, asked_at: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = clock
@@ -109,7 +110,7 @@ class Accountant:
             self.enter("waiting")
 
     def keep(self, step: int) -> None:
-        """Note that a checkpoint of this attempt is kept."""
+        """Mark a checkpoint of this attempt as kept."""
         self._training.keep(step)
 
     def close(self, *, is_lost: bool) -> None:
@@ -124,7 +125,7 @@ class Accountant:
         self._training = _Training()
 
     def goodput(self) -> Goodput:
-        """Return the account so far. Work that may still be lost counts as kept."""
+        """Return the current account. Work without a checkpoint counts as kept."""
         self._go_on()
         parts = dict(self._parts)
         for name, seconds in self._training.parts().items():

@@ -1,4 +1,4 @@
-"""Detection of ranks that stand still, and of the rank that blocks the others. Pure functions. Runs in the driver."""
+"""Detection of silent ranks and of the rank that blocks other ranks. Pure functions. Runs in the driver."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.driver.collectives import NOT_THE_USERS, Differ
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
-"""Frames in which a rank waits for its peers. During `backward` they are hooks of DistributedDataParallel."""
+"""Frames of ranks waiting for peers. During `backward`, these frames are hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
 """Number of innermost frames in which `collective_of` looks for a frame of a collective."""
 FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
@@ -21,15 +21,16 @@ LEAST_TIMEOUT = 300.0
 SLOWNESS = 10.0
 """Hang timeout with `auto`, as a multiple of `Stillness.slowest`. `LEAST_TIMEOUT` is the lower bound."""
 AUTO_PULSE = 10.0
-"""Seconds between a rank's reports with `auto`. Short beside `LEAST_TIMEOUT`, and too long to slow down a step."""
+"""Seconds between a rank's reports with `auto`. Far shorter than `LEAST_TIMEOUT`, but too long to slow down training
+steps."""
 LOOK_INTERVAL = 30.0
 """Least seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
 MAX_FRAMES = 10
-"""Number of frames of each rank in the report. The log has all frames."""
+"""Maximum number of frames per rank in the report. The log contains all frames."""
 
 
 def pulse_for(hang_timeout: float | Literal["auto"] | None) -> float | None:
-    """Return the seconds between two reports of a rank's signs of life, or None without a hang timeout."""
+    """Return the interval, in seconds, between reports of a rank's signs of life. None without a hang timeout."""
     if hang_timeout is None:
         return None
     return AUTO_PULSE if hang_timeout == "auto" else min(1.0, hang_timeout / 5)
@@ -56,9 +57,9 @@ class Stillness:
             self._num_moves[rank], self._moved_at[rank] = num_moves, now
 
     def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"]) -> float:
-        """Return the time at which these ranks count as hung if they stay silent, or infinity without ranks.
+        """Return the time from which these ranks count as hung if all stay silent. Infinity without ranks.
 
-        With a timeout in seconds, the rank with the longest silence decides. With `auto`, all ranks must be silent.
+        With a timeout in seconds, the rank with the longest silence decides. With `auto`, the shortest silence decides.
         """
         moved_at = [self._moved_at[rank] for rank in ranks]
         if not moved_at:
@@ -83,19 +84,19 @@ class RankState:
     still_for: float
     """Seconds since the rank's last sign of life."""
     stacks: str
-    """Tracebacks of the rank's threads, as faulthandler writes them, or a text if there are none."""
+    """Tracebacks of the rank's threads, written by faulthandler. A short message if the rank sent no traceback."""
     num_moves: int | None = None
     """Number of the rank's signs of life so far. None if the rank does not answer."""
     num_bytes: int | None = None
-    """Bytes that the rank has received by TCP, as in `Located`. None if unknown."""
+    """Bytes received by the rank over TCP, as in `Located`. None if unknown."""
     recalled: Recalled | None = None
-    """The rank's last collectives. None if torch does not record them, or the rank has not answered."""
+    """The rank's last collectives. None without an answer, or if torch records no collectives."""
 
 
 def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[str, int]]] | None:
     """Return the collectives, as group and number, in which each running rank waits.
 
-    None if a rank may be at work, or has not answered. If all ranks wait, no rank is left to complete a collective.
+    None if a rank may be working, or gave no answer. If all ranks wait, no rank can complete a collective.
     """
     running = {rank: state.recalled for rank, state in states.items() if not state.is_done}
     waits = {rank: _waits(recalled) for rank, recalled in running.items() if recalled is not None}
@@ -109,13 +110,13 @@ def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
 def next_look(states: Mapping[int, RankState]) -> float:
     """Return the seconds until `auto` asks for the ranks' stacks again.
 
-    The pause is a tenth of the shortest silence, and at least `LOOK_INTERVAL`, since a rank may work for an hour.
+    The pause equals 10 % of the shortest silence, but at least `LOOK_INTERVAL`: long work needs few requests.
     """
     return max(LOOK_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
-    """Return the rank that blocks the others, and the report: the reason in its first line, then the ranks' stacks."""
+    """Return the blocking rank and a report. Line 1 gives the reason, further lines show the ranks' stacks."""
     difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
     rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
@@ -137,10 +138,10 @@ def report_deadlock(states: Mapping[int, RankState], difference: Difference) -> 
 def explain_failure(
     recalled: Mapping[int, Recalled | None], failed: Collection[int], stacks: Mapping[int, str]
 ) -> str | None:
-    """Return how the ranks' collectives differ after one has failed, or None. The first line is a sentence.
+    """Return the difference between the ranks' collectives after a failed collective, or None. Line 1 is a sentence.
 
     Args:
-        recalled: Each rank's last collectives. None for a rank whose torch does not record them.
+        recalled: Each rank's last collectives. None if torch records no collectives.
         failed: Ranks whose collective has failed.
         stacks: Tracebacks of the other ranks.
     """
@@ -176,15 +177,15 @@ def _doing(state: RankState) -> str:
 
 
 def find_hung(states: Mapping[int, RankState], difference: Difference | None = None) -> tuple[int, str]:
-    """Return the rank that blocks the others, and the reason.
+    """Return the blocking rank and the reason.
 
     The first rule that finds a rank decides:
 
-    1. A rank that does not answer. Its process is suspended, or C code holds its interpreter.
+    1. A rank without an answer. Its process is suspended, or C code holds its interpreter.
     2. The rank whose recorded collectives differ from the other ranks'.
-    3. The rank that has entered the fewest collectives. The others wait for this rank in the next one.
-    4. A rank that is not inside a collective.
-    5. A rank that is in another collective than most ranks.
+    3. The rank with the fewest entered collectives. Other ranks wait for this rank in the next collective.
+    4. A rank outside all collectives.
+    5. A rank whose collective differs from most ranks' collective.
     6. The rank with the longest silence.
     """
     silent = [rank for rank, state in states.items() if state.num_collectives is None]
@@ -221,10 +222,9 @@ def _in_words(within: Mapping[int, str | None]) -> str:
 
 
 def collective_of(stacks: str) -> str | None:
-    """Return the function in which the main thread waits for other ranks, or None if the thread does not wait.
+    """Return the function in which the main thread waits for other ranks. None if the main thread works.
 
-    The function is the one that the user's code has called: `all_reduce`, `backward`,
-    `DistributedDataParallel.forward`.
+    User code has called the function. Examples: `all_reduce`, `backward`, `DistributedDataParallel.forward`.
     """
     frames = main_frames(stacks)
     if not any(COLLECTIVE_FILES.search(frame) for frame in frames[:NUM_INNER_FRAMES]):

@@ -1,4 +1,4 @@
-"""Watch for hangs of one attempt, which asks the ranks for their stacks before it declares a hang. In the driver."""
+"""Hang detection for one attempt. Requests all ranks' stacks before declaring a hang. Runs in the driver."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,12 +28,12 @@ class HangWatch:
         """Begin to watch.
 
         Args:
-            attempt: The attempt, whose ranks have been started.
-            timeout: Seconds without a sign of life after which the gang counts as hung. None turns this off, but not
-                the search for deadlocks.
+            attempt: The attempt, with started ranks.
+            timeout: Seconds without signs of life until the gang counts as hung. None turns off hang detection, but
+                deadlock detection stays on.
             clock: Returns seconds, and never goes back.
-            is_committing: Returns True while a sharded checkpoint is being committed. No hang is declared then, as a
-                rank at its end may wait for the commit before it writes its last save.
+            is_committing: Returns True while a sharded checkpoint is being committed. Commits suspend hang detection:
+                before its last save, a finished rank may wait for the commit.
         """
         self._attempt = attempt
         self._timeout = timeout
@@ -42,13 +42,14 @@ class HangWatch:
         self._signal_at = math.inf
         self._answers_until: float | None = None
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
-        """Collectives in which the ranks waited at the last look. None if a rank did not wait."""
+        """Collectives in which the ranks waited at the last look. None if a rank was working."""
         self._deadlocks = DeadlockWatch(attempt, clock, self._states)
 
     def is_hung(self) -> bool:
         """Return True if the attempt hangs, and set `attempt.hang` then.
 
-        Asks all ranks for their stacks first. Call again once they have answered, or at `due`.
+        After too long silence, a first call requests all ranks' stacks. A later call decides: call again after each
+        answer, and at `due`.
         """
         attempt = self._attempt
         if self._answers_until is None:
@@ -63,7 +64,7 @@ class HangWatch:
             if self._now() < self._answers_until:
                 return False
         self.stop_asking()
-        attempt.hangs_at = 0.0  # a rank may have given a sign of life since
+        attempt.hangs_at = 0.0  # ranks may have moved since
         if not self._is_due():
             return False
         states = self._states()
@@ -75,12 +76,12 @@ class HangWatch:
         return True
 
     def stop_asking(self) -> None:
-        """Ignore the answers to the last question that have yet to come."""
+        """Ignore answers to the last request that arrive later."""
         self._answers_until = None
 
     @property
     def due(self) -> float | None:
-        """Time of the next call of `is_hung` without an event, in seconds on the clock. None if no call is due."""
+        """Latest time for the next `is_hung` call, in seconds on the clock. None if no call is due."""
         if self._answers_until is not None:
             return min(self._signal_at, self._answers_until)
         moments = (self._hangs_at(), None if self._is_committing() else self._deadlocks.due)
@@ -91,19 +92,19 @@ class HangWatch:
         return hangs_at is not None and self._now() >= hangs_at
 
     def _hangs_at(self) -> float | None:
-        """Return the time at which a silent gang counts as hung, or with `auto` has to send its stacks.
+        """Return the time from which a silent gang counts as hung, or with `auto` must send stacks.
 
-        None if the gang cannot count as hung now.
+        None while hang detection is suspended.
         """
         attempt = self._attempt
         if self._timeout is None or attempt.stillness is None or attempt.prompts.debugged or self._is_committing():
             return None
-        if self._now() >= attempt.hangs_at:  # else the cached time holds, without a loop over all ranks
+        if self._now() >= attempt.hangs_at:  # avoids a loop over all ranks
             attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, self._timeout)
         return attempt.hangs_at
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
-        """Return True if all ranks wait in the same collectives as at the last look, so that no rank can go on."""
+        """Return True if all ranks still wait in the collectives of the previous look. Then no rank can continue."""
         before, self._waits = self._waits, waits_of(states)
         return self._waits is not None and self._waits == before
 
@@ -115,7 +116,7 @@ class HangWatch:
         self._signal_at, self._answers_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
 
     def _signal_silent(self) -> None:
-        """Have the agents signal the ranks that have not answered, to make them write their stacks."""
+        """Have agents signal all ranks without an answer. The signal makes ranks write their stacks."""
         self._signal_at = math.inf
         attempt = self._attempt
         for peer in attempt.carriers:

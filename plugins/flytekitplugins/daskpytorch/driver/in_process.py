@@ -1,7 +1,7 @@
-"""A gang of one rank in the calling process, for debugging, without fork and Dask. Driver and rank are one process.
+"""A gang with one rank in the calling process, for debugging without fork and Dask. Driver and rank are one process.
 
 Breakpoints of an editor, profilers and `pytest --pdb` work as in any program. The gang's supervisor runs in a thread.
-The gang's only agent is an object, which does the work of a node's agent by direct calls.
+The gang's only agent is an object, which replaces a node agent's messages by direct calls.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from flytekitplugins.daskpytorch.rank.session import Session, failure_of
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Variable that the rank's environment leaves unchanged, as this process may have used its GPUs before."""
+"""Variable left unchanged in this process, which may already use its GPUs."""
 
 
 def run_here(
@@ -52,18 +52,18 @@ def run_here(
     results_folder: Callable[[], object] | None = None,
     **more: Any,
 ) -> Any:
-    """Call a function as the only rank of a gang, in this thread, and return the function's return value.
+    """Call a function as a gang's only rank, in this thread, and return its result.
 
     Args:
         function: The function to call.
-        name: Name of the function or of the task.
+        name: Function name or task name.
         settings: The user's settings. Restarts and hang detection are turned off.
         received: Receives the results that the function submits.
         results_folder: Returns the folder of the task's results. None outside a task.
         more: Further fields of the `Request`.
 
     Raises:
-        BaseException: The function's exception with its own traceback, or another error of `Supervisor.run`.
+        BaseException: The function's exception with its traceback, or an error from `Supervisor.run`.
     """
     alone = replace(settings, backend="gloo", max_restarts=0, min_workers=None, hang_timeout=None, hints=False)
     code = Code(archive=b"", digest="")
@@ -85,7 +85,7 @@ def run_here(
 
 
 class _Supervisor(Supervisor):
-    """Supervisor whose only agent needs no listener. Runs on every system, not only on Linux."""
+    """Supervisor whose only agent needs no listener. Runs on every operating system."""
 
     needs_linux = False
 
@@ -104,7 +104,7 @@ class _Supervisor(Supervisor):
 
 
 class _Agent(OwnNode, Connection):
-    """The gang's only agent. Also its launcher, the driver's connection to the agent, and the rank's channel."""
+    """The gang's only agent. Also serves as launcher, as the driver's connection, and as the rank's channel."""
 
     heard_at = property(lambda _: math.inf, lambda *_: None)  # this agent never falls silent
 
@@ -112,7 +112,7 @@ class _Agent(OwnNode, Connection):
         super().__init__()
         self._results_folder = results_folder
         self._started: Future[tuple[RankOrder, GangLink, Session]] = Future()
-        """Order, link and session of the rank once the driver starts the rank, or the error that prevents the start."""
+        """The rank's order, link and session after its start, or the error that prevents starting."""
         self._is_closed = False
 
     def join(self, state: GangState, post: Callable[[Call], object], checkpoints: Checkpoints, folder: Path) -> None:
@@ -120,9 +120,9 @@ class _Agent(OwnNode, Connection):
 
         Args:
             state: State of the gang.
-            post: Takes calls from any thread, which the gang's thread makes.
+            post: Queues calls for the gang's thread, from any thread.
             checkpoints: The driver's checkpoints.
-            folder: The driver's scratch folder, which the rank uses, too.
+            folder: Scratch folder, shared by driver and rank.
         """
         self._state = state
         self._post = post
@@ -136,7 +136,7 @@ class _Agent(OwnNode, Connection):
         self._say(messages.Hello(describe_node(self.workers[0], None), ("", 0)))
 
     def note_end(self, ended: Future[list[Any]]) -> None:
-        """Pass the gang's error on to `call` if the gang has ended before the rank's start."""
+        """Forward the gang's error to `call` if the gang ended before the rank's start."""
         if not self._started.done():
             self._started.set_exception(ended.exception())
 
@@ -169,7 +169,7 @@ class _Agent(OwnNode, Connection):
                 pass
 
     def hang_up(self) -> None:
-        """Do nothing, as the rank is the calling process."""
+        """Do nothing, because the rank is the calling process."""
 
     def _say(self, message: messages.FromAgent) -> None:
         self._post(partial(self._state.hear, self, message))
@@ -204,7 +204,7 @@ class _Agent(OwnNode, Connection):
     # ---- the rank's channel
 
     def send_bytes(self, data: bytes, /) -> None:
-        """Pass reports of the rank on to the driver.
+        """Forward the rank's reports to the driver.
 
         Raises:
             OSError: The gang has ended, or the rank has forked this process.
@@ -218,7 +218,7 @@ class _Agent(OwnNode, Connection):
     # ---- the rank
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Call the function as the rank, once the driver has started the rank. Return the function's return value."""
+        """Wait until the driver starts the rank, then call the function and return its result."""
         order, link, session = self._started.result()
         exitcode = 1
         try:

@@ -25,43 +25,44 @@ from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
 Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
-"""Sends or receives a checkpoint over a connection, or sends the large arguments of a call."""
+"""Sends or receives a checkpoint over a connection, or sends a call's large arguments."""
 MAX_WAITING = 3000
 """Number of calls in the supervisor's queue at which the listener stops reading from agents.
 
 The limit bounds the driver's memory. Ranks that report faster than the supervisor works wait for the supervisor."""
 MAX_REPORTS = 16
-"""Most reports of a rank in one call. A message may hold 1000 log records. Unpickling takes ten times its memory."""
+"""Maximum number of a rank's reports per call. A message may hold 1000 log records. Unpickling takes ten times its
+memory."""
 WAIT_INTERVAL = 0.005
 """Seconds between looks at a full queue."""
 MANY_AGENTS = 100
 """Number of agents from which on the listener sleeps `NAP` seconds after heartbeats."""
 NAP = 0.01
-"""Seconds to sleep after heartbeats of `MANY_AGENTS` or more agents. Otherwise each of thousands of heartbeats a second
-wakes the listener's thread, which costs more than reading the heartbeats."""
+"""Seconds to sleep after heartbeats of `MANY_AGENTS` or more agents. Thousands of heartbeats per second would each wake
+the listener's thread, which costs more than reading them."""
 BEAT_INTERVAL = 0.05
-"""Seconds over which heartbeats are collected into one call, as each call wakes the supervisor."""
+"""Seconds of heartbeats combined into one call, because each call wakes the supervisor."""
 MAX_STRANGERS = 256
 """Most unauthenticated callers. Further callers wait in the kernel's queue, where they use no descriptors here."""
 PATIENCE = 20.0
-"""Timeout, in seconds, for a caller to authenticate as an agent."""
+"""Timeout, in seconds, for a caller's authentication."""
 GRACE = 1.0
-"""Seconds after which an unauthenticated caller may lose its place to a new one, if `MAX_STRANGERS` places are taken.
+"""Seconds until new callers may displace an unauthenticated caller, if all `MAX_STRANGERS` places are taken.
 
-The address with most places loses its oldest caller first."""
+The address with most callers loses its oldest caller first."""
 FIRST_WORD_PATIENCE = 120.0
 """Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
-"""Seconds until callers are accepted again after an error, such as too many open files."""
+"""Pause, in seconds, after an error while accepting callers, such as too many open files."""
 END_TIME = 5.0
-"""Timeout, in seconds, for the threads to end after all connections are shut down."""
+"""Timeout, in seconds, for threads to end after the shutdown of all connections."""
 
 
 class Listener:
     """Accepts agents, turns their messages into calls for the gang's thread, and stores files and results on arrival.
 
-    One thread accepts all callers and reads from all agents. With a thread for each agent, every waiting thread would
-    wake every 5 ms to request the GIL. Each file transfer has its own thread.
+    One thread accepts all callers and reads from all agents. With one thread per agent, every waiting thread would wake
+    every 5 ms to request the GIL. File transfers use separate threads.
     """
 
     _state: GangState
@@ -77,9 +78,9 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # Agents beyond the backlog connect 1 s later, so the backlog is as long as the kernel allows.
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-        self._server.setblocking(False)  # `accept` must not block if the caller has gone
+        self._server.setblocking(False)  # `accept` must not block after a caller has gone
         self.address: tuple[str, int] = self._server.getsockname()[:2]
-        """Host and port for the agents to connect to."""
+        """Host and port to which agents connect."""
         self._token = token
         self._calls = calls
         self._serve_file = serve_file
@@ -89,7 +90,7 @@ class Listener:
         """Authenticated callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
         self._beats: dict[Connection, bytes] = {}
-        """Newest heartbeat of each agent that the supervisor has yet to receive."""
+        """Each agent's newest heartbeat, until the supervisor receives the heartbeat."""
         self._is_napping = False
         self._is_calm = True
         """True if only heartbeats have come since the last nap."""
@@ -100,9 +101,10 @@ class Listener:
         """Set when an agent has gone."""
         self._is_over = False
         self._known: list[Connection] = []
-        """Connections of all agents, past ones included. The gang's thread closes each connection that has ended."""
+        """Connections of all current and past agents. The gang's thread closes ended connections."""
         self._lock = threading.Lock()
-        """Held to shut down or close a transfer's connection, whose descriptor another file may get after the close."""
+        """Held while shutting down or closing a transfer's connection. After the close, other files may get its
+        descriptor."""
         self._transfers: dict[Connection, threading.Thread] = {}
         self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
 
@@ -114,15 +116,15 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more callers, and close connections that await a first message. Agents and transfers stay."""
+        """Stop accepting callers, and close connections that have sent no first message. Agents and transfers stay."""
         self._is_closing = True
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._is_closed.set)
 
     def dismiss(self, farewell: object, seconds: float) -> None:
-        """Accept no more callers, send all agents a last message, and wait until they have closed their connections.
+        """Stop accepting callers, send all agents a last message, and wait until agents close their connections.
 
-        Only the thread that sends to agents may call this method, once that thread makes no more calls of the queue.
+        Only the gang's thread may call this method, after its last queued call.
 
         Args:
             farewell: The last message.
@@ -130,14 +132,14 @@ class Listener:
         """
         self.close()
         for connection in list(self._known):
-            with contextlib.suppress(OSError):  # the agent has gone, or was given up
+            with contextlib.suppress(OSError):  # the agent has gone
                 connection.send(farewell)
         self._thread.join(seconds)
 
     def end(self) -> None:
-        """Shut down all connections, wait up to `END_TIME` for the threads, and close the connections.
+        """Shut down all connections, wait up to `END_TIME` for threads, then close all connections.
 
-        Call this method once no thread sends to an agent or makes calls of the queue any more.
+        Call this method after the last message to agents and the last queued call.
         """
         self.close()
         self._is_over = True
@@ -148,7 +150,7 @@ class Listener:
         self._thread.join(END_TIME)
         for thread in list(self._transfers.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():  # else the thread closes them at its end, which a slow disk delays
+        if not self._thread.is_alive():  # else the thread closes them at its end
             self._close_known()
 
     def _close_known(self) -> None:
@@ -191,11 +193,11 @@ class Listener:
             stranger.add_done_callback(self._strangers.pop)
 
     async def _make_room(self) -> None:
-        """Wait for a free place. After `GRACE`, cut off the oldest caller of the address with most places."""
+        """Wait for a free place. After `GRACE`, drop the oldest caller from the address with most callers."""
         while len(self._strangers) >= MAX_STRANGERS:
             [(crowded, _)] = Counter(host for host, _ in self._strangers.values()).most_common(1)
             oldest, room_at = next((task, at) for task, (host, at) in self._strangers.items() if host == crowded)
-            # Even with a timeout of 0, the callers' tasks read what has arrived.
+            # Even with a timeout of 0, the callers' tasks read the bytes that have arrived.
             patience = max(0.0, room_at - time.monotonic())
             done, _ = await asyncio.wait(self._strangers, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if done:
@@ -211,7 +213,7 @@ class Listener:
             await asyncio.wait([oldest])
 
     async def _meet(self, sock: socket.socket) -> None:
-        """Authenticate a caller as an agent of this gang. Read only as many bytes as the handshake has."""
+        """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
         with _closed_on_failure(sock):
             async with asyncio.timeout(PATIENCE):
                 watch_peer(sock)
@@ -258,7 +260,7 @@ class Listener:
                     self._note_beat(connection, frame)
                 else:
                     self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
-        except Exception as error:  # one agent's error must not end the others' connections
+        except Exception as error:  # other agents' connections must survive this error
             _complain(error)
             self._loop.remove_reader(connection.fileno())
             self._agents.discard(connection)
@@ -267,7 +269,7 @@ class Listener:
             self._has_changed.set()
 
     def _note_beat(self, connection: Connection, beat: bytes) -> None:
-        """Keep a heartbeat until the next `_tell_beats`. A heartbeat without ranks only proves that the agent lives."""
+        """Keep a heartbeat until the next `_tell_beats`. Heartbeats without ranks only prove that the agent lives."""
         if len(beat) > len(heartbeat.MARK):
             if not self._beats:
                 self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
@@ -322,7 +324,7 @@ class Listener:
                 connection.hang_up()
         try:
             thread.start()
-        except RuntimeError as error:  # the system refuses another thread for now
+        except RuntimeError as error:  # the system refuses further threads for now
             self._end_transfer(connection, request, error)
 
     def _end_transfer(self, connection: Connection, request: Transfer, error: Exception | None) -> None:
@@ -335,7 +337,7 @@ class Listener:
 
 @contextlib.contextmanager
 def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
-    """Close a caller's socket on any error, and keep an `Exception` from the other callers."""
+    """Close a caller's socket on any error, and suppress every `Exception`, so other callers continue."""
     try:
         yield
     except BaseException as error:
@@ -348,5 +350,5 @@ def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
 def _complain(error: BaseException) -> None:
     """Print the traceback of an error, unless the end of a connection explains the error."""
     if not isinstance(error, (EOFError, OSError, asyncio.CancelledError)):
-        with contextlib.suppress(Exception):  # standard error may be closed, and this thread must go on
+        with contextlib.suppress(Exception):  # a closed standard error must not end this thread
             traceback.print_exc()

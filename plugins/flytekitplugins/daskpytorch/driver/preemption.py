@@ -17,27 +17,27 @@ class Deadlines:
 
     def __init__(self, grace_period: float) -> None:
         self.grace_period = grace_period
-        """Timeout for the ranks to stop by themselves, at a call of `should_stop`."""
+        """Timeout for ranks to stop by themselves, at a call of `should_stop`."""
         self.unheeded = grace_period / 4
-        """Timeout for the ranks to stop if no rank has ever called `should_stop`."""
+        """Timeout for ranks to stop if no rank has ever called `should_stop`."""
         self.storage = grace_period * 0.35
         """Timeout for the newest checkpoint to reach storage."""
         self.cancelled = min(1.0, grace_period / 20)
         """Timeout for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
         self.results = grace_period / 10
-        """Timeout for the ranks' submitted results to reach storage."""
+        """Timeout for submitted results to reach storage."""
         self.stop = min(0.5, grace_period / 40)
-        """Timeout for a rank to end after the order to stop. Then the rank is killed."""
+        """Timeout for ranks to end after the stop order. Then agents kill the remaining ranks."""
         self.close = grace_period / 2
-        """Timeout for rank 0 to end after the order to stop if its observers have to close something."""
+        """Timeout for rank 0 to end after the stop order, if its observers must close something."""
         self.reopen = grace_period / 20
-        """Timeout for rank 0 to end after the order to stop if the next attempt opens its observers again."""
+        """Timeout for rank 0 to end after the stop order, if the next attempt reopens its observers."""
         self.all_stopped = grace_period * 0.75
-        """Timeout for the exits of all ranks. Then a silent node counts as lost. Longer than any rank's own timeout."""
+        """Timeout for all ranks' exits. Then silent nodes count as lost. Longer than every rank's own timeout."""
         self.upload = grace_period / 2
-        """Timeout for checkpoint transfers to the driver that are under way when the last attempt ends."""
+        """Timeout for unfinished checkpoint transfers to the driver when the last attempt ends."""
         self.dismiss = grace_period / 4
-        """Timeout for the agents to clean up after the last rank."""
+        """Timeout for agents' cleanup after the last rank."""
 
 
 @dataclass
@@ -46,25 +46,25 @@ class StopRequest:
 
     reason: str
     ends_gang: bool
-    """False if the gang goes on without the worker that is being taken away."""
+    """False if the gang continues without the departing worker."""
     deadlines: Deadlines
     is_workers: bool = False
-    """True if a worker that is being taken away has requested the stop."""
+    """True if a departing worker requested the stop."""
     is_awaited: bool = False
-    """True if a user waits for the end. Ranks that never call `should_stop` are ended at once."""
+    """True if a user waits for the end. If no rank has ever called `should_stop`, all ranks end at once."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     deadline: float = field(init=False)
-    """Time at which ranks that have not stopped are ended, in seconds on the clock."""
+    """Time at which the driver ends ranks that have not stopped, in seconds on the clock."""
     _is_asked: bool = False
-    """True once the ranks have been told to hold their next call of `should_stop`."""
+    """True after the order to the ranks to hold their next `should_stop` call."""
     _is_released: bool = False
-    """True once the ranks have been told from which call on `should_stop` returns True."""
+    """True once the ranks know at which `should_stop` call to stop."""
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period
 
     def pursue(self, attempt: Attempt) -> bool:
-        """Send the next order of the stop to the attempt's ranks. Return True if the ranks have to be ended now."""
+        """Send the attempt's ranks the next stop order. Return True once the driver must end the ranks."""
         if not self._is_asked:
             self._is_asked = True
             attempt.tell(Tell(Hold()))

@@ -19,23 +19,23 @@ MAX_IN_MEMORY = 1 << 20
 
 @dataclass(frozen=True)
 class Kept:
-    """Location of a piece's bytes: memory, the buffer's file, or the rank's own file."""
+    """Location of a piece's bytes: memory, buffer file, or the rank's own file."""
 
     size: int
     """Size of the piece, in bytes. 0 if `mapped` is set."""
     data: bytes = b""
-    """The piece, if it is in memory."""
+    """The piece's bytes, if kept in memory."""
     file: IO[bytes] | None = None
-    """The buffer's file, if the piece is on disk."""
+    """Buffer file that holds the piece. None if the piece is not on disk."""
     offset: int = 0
     """Offset of the piece in `file`, in bytes."""
     mapped: MappedReturn | None = None
-    """The rank's own file that holds a whole return value. None for other pieces."""
+    """The rank's own file that holds a whole return value. None for ordinary pieces."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a result or return value that has arrived and is in the buffer."""
+    """A buffered piece of a result or return value."""
 
     rank: int
     piece: Piece
@@ -45,12 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Submission:
-    """A result whose pieces have all arrived."""
+    """A complete result."""
 
     rank: int
-    """Rank that has submitted the result."""
+    """Rank that submitted the result."""
     key: str
-    """Key of the handler that has submitted the result."""
+    """Key of the submitting handler."""
     path: str
     """Path of the result below the handler's prefix."""
     parts: list[Kept]
@@ -67,30 +67,30 @@ class ReceivedResults:
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
         self.folder_is_wanted = False
-        """True if a rank has asked for the folder of the task's results."""
+        """True if any rank has requested the task's results folder."""
 
     def keep(self, rank: int, piece: Piece) -> Part:
         """Put a piece into the buffer, and return the part to `add`.
 
-        Runs in the thread that reads from the agents, so that ranks wait while the disk is slow.
+        Runs in the listener's thread, so a slow disk makes ranks wait.
         """
         if piece.file is not None:
             return Part(rank, replace(piece, file=None), Kept(0, mapped=MappedReturn(*piece.file)))
         return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
-        """Append a part to its rank's result or return value.
+        """Append a part to its rank's current result or return value.
 
         Runs in the gang's thread, which drops parts of ranks that have left the attempt.
         """
-        if part.piece.is_first:  # an earlier result of the rank is incomplete: the rank ended
+        if part.piece.is_first:  # drops an incomplete result: the rank's process ended
             self._buffer.drop(self._unfinished.pop(part.rank, ()))
         parts = self._unfinished.setdefault(part.rank, [])
         parts.append(part.kept)
         if part.piece.is_last:
             del self._unfinished[part.rank]
             if part.piece.path is None:
-                self._buffer.drop(self._returned.pop(part.rank, ()))  # the return value of an older attempt
+                self._buffer.drop(self._returned.pop(part.rank, ()))  # an older attempt's return value
                 self._returned[part.rank] = parts
                 return
             with self._lock:
@@ -102,7 +102,7 @@ class ReceivedResults:
         return not self._waiting
 
     def claim(self, is_wanted: Callable[[str], bool]) -> deque[Submission]:
-        """Remove and return the results whose keys are wanted. The caller has to `drop` or `restore` each result."""
+        """Remove and return the results whose keys are wanted. Callers must `drop` or `restore` each result."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
             claimed: deque[Submission] = deque()
@@ -111,7 +111,7 @@ class ReceivedResults:
         return claimed
 
     def restore(self, claimed: deque[Submission]) -> None:
-        """Put claimed results back, in front of those that have arrived since."""
+        """Put claimed results back, before newer results."""
         with self._lock:
             self._waiting.extendleft(reversed(claimed))
 
@@ -120,15 +120,15 @@ class ReceivedResults:
         return map(self._buffer.get, submission.parts)
 
     def drop(self, submission: Submission) -> None:
-        """Free the space of a result that has been processed."""
+        """Free the space used by a processed result."""
         self._buffer.drop(submission.parts)
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
-        """Return a rank's return value. Each value can be loaded once.
+        """Return a rank's return value. Load each value only once.
 
         Args:
             rank: The rank.
-            small: The pickled value, if it came with the rank's report. None if it came in pieces or as a file.
+            small: Pickled value from the rank's report. None if pieces or a file carried the value.
         """
         if small is None and (mapped := self._returned[rank][0].mapped) is not None:
             del self._returned[rank]
@@ -137,30 +137,30 @@ class ReceivedResults:
             return pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
 
     def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
-        """Return a file with a rank's pickled return value. Each value can be opened once.
+        """Return a file with a rank's pickled return value. Open each value only once.
 
         Args:
             rank: The rank.
-            small: The pickled value, if it came with the rank's report. None if it came in pieces.
+            small: Pickled value from the rank's report. None if pieces carried the value.
         """
         if small is not None:
             return io.BytesIO(small)
         return io.BufferedReader(Reader(self._take(self._returned.pop(rank))))
 
     def drop_returned(self) -> None:
-        """Free the space of all return values that have not been loaded."""
+        """Free the space used by unread return values."""
         while self._returned:
             self._buffer.drop(self._returned.popitem()[1])
 
     def _take(self, parts: list[Kept]) -> Iterator[bytes]:
         for kept in parts:
             data = self._buffer.get(kept)
-            self._buffer.drop([kept])  # before `yield`: the reader may not ask again after the last piece
+            self._buffer.drop([kept])  # before `yield`, as readers may stop after the last piece
             yield data
 
 
 class ResultBuffer:
-    """Keeps up to `MAX_IN_MEMORY` bytes in memory, and the rest in a temporary file without a name.
+    """Stores up to `MAX_IN_MEMORY` bytes in memory, further bytes in an unnamed temporary file.
 
     Any thread may put, get and drop. A slow disk blocks only the thread that puts. The kernel removes the file when the
     driver ends. `tempfile.SpooledTemporaryFile` serves only one thread, and loses its content on a full disk.
@@ -194,7 +194,7 @@ class ResultBuffer:
         return kept.data if kept.file is None else os.pread(kept.file.fileno(), kept.size, kept.offset)
 
     def drop(self, several: Iterable[Kept]) -> None:
-        """Free the space of pieces. With the last piece in the file, the file is removed."""
+        """Free the space of pieces. An empty file is closed, which removes the file."""
         with self._lock:
             for kept in several:
                 if kept.mapped is not None:

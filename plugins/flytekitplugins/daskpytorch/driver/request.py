@@ -1,4 +1,4 @@
-"""Request for one gang, and the gang's key, which is the same in all attempts of a task. Made in the driver."""
+"""Request for one gang, and the gang's key, which stays equal across a task's attempts. Made in the driver."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol.segments import SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_NAME = 100
-"""Most characters of a function's name in a key. The end of a longer name is used."""
+"""Maximum length of a function's name in a key, in characters. Longer names lose their beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,19 @@ class Request:
     """Description of one training run for the `Supervisor`."""
 
     name: str
-    """Name of the function or of the task."""
+    """Function name or task name."""
     call: bytes
     """The pickled call, without the values in `large`."""
     large: SharedMemory | None = field(default=None, repr=False)
-    """Large arguments of the call. None if the call has none."""
+    """Large arguments of the call. None without large arguments."""
     ranks_per_worker: int
     num_gpus: int = 0
-    """Number of GPUs in the limits of each worker or of the task. 0 if unknown."""
+    """Number of GPUs in each worker's or the task's limits. 0 if unknown."""
     settings: Gang
     pass_local_rank: bool = False
-    """True to pass the rank's index on its worker to the function, as the argument `local_rank`."""
+    """True passes the argument `local_rank` to the function: the rank's index on its worker."""
     host: bytes | None = field(default=None, repr=False)
-    """A pickled `RankHost`. None if the function does not belong to a Flyte task."""
+    """A pickled `RankHost`. None outside Flyte tasks."""
     execution: bytes | None = field(default=None, repr=False)
     """The pickled `Execution` of ranks without a `RankHost`, from `Execution.in_ranks`. None if ranks need none."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -53,15 +53,15 @@ class Request:
     observers: Sequence[Observer] = ()
     """Observers of this gang alone."""
     training: Training | None = None
-    """Argument of `Observer.begins`. None if `begins` is not called."""
+    """Argument of `Observer.begins`. None to skip the call."""
     storage: StoragePaths | None = None
-    """Folders of this and the previous attempt's checkpoints. None if no other attempt will look for checkpoints."""
+    """Checkpoint folders of this attempt and the previous attempt. None if no later attempt looks for checkpoints."""
     code: Code | None = None
-    """The project's packed sources. None if the supervisor has to pack them."""
+    """The project's packed sources. None to let the supervisor pack them."""
     key: str = ""
-    """Name of the gang among the gangs of its task, the same in every attempt. Empty if the task has only one gang."""
+    """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     keep: object = field(default=None, repr=False, compare=False)
-    """The function and its arguments. Dask keeps the data of futures among the arguments while the driver has them."""
+    """Function and arguments. While the driver references Dask futures among the arguments, Dask keeps their data."""
 
 
 def request_for(
@@ -81,9 +81,9 @@ def request_for(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         settings: Settings of the gang.
-        pass_local_rank: Passes the rank's index on its worker, too, as the argument `local_rank`.
-        code: The project's packed sources. None to have the supervisor pack them.
-        execution: Execution of the thread that asked for the gang. None for this thread's execution.
+        pass_local_rank: Passes the argument `local_rank`, too: the rank's index on its worker.
+        code: The project's packed sources. By default, the supervisor packs them.
+        execution: Execution in which the user asked for the gang. None uses this thread's execution.
     """
     in_ranks = (execution or current_execution()).in_ranks()
     memory = _memory()
@@ -106,14 +106,14 @@ def request_for(
 
 
 def _memory() -> SharedMemory | None:
-    with contextlib.suppress(OSError):  # each of a thousand gangs may have one, which is an open file
+    with contextlib.suppress(OSError):  # with 1000 gangs, this may mean 1000 open files
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SharedMemory() if len(list(Path("/proc/self/fd").iterdir())) < limit // 2 else None
     return None
 
 
 def check_function(function: Callable[..., Any], *, may_be_async: bool = False) -> None:
-    """Check that a call of the function can train. Without the check, a rank would silently return a new object.
+    """Check that calling the function can train. Otherwise ranks would silently return a new object.
 
     Args:
         function: The function.
@@ -138,7 +138,7 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     """Check that the function accepts these arguments, before any rank calls the function.
 
     Raises:
-        TypeError: The function does not accept them. The message has the function's signature.
+        TypeError: The function rejects the arguments. The message contains the function's signature.
     """
     called = getattr(function, "_task_function", function)  # the function of a Flyte task
     with contextlib.suppress(ValueError):  # a few builtins have no signature
@@ -158,29 +158,29 @@ def _signature(called: Callable[..., Any]) -> inspect.Signature:
     Hydra's wrapper, for example, takes no argument.
 
     Raises:
-        ValueError: The wrapper and the wrapped function have no signature.
+        ValueError: Neither wrapper nor wrapped function has a signature.
     """
     try:
         return inspect.signature(called, follow_wrapped=False)
-    except ValueError:  # the wrapper is written in C, as that of `functools.lru_cache`
+    except ValueError:  # the wrapper is written in C, as with `functools.lru_cache`
         return inspect.signature(called)
 
 
 def named(request: Request, key: str) -> Request:
-    """Return the request with a key, by which the next attempt finds the gang's checkpoints in storage."""
+    """Return the request with a key, by which later attempts find the gang's checkpoints in storage."""
     return replace(request, key=key, storage=storage_of(current_execution(), key, request.settings))
 
 
 def storage_of(
     execution: Execution, key: str, settings: Gang, paths: StoragePaths | None = None
 ) -> StoragePaths | None:
-    """Return the folders of a gang's checkpoints, or None if no other attempt will look for checkpoints.
+    """Return the folders of a gang's checkpoints, or None if no later attempt looks for checkpoints.
 
     Args:
         execution: Execution of the task.
         key: Key of the gang.
         settings: Settings of the gang, whose `checkpoint_uri` may name a place.
-        paths: Folders that replace those of the execution.
+        paths: Folders used instead of the execution's folders.
     """
     paths, uri = paths or execution.checkpoint_paths(key), settings.checkpoint_uri
     if uri is None:
@@ -219,21 +219,20 @@ class Keys:
         *,
         call: object = None,
     ) -> list[str]:
-        """Return the keys of one call's gangs: a base, with each of the suffixes.
+        """Return keys for one call's gangs: a base plus each suffix.
 
-        The default base is the function's name with the number of the call in the task. Arguments are no part of a
-        key, as pickles differ between processes, for example by the order of a set.
+        The default base consists of the function's name and the call's number in the task. Keys ignore arguments,
+        because pickles differ between processes, for example in set order.
 
         Args:
             function: The function that the gangs call.
-            asked: Base that the user has set. None for the default.
-            suffixes: One suffix for each gang of the call.
-            task: Object that stands for the task's execution. None without a task, or if the task is unknown, as in
-                a user's thread.
-            call: Result of `call_of`. A call that is equal to a failed call gets the keys of the failed call.
+            asked: Base that the user has set. None uses the default.
+            suffixes: One suffix per gang.
+            task: Object that stands for the task's execution. None without a known task, as in user threads.
+            call: Result of `call_of`. A call equal to a failed call gets the failed call's keys.
 
         Raises:
-            ValueError: Another gang of the task has the key that is asked for.
+            ValueError: Another gang of this task already uses the key `asked`.
         """
         with self._lock:
             if call is not None and (keys := self._unfinished.pop(call, None)) is not None:
@@ -251,7 +250,7 @@ class Keys:
         )
 
     def note_unfinished(self, call: object, keys: list[str]) -> None:
-        """Note a failed call. The next equal call gets the same keys, and so the failed call's checkpoints."""
+        """Record a failed call. The next equal call gets these keys again, and thus the failed call's checkpoints."""
         with self._lock:
             self._unfinished[call] = keys
 
@@ -269,17 +268,17 @@ def take_keys(
 
 
 def note_unfinished(call: object, key: str) -> None:
-    """Note that a call with this key has failed. See `Keys.take`. With None for the call, do nothing."""
+    """Record a failed call and its key, see `Keys.take`. Do nothing if `call` is None."""
     if call is not None:
         _keys.note_unfinished(call, [key])
 
 
 def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
-    """Return a value that is equal for calls of one function with equal arguments and `checkpoint_uri`.
+    """Return a value that identifies the function, its arguments and `checkpoint_uri`.
 
-    The value holds within this process. The function's code is no part of the value, as a user may fix the code
-    between two calls. None for calls with their own key, without `checkpoint_uri`, or in a task, whose attempts have to
-    agree on keys.
+    Values from different processes may differ. The value ignores the function's code, because users may fix code
+    between two calls. None inside tasks, without `checkpoint_uri`, and for calls with a key. Attempts of a task need
+    equal keys.
     """
     if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
         return None
@@ -289,14 +288,14 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def start_of(storage: StoragePaths | None, settings: Gang, steps: Sequence[int]) -> str | None:
-    """Return a message about the checkpoint from which a gang begins, for the user.
+    """Return a user message about the checkpoint from which a gang begins.
 
-    Without a checkpoint, only a gang whose folder is the same in the next call gets a message.
+    Without a checkpoint, return a message only if the next call uses the same folder.
 
     Args:
         storage: Folders of the gang's checkpoints.
         settings: Settings of the gang.
-        steps: Steps of the newest checkpoint of each kind that the gang has found.
+        steps: Steps of the newest checkpoints found, one per kind.
     """
     if storage is None or storage.previous != storage.own:
         return f"going on from the previous attempt's checkpoint of step {max(steps)}" if steps else None

@@ -1,4 +1,4 @@
-"""Retention policy of checkpoints, for the driver's disk and for storage: the last and the best. Runs in the driver."""
+"""Retention policy for checkpoints on the driver's disk and in storage: last and best. Runs in the driver."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,13 +24,13 @@ E = TypeVar("E", bound=Entry)
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
-    """Return the entries whose metric is a number, the best first, with only the newest entry of each step.
+    """Return entries whose metric is a number, best first, with only the newest entry per step.
 
     Among equal entries the earlier comes first.
 
     Args:
         entries: Checkpoints in the order in which they were kept.
-        keep: Retention policy, whose `metric` and `mode` define the best. Without a metric the result is empty.
+        keep: Retention policy, whose `metric` and `mode` define the best. Without a metric, the result is empty.
     """
     metric, sign = keep.metric, {"min": 1, "max": -1}[keep.mode]
     if metric is None:
@@ -40,7 +40,7 @@ def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
 
 
 def find(entries: Sequence[E], keep: Keep, step: int | None) -> E | None:
-    """Return the newest entry of a step, or with None the best entry. None if no entry matches."""
+    """Return a step's newest entry, or with None the best entry. None if no entry matches."""
     found = best_first(entries, keep) if step is None else [entry for entry in entries[::-1] if entry.step == step]
     return found[0] if found else None
 
@@ -64,7 +64,7 @@ def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
 
 
 def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
-    """Return a hint if checkpoints have metrics, but none has the metric of the policy. Otherwise return None."""
+    """Return a hint if checkpoints have metrics, but all lack the policy's metric. Otherwise return None."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None

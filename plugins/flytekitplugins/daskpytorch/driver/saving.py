@@ -1,4 +1,4 @@
-"""A gang's checkpoints on their way from the ranks and back to the ranks. Runs in the driver.
+"""Transfer of a gang's checkpoints from ranks and to ranks. Runs in the driver.
 
 Rank 0 writes a whole checkpoint, which its agent sends to the driver (`checkpoints`). All ranks write the shards of a
 sharded checkpoint directly to storage, and the driver commits the checkpoint (`committer`).
@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 
 class Saving:
-    """Handles the checkpoints of one gang, over all of its attempts."""
+    """Handles one gang's checkpoints, across all attempts."""
 
     def __init__(
         self,
@@ -38,21 +38,21 @@ class Saving:
         self._keep = keep
         self._fetches = Fetches(keep, checkpoints.entries)
         self.newest: CheckpointFile | None = None
-        """Whole checkpoint from which the attempt starts. None if there was none."""
+        """Whole checkpoint from which the attempt starts, or None."""
         self.has_news = False
         """True if a checkpoint has been kept since `Brain` last reset this."""
         self.commits: dict[tuple[int, int], int] = {}
-        """Numbers of the attempt and the save -> step of a sharded checkpoint whose commit is under way."""
+        """Attempt number and save number -> step of a sharded checkpoint during its commit."""
 
     # ---- what happens
 
     def note_saved(self, peer: Peer, attempt: Attempt, rank: int, file: CheckpointFile) -> None:
-        """Note that a rank has written a whole checkpoint, and have its agent send the file."""
+        """Record that a rank wrote a whole checkpoint, and request the file from its agent."""
         attempt.steps[rank] = file.step
         self._fetches.fetch(peer, file)
 
     def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
-        """Note that a whole checkpoint has arrived in the driver, or that its transfer has failed."""
+        """Record the arrival of a whole checkpoint in the driver, or its failed transfer."""
         if error is None:
             self._fetches.note_end(file)
             self._count_as_kept(attempt, file.attempt, file.step)
@@ -60,7 +60,7 @@ class Saving:
             self._announcer.note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
 
     def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
-        """Note a rank's success or failure in writing its shards. After the last rank, commit or discard them."""
+        """Record that a rank has written its shards or failed. After the last rank, commit or discard all."""
         if isinstance(said, WrittenShards) and said.attempt != attempt.number:
             return
         attempt.steps[rank] = said.step
@@ -80,7 +80,7 @@ class Saving:
         attempt.tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
 
     def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
-        """Note that a sharded checkpoint has been committed, or that its commit has failed."""
+        """Record the commit of a sharded checkpoint, or its failure."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.error is None:
             self._count_as_kept(attempt, commit.attempt, commit.step)
@@ -92,7 +92,7 @@ class Saving:
             attempt.tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
 
     def forget(self, peer: Peer) -> None:
-        """Drop the fetches from an agent that has gone."""
+        """Cancel fetches from a lost agent."""
         self._fetches.forget(peer)
 
     def _count_as_kept(self, attempt: Attempt | None, number: int, step: int) -> None:
@@ -112,17 +112,17 @@ class Saving:
 
     @property
     def is_fetching(self) -> bool:
-        """True while an agent has to send a checkpoint."""
+        """True while a checkpoint is being fetched from an agent."""
         return self._fetches.is_busy
 
     @property
     def is_committing(self) -> bool:
-        """True while the commit of a sharded checkpoint is under way."""
+        """True during commits of sharded checkpoints."""
         return bool(self.commits)
 
     @property
     def is_busy(self) -> bool:
-        """True while a fetch or a commit is under way."""
+        """True during fetches and commits."""
         return self.is_fetching or self.is_committing
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
@@ -130,7 +130,7 @@ class Saving:
         return listed(self._checkpoints.saved(), self._committer.saved())
 
     def sharding(self) -> Sharding:
-        """Return the folder for the ranks' shards, and the sharded checkpoints from which the ranks may start."""
+        """Return the folder for new shards, and the sharded checkpoints available to ranks."""
         return self._committer.sharding()
 
     @property
@@ -142,9 +142,9 @@ class Saving:
     # ---- what is done
 
     def give_wanted(self, attempt: Attempt) -> None:
-        """Answer the ranks' requests for checkpoints, once no fetch, commit or sharded write is under way.
+        """Answer ranks' requests for checkpoints, once all fetches, commits and sharded writes have ended.
 
-        The choice for rank 0 counts for the requests with the same number of all ranks.
+        Other ranks get the checkpoint that rank 0's request with the same number has got.
         """
         if not attempt.wanted or self.is_busy or attempt.shards:
             return
@@ -163,11 +163,11 @@ class Saving:
         return orders.Arrived(attempt.number, wanted.number, found)
 
     def give_up_fetches(self) -> None:
-        """Give up the fetch that is under way, and those that wait."""
+        """Cancel the current fetch and all waiting fetches."""
         self._fetches.clear()
 
     def begin(self, number: int) -> None:
-        """Begin an attempt. Accept only its checkpoints from now on, and set `newest`."""
+        """Begin an attempt. Accept only this attempt's checkpoints from now on, and set `newest`."""
         self._checkpoints.fence(number)
         self._committer.sweep(number)
         self.newest = self._checkpoints.newest()
@@ -177,10 +177,10 @@ class Saving:
         self._committer.vault.worker.hurry()
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
-        """Wait until the newest checkpoint is in storage. Return a message about the start of the next attempt.
+        """Wait until storage has the newest checkpoint. Return a message about the next attempt's start.
 
         Args:
-            storage: Folders of the checkpoints. None if the gang stores none.
+            storage: Folders of the checkpoints. None without storage.
             timeout: Longest wait, in seconds.
         """
         self.newest = self._checkpoints.newest()

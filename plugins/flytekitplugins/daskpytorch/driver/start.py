@@ -1,4 +1,4 @@
-"""Start of one attempt: places the ranks on the workers, and sends each agent its orders. Runs in the driver."""
+"""Start of one attempt: places ranks on workers, and sends each agent its orders. Runs in the driver."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
 def start_attempt(state: GangState, number: int, code: Code, debugging: Debugging) -> Attempt:
-    """Have the agents start the ranks of an attempt, and return the attempt.
+    """Have agents start an attempt's ranks, and return the attempt.
 
     Args:
         state: State of the gang.

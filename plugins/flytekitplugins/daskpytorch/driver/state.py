@@ -1,7 +1,7 @@
-"""State of one gang, with a handler for each message and report. Runs in the driver, in the gang's thread.
+"""State of one gang, with handlers for messages and reports. Runs in the driver, in the gang's thread.
 
-The handlers only note what agents and ranks say. `Brain` alone decides and acts, so that the same rules hold for each
-event at any time. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
+Handlers only record messages of agents and reports of ranks. Only `Brain` decides and acts, so equal rules apply to
+every event at any time. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
 """
 
 import time
@@ -29,7 +29,7 @@ SCHEDULER_LOST = "the Dask scheduler was lost"
 
 
 class GangState:
-    """State of one gang, over all of its attempts."""
+    """State of one gang across all attempts."""
 
     attempt: Attempt | None = None
     """The current attempt. None while the gang gathers its workers."""
@@ -38,7 +38,7 @@ class GangState:
     is_cancelled = False
     """True once the caller has cancelled the gang."""
     lost_at: float | None = None
-    """Time of the newest loss of one of the attempt's workers, in seconds as `now` returns. None without a loss."""
+    """Time of the attempt's newest worker loss, in seconds on `now`. None without losses."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class GangState:
         clock: Callable[[], float] = time.monotonic,
         running_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with a gang whose agents have yet to connect.
+        """Begin a gang whose agents have not connected yet.
 
         Args:
-            request: The request for the gang.
+            request: The gang's request.
             agents: The gang's agents.
             checkpoints: Whole checkpoints on the driver's disk.
             committer: Commits sharded checkpoints.
             observers: The gang's observers.
             received: Results and return values of the ranks.
-            asked_at: Time at which the user asked for the gang, in seconds on `clock`.
+            asked_at: Time of the user's request, in seconds on `clock`.
             clock: Returns seconds, and never goes back.
             running_clock: Clock of all deadlines. None for `clock`.
         """
@@ -78,16 +78,16 @@ class GangState:
         )
         self.saving = Saving(checkpoints, committer, self.accountant, self.announcer, keep=request.settings.keep)
         self._broken: dict[str, str] = {}
-        """Worker -> traceback of its agent, which has failed but whose connection has yet to end."""
+        """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
     @property
     def at_prompt(self) -> int | None:
-        """The rank whose debugger has the terminal, or None."""
+        """Rank whose debugger uses the terminal, or None."""
         return self.attempt.prompts.shown if self.attempt is not None else None
 
     @property
     def has_lost_scheduler(self) -> bool:
-        """True if the Dask scheduler is gone. All workers end then, and may report their end before this turns True."""
+        """True if the Dask scheduler is gone. All workers end then, and may report their end before this change."""
         return not self.agents.launcher.is_connected()
 
     # ---- from the user's side
@@ -97,21 +97,21 @@ class GangState:
         self.is_cancelled = True
 
     def interrupt(self) -> None:
-        """Pass Ctrl-C on to the rank whose debugger has the terminal."""
+        """Forward Ctrl-C to the rank whose debugger uses the terminal."""
         if self.attempt is not None and self.attempt.prompts.shown is not None:
             self.attempt.tell(messages.Tell(orders.Interrupt(self.attempt.prompts.shown)))
 
     def request_stop(
         self, reason: str, *, ends_gang: bool = True, is_workers: bool = False, is_awaited: bool = False
     ) -> None:
-        """Request that the gang save a checkpoint, and then end or go on without a worker.
+        """Request that the gang save a checkpoint, then end or continue without the worker.
 
-        A second request changes the first only if the second alone ends the gang.
+        A second request only counts if the first does not end the gang, but the second does.
 
         Args:
             reason: Reason for the user.
-            ends_gang: False if the gang goes on without the worker.
-            is_workers: True if a worker that is being taken away requests the stop.
+            ends_gang: False if the gang continues without the worker.
+            is_workers: True if a departing worker requests the stop.
             is_awaited: True if a user waits for the end.
         """
         if self.stop_request is None:
@@ -125,11 +125,11 @@ class GangState:
     # ---- from agents
 
     def hear(self, connection: Connection, message: messages.FromAgent) -> None:  # noqa: C901 - a case for each message
-        """Note the content of an agent's message."""
+        """Record an agent's message."""
         if isinstance(message, messages.Hello):
             self._welcome(message, connection)
             return
-        if (peer := self.agents.find(connection)) is None:  # an agent that was given up is ignored
+        if (peer := self.agents.find(connection)) is None:  # the agent was given up
             return
         match message:
             case messages.Exited(rank):
@@ -156,16 +156,16 @@ class GangState:
             self._note_loss(displaced)
 
     def note_end(self, connection: Connection) -> None:
-        """Note that an agent's connection has ended, and close the connection.
+        """Record the end of an agent's connection, and close the connection.
 
-        Runs in the only thread that sends to agents. A close in another thread could direct a message to the next
-        owner of the descriptor.
+        Runs in the thread that sends messages to agents. If another thread closed connections, messages could reach the
+        descriptor's next owner.
         """
         connection.close()
         self._lose(connection)
 
     def look_for_silence(self) -> None:
-        """Give up agents that have been silent for too long (`agents.MAX_SILENCE`)."""
+        """Give up agents that have been silent for `agents.MAX_SILENCE` seconds."""
         for peer in self.agents.silent():
             self.give_up(peer)
 
@@ -204,7 +204,7 @@ class GangState:
     # ---- from ranks
 
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
-        """Note the ranks' signs of life in the newest heartbeats of their agents."""
+        """Record the ranks' signs of life from their agents' newest heartbeats."""
         for connection, beat in newest.items():
             if (peer := self.agents.find(connection)) is not None:
                 for rank, num_moves in heartbeat.unpacked(beat):
@@ -212,14 +212,14 @@ class GangState:
                         attempt.note_moves(rank, num_moves)
 
     def hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Part]) -> None:
-        """Note the reports of a rank, in order. Ignore a rank that is not in the attempt or has exited."""
+        """Record a rank's reports, in order. Ignore exited ranks and ranks outside the attempt."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
         for report in said:
             self._take_report(peer, attempt, rank, report)
 
     def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
-        """Return the current attempt if this agent has the rank in it and the rank has not exited. Else return None."""
+        """Return the current attempt if this agent carries the rank and the rank has not exited. Else return None."""
         attempt = self.attempt
         if attempt is None or rank in attempt.exits or rank not in attempt.ranks_of.get(peer.node.worker, ()):
             return None
@@ -288,8 +288,8 @@ class GangState:
     ) -> None:
         """Note a rank's usage or seconds, or answer its request for the goodput.
 
-        While rank 0 trains, another rank's new request waits for rank 0's next report. A request with a known number
-        gets the known answer.
+        While rank 0 trains, other ranks' new requests wait for rank 0's next report. Equal request numbers get equal
+        answers.
         """
         if isinstance(said, reports.GoodputWanted):
             if rank and self.accountant.is_training and said.number not in attempt.accounts:
@@ -320,9 +320,9 @@ class GangState:
     # ---- from threads that store checkpoints
 
     def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Note that a checkpoint has arrived in the driver, or the error of its transfer."""
+        """Record a checkpoint's arrival in the driver, or its transfer error."""
         self.saving.note_kept(self.attempt, file, error)
 
     def note_commit(self, commit: Committed) -> None:
-        """Note that a sharded checkpoint has been committed, or the error of its commit."""
+        """Record a sharded checkpoint's commit, or its commit error."""
         self.saving.note_committed(self.attempt, commit)

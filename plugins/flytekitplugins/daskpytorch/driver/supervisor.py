@@ -1,6 +1,7 @@
-"""Supervisor of one gang, which listens to the gang's agents and has the `brain` decide. Runs in the driver.
+"""Supervisor of one gang: collects messages from agents, and lets the `brain` decide. Runs in the driver.
 
-Each gang has one `Supervisor`. The agents connect to the driver, live as long as the gang, and follow its messages.
+Each gang has one `Supervisor`. Agents connect to the driver, live as long as the gang, and follow the driver's
+messages.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 
 class RunningClock:
-    """Clock that leaves out the time in which this process stood still: suspended, migrated, or in a long call in C.
+    """Clock without the time in which this process stood still: suspended, migrated, or in a long C call.
 
-    Call the clock at least once a second, as `Supervisor` does. A longer gap counts as `MAX_GAP` seconds, so that the
-    driver reads the messages that have arrived meanwhile before a deadline is over.
+    Callers, such as `Supervisor`, must call the clock at least once per second. Longer gaps count as `MAX_GAP` seconds,
+    so the driver reads waiting messages before deadlines expire.
     """
 
     MAX_GAP = 2.0
@@ -83,8 +84,8 @@ class Supervisor:
         self._launcher = launcher
         self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
-        """Results and return values that the ranks have sent."""
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # a signal handler may put calls into this queue
+        """Results and return values received from ranks."""
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # signal handlers may put calls here
         self._asked_at = time.monotonic()
         self._debugging = Debugging.here()
         self._brain: Brain | None = None
@@ -94,9 +95,9 @@ class Supervisor:
         self._calls.put(lambda: self._state.cancel())  # noqa: PLW0108 - there may be no state yet
 
     def interrupt(self) -> bool:
-        """Pass Ctrl-C on to the rank whose debugger has the terminal. Return False if no rank has the terminal.
+        """Forward Ctrl-C to the rank whose debugger uses the terminal. Return False if no rank uses the terminal.
 
-        A signal handler may call this method.
+        Signal handlers may call this method.
         """
         is_at_prompt = self._brain is not None and self._state.at_prompt is not None
         if is_at_prompt:
@@ -108,7 +109,8 @@ class Supervisor:
 
         Args:
             reason: Reason for the user.
-            is_awaited: True if a user waits for the end. Ranks that never call `should_stop` are ended at once then.
+            is_awaited: True if a user waits for the end. If no rank has ever called `should_stop`, all ranks end at
+                once.
         """
         self._calls.put(lambda: self._state.request_stop(reason, is_awaited=is_awaited))
 
@@ -118,8 +120,8 @@ class Supervisor:
         Raises:
             GangStartError: Workers or ranks did not start within `start_timeout`.
             ValueError: The workers do not suit the settings.
-            GangError: A rank failed. A rank's own exception is raised instead, with a `GangError` as its cause.
-            WorkerLostError: A worker or a rank's process was taken away.
+            GangError: A rank failed. `run` raises the rank's own exception instead, with this `GangError` as cause.
+            WorkerLostError: A worker or rank process disappeared.
             PreemptedError: `preempt` was called, or a worker was told to end.
             GangCancelledError: `cancel` was called.
             StoppedEarlyError: An observer raised this error before all ranks had returned.
@@ -155,7 +157,7 @@ class Supervisor:
                         checkpoints.flush(state.deadlines.storage)
                     return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
-                    checkpoints.flush(state.deadlines.cancelled)  # for a later call that begins from this checkpoint
+                    checkpoints.flush(state.deadlines.cancelled)  # later calls begin from this checkpoint
                     committer.flush(state.deadlines.cancelled)
                     raise
                 except Exception:
@@ -174,7 +176,7 @@ class Supervisor:
             self._observers.tell("ended", error)
 
     def _give_up(self, committer: Committer) -> None:
-        """Write nothing more to the folder that another gang has claimed, and end this gang."""
+        """Stop writing to storage, which another gang has claimed, and end this gang."""
         committer.close()
         self.cancel()
 
@@ -184,7 +186,7 @@ class Supervisor:
     def _listen(
         self, checkpoints: Checkpoints, committer: Committer, folder: Path, stack: contextlib.ExitStack
     ) -> GangState:
-        """Open the driver's port, and return the gang's state. The stack dismisses the agents and closes the port."""
+        """Open the driver's port, and return the gang's state. The stack dismisses agents and closes the port."""
         request, launcher = self._request, self._launcher
         allow_connections(launcher.num_wanted)
         token = os.urandom(32)
@@ -242,7 +244,7 @@ class Supervisor:
         return results
 
     def _take(self, timeout: float) -> None:
-        """Make the next call of the queue, if one comes within `timeout` seconds."""
+        """Make the queue's next call, waiting up to `timeout` seconds."""
         try:
             call = self._calls.get(timeout=timeout)
         except queue.Empty:

@@ -2,13 +2,14 @@
 
     manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sharded" is missing if there are none
 
-A checkpoint counts once the manifest names the checkpoint. The manifest is one small object. The driver writes the
-manifest after the files that it names, and before it removes files that the manifest no longer names. A whole
-checkpoint is a file beside the manifest, or in the `folder` of its entry. A sharded checkpoint is a folder.
+A checkpoint counts once the manifest names the checkpoint. The manifest is one small object. The driver writes new
+files first, then the manifest, and removes old files last. Whole checkpoints are files beside the manifest, or in their
+entry's `folder`. Sharded checkpoints are folders.
 
 An attempt finds the previous attempt by path. The new attempt first writes a manifest that names the previous attempt's
-checkpoints in their old folders. So an attempt that dies before its first checkpoint passes them on. Then the driver
-copies the newest whole checkpoint and the best to the new attempt's folder. Sharded checkpoints stay in their folders.
+checkpoints in their old folders. So checkpoints survive attempts that die before their first checkpoint. Then the
+driver copies the newest whole checkpoint and the best to the new attempt's folder. Sharded checkpoints stay in their
+folders.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
 MAX_READ_ATTEMPTS = 5
-"""Most tries to read each object of the previous attempt. Then the training starts without the object."""
+"""Maximum number of tries per object of the previous attempt. Afterwards training starts without this object."""
 LANE = "files"
 """Lane of the vault's jobs in the `Worker`."""
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
@@ -42,13 +43,13 @@ T = TypeVar("T")
 
 @dataclass
 class _Known:
-    """A whole checkpoint that is in storage or waits for its copy."""
+    """A whole checkpoint in storage, or waiting for its copy."""
 
     file: CheckpointFile
     source: Path | None
-    """File on the driver's disk to copy. None if the checkpoint is in this attempt's folder, or the file is gone."""
+    """File on the driver's disk to copy. None if this attempt's folder has a copy, or the file is gone."""
     folder: str | None = None
-    """Folder in storage, of this or an earlier attempt. None if the checkpoint is not in storage."""
+    """Folder in storage, perhaps an earlier attempt's. None if the checkpoint is not in storage."""
 
 
 class Vault:
@@ -60,14 +61,14 @@ class Vault:
         """Make a gang's vault.
 
         Args:
-            paths: Folders of the previous attempt's and this attempt's checkpoints. None to store no checkpoints.
+            paths: Folders of the previous attempt's and this attempt's checkpoints. None disables storage.
             keep: Retention policy.
-            worker: Makes all writes to storage. None for a new one.
-            retry_after: Seconds before the first retry after an error of storage. Each further retry doubles it.
+            worker: Makes all writes to storage. None creates a new worker.
+            retry_after: Pause before the first retry, in seconds. Each further retry doubles the pause.
         """
         self._paths = paths
         self.own = paths.own if paths is not None else None
-        """This attempt's folder in storage. None if the gang stores no checkpoints."""
+        """This attempt's folder in storage. None without storage."""
         self.keep = keep
         """Retention policy."""
         self.worker = worker or Worker(retry_after)
@@ -75,14 +76,14 @@ class Vault:
         self._retry_after = retry_after
         self._lock = threading.RLock()
         self._known: dict[str, _Known] = {}
-        """Name -> whole checkpoint, in the order in which they were kept."""
+        """Name -> whole checkpoint, oldest first."""
         self._copying: str | None = None
-        """Name of the checkpoint that is being copied, or None."""
+        """Name of the checkpoint being copied, or None."""
         self._is_turn_of_best = False
         self._is_at_work = False
-        """True if the worker has a job in the lane of the vault."""
+        """True while the worker has a vault job."""
         self.sharded: list[ShardedCheckpoint] = []
-        """Committed sharded checkpoints that are kept, in the order of their commits."""
+        """Kept sharded checkpoints, in commit order."""
         self._written = _manifest_of([], [])
         """Content of the last manifest whose write has succeeded. An empty manifest before the first write."""
         self._stored: frozenset[str] = frozenset()
@@ -90,22 +91,23 @@ class Vault:
         self._leftovers: set[str] = set()
         """Names of files to remove from this attempt's folder: damaged files, and files that left the manifest."""
         self.is_known = False
-        """True if the previous attempt's manifest was read, so that files which no manifest names can be found."""
+        """True after reading the previous attempt's manifest. Otherwise the driver cannot tell which old files to
+        keep."""
         self.is_in_doubt = False
-        """True from the start of a manifest write to its success. Storage may hold the old or the new manifest then."""
+        """True from the start of a manifest write until its success. Meanwhile storage may hold either manifest."""
         self._has_complained = False
 
     def restore(self, folder: Path) -> list[CheckpointFile]:
         """Fetch the previous attempt's newest undamaged whole checkpoint and its best.
 
-        The next manifest names the previous manifest's sharded checkpoints, too. If a whole checkpoint was fetched, the
-        next manifest also names the previous manifest's whole checkpoints, without the damaged ones.
+        The next manifest repeats the previous manifest's sharded checkpoints. After a successful fetch, the next
+        manifest also repeats undamaged whole checkpoints.
 
         Args:
             folder: Folder on the driver's disk for the fetched files.
 
         Returns:
-            The fetched checkpoints in the order in which they were kept. The training begins from the last one.
+            Fetched checkpoints, oldest first. Training begins from the last checkpoint.
         """
         if self._paths is None or self._paths.previous is None:
             return []
@@ -127,7 +129,7 @@ class Vault:
                 else:
                     damaged.add(file.name)
                     say(f"the previous attempt's checkpoint of step {file.step} is not whole")
-        except Exception as error:  # storage clients raise errors of any class, and the training can start
+        except Exception as error:  # storage clients raise errors of any class
             goes_on = f"goes on from step {found[-1].step}" if found else "starts afresh"
             say(
                 f"the previous attempt's checkpoints at {previous} cannot be read ({type(error).__name__}: {error}); "
@@ -146,7 +148,7 @@ class Vault:
     def offer(self, file: CheckpointFile, path: Path) -> None:
         """Queue a whole checkpoint for the copy to storage.
 
-        A checkpoint that still waits in the queue is dropped, unless it is among the best.
+        Waiting checkpoints leave the queue, unless they are among the best.
 
         Args:
             file: The checkpoint.
@@ -163,7 +165,7 @@ class Vault:
             self._go_on()
 
     def flush(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for all copies. Return True if the newest whole checkpoint is in storage."""
+        """Wait up to `timeout` seconds for all copies. Return True if storage has the newest whole checkpoint."""
         self.worker.flush(LANE, timeout)
         with self._lock:
             newest = next(reversed(self._known), None)
@@ -173,7 +175,7 @@ class Vault:
         """Write a manifest that names these sharded checkpoints.
 
         Args:
-            sharded: All sharded checkpoints to keep, in the order of their commits.
+            sharded: All sharded checkpoints to keep, in commit order.
 
         Raises:
             Exception: Any error of the storage's client.
@@ -190,13 +192,16 @@ class Vault:
             self.worker.submit(LANE, functools.partial(self._work, self._paths), self._tell_failure)
 
     def _wanted(self) -> list[_Known]:
-        """Return the checkpoints that belong in this attempt's folder: the newest, then the best."""
+        """Return checkpoints for this attempt's folder: newest first, then best."""
         known = list(self._known.values())
         best = best_first([each.file for each in known], self.keep)[: self.keep.best]
         return [*known[-1:], *(self._known[file.name] for file in best if file is not known[-1].file)]
 
     def _next(self) -> _Known | None:
-        """Return the checkpoint to copy next, or None. The newest takes turns with the best, which it would hold up."""
+        """Return the checkpoint to copy next, or None.
+
+        The newest and the best take turns. Otherwise frequent saves would keep the best out of storage.
+        """
         waiting = [known for known in self._wanted() if known.source is not None]
         if len(waiting) > 1 and self._is_turn_of_best and not self.worker.is_urgent:
             return waiting[1]
@@ -214,7 +219,7 @@ class Vault:
     # ---- in the worker's thread
 
     def _work(self, paths: StoragePaths) -> None:
-        """Write the manifest if it has changed, else copy a file."""
+        """Write a changed manifest, or else copy one file."""
         with self._lock:
             has_news, known = self._has_news(), self._next()
             self._copying = None if has_news or known is None else known.file.name
@@ -256,7 +261,7 @@ class Vault:
         with self._lock:
             self._written, self._stored = content, names
             for known in dropped:
-                if self._known.get(known.file.name) is known:  # the checkpoint was not saved again meanwhile
+                if self._known.get(known.file.name) is known:  # else the checkpoint was saved again
                     if known.folder == paths.own:  # an earlier attempt's manifest still names its own files
                         self._leftovers.add(known.file.name)
                     known.folder = None
@@ -268,9 +273,9 @@ class Vault:
 
     @contextlib.contextmanager
     def removing(self, folder: str) -> Iterator[None]:
-        """Log the first error of removals from a folder, and suppress all errors in the block.
+        """Suppress errors when removing files from a folder, and log the first error.
 
-        No later step needs the removal.
+        New checkpoints do not need the removal.
         """
         try:
             yield
@@ -305,7 +310,7 @@ class Vault:
 
 
 def _fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
-    """Download a checkpoint, and return True if its digest is right. Return False without a file."""
+    """Download a checkpoint, and return True if the file exists and its digest matches."""
     with contextlib.suppress(FileNotFoundError):
         files.get(f"{file.folder}/{file.name}", target)
     return target.is_file() and digest_of(target) == file.digest
@@ -319,9 +324,9 @@ def _manifest_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheck
 
 
 def read_manifest(files: Files, folder: str) -> Named | None:
-    """Return the checkpoints in a folder's manifest. Return empty lists without a manifest.
+    """Return the checkpoints named by a folder's manifest. Without a manifest, return empty lists.
 
-    None if the manifest is incomplete or of a later version.
+    None for an incomplete or newer manifest.
 
     Raises:
         Exception: Any error of the storage's client but `FileNotFoundError`.
@@ -334,7 +339,7 @@ def read_manifest(files: Files, folder: str) -> Named | None:
 
 
 def named_in(manifest: bytes) -> Named | None:
-    """Return the checkpoints in a manifest, the newest first. None if it is incomplete or of a later version."""
+    """Return the checkpoints in a manifest, the newest first. None for an incomplete or newer manifest."""
     try:
         named = json.loads(manifest)
         return (

@@ -1,7 +1,7 @@
 """Thread for a gang's work with storage: copies, commits and removals. Runs in the driver.
 
-Each job belongs to a lane. The thread does the jobs of a lane in order. A failed job is retried after a pause. During
-the pause, its lane waits and the other lanes go on.
+Each job belongs to a lane. Each lane's jobs run in order. A failed job is retried after a pause. During this pause, its
+lane waits, while other lanes continue.
 """
 
 import threading
@@ -17,14 +17,14 @@ MAX_PAUSE = 60.0
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A call to make, and its retries."""
+    """A call with its retries."""
 
     lane: str
     """Name of the lane."""
     work: Callable[[], object]
     """The call. An exception means that the job has failed."""
     gives_up: Callable[[Exception, int, float], bool]
-    """Called with each error, the number of errors so far, and the seconds until the retry. True ends the job."""
+    """Called with the error, the number of errors, and the seconds until the retry. True ends the job."""
     due: float
     """Earliest time of the next try, on the monotonic clock."""
     num_failures: int = 0
@@ -32,13 +32,13 @@ class Job:
 
 
 class Worker:
-    """Does jobs in a thread, which starts with the first job."""
+    """Runs jobs in a thread, which starts with the first job."""
 
     def __init__(self, retry_after: float = RETRY_AFTER) -> None:
         self._retry_after = retry_after
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
-        """Unfinished jobs, in the order in which they were submitted."""
+        """Unfinished jobs, oldest first."""
         self._thread: threading.Thread | None = None
         self._lanes: set[str] = set()
         self._is_closed = False
@@ -63,11 +63,11 @@ class Worker:
                 self._start()
 
     def has_begun(self, lane: str) -> bool:
-        """Return True if the lane has ever had a job."""
+        """Return True if the lane has ever received a job."""
         return lane in self._lanes
 
     def flush(self, lane: str, timeout: float) -> bool:
-        """Wait until all jobs of the lane are done, or for `timeout` seconds; return True if they are done."""
+        """Wait up to `timeout` seconds for all jobs of the lane. Return True if no job is left."""
         self.hurry()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._has_jobs(lane), timeout)
@@ -89,7 +89,7 @@ class Worker:
             self._changed.notify_all()
 
     def first(self) -> Job | None:
-        """Return the job with the earliest `due` among the first jobs of all lanes, or None without jobs."""
+        """Return the job with the earliest `due` among all lanes' first jobs, or None without jobs."""
         heads = {job.lane: job for job in reversed(self._jobs)}.values()
         return min(heads, key=lambda job: job.due, default=None)
 
