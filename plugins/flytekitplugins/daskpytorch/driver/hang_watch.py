@@ -46,10 +46,10 @@ class HangWatch:
         self._deadlocks = DeadlockWatch(attempt, clock, self._states)
 
     def is_hung(self) -> bool:
-        """Return True if the attempt hangs, and set `attempt.hang` then.
+        """Return True if the attempt hangs or a deadlock is proven, and set `attempt.hang` then.
 
-        After too long silence, a first call requests all ranks' stacks. A later call decides: call again after each
-        answer, and at `due`.
+        Once the silence is too long, a first call requests all ranks' stacks. A later call decides: call again after
+        each answer, and at `due`.
         """
         attempt = self._attempt
         if self._answers_until is None:

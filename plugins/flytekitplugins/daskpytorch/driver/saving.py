@@ -60,7 +60,7 @@ class Saving:
             self._announcer.note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
 
     def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
-        """Record that a rank has written its shards or failed. After the last rank, commit or discard all."""
+        """Record a rank's written shards or failure. After the last rank, commit or discard the checkpoint."""
         if isinstance(said, WrittenShards) and said.attempt != attempt.number:
             return
         attempt.steps[rank] = said.step
