@@ -1,5 +1,5 @@
-"""One node of a gang: the agent, and the fork server that starts its ranks.
+"""Code for one node of a gang: the agent, and the fork server that starts its ranks.
 
-Runs in a Dask worker, or in the task itself; knows neither. Called by `dask`, on workers, and by `flyte`, for the
-task's own node. May import `rank`, which the fork server forks into, and all below.
+Runs in a Dask worker or in the task's process, and depends on neither Dask nor Flyte. `dask` calls the agent on
+workers, and `flyte` calls the agent on the task's own node. May import `rank`, for forked ranks, and all layers below.
 """

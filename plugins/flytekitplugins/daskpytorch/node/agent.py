@@ -1,7 +1,8 @@
-"""Starts, watches and kills the ranks of one node; the driver does the thinking. Knows no Dask.
+"""The agent: starts, watches and kills the ranks of one node, as the driver decides. Does not import Dask.
 
-Runs in a thread of a Dask worker (or of the task's own process) for as long as the gang lives. It dials the driver,
-says what its node has, and then relays: orders to the ranks; their reports, output and exits to the driver.
+An agent runs in a thread of a Dask worker, or of the task's own process, while the gang lives. The agent connects to
+the driver and describes its node. Then the agent relays the driver's orders to the ranks, and the ranks' reports,
+output and exits to the driver.
 """
 
 import contextlib
@@ -36,11 +37,11 @@ from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
 MAX_HEARTBEATS = 5_000
-"""A second, of all of a gang's agents together: of more than so many each beats less often, but ..."""
+"""Most heartbeats per second of all agents of a gang together. The agents of larger gangs send fewer each."""
 MAX_HEARTBEAT_INTERVAL = 3.0
-"""... five times within the silence after which it would count as lost."""
+"""Most seconds between heartbeats: a fifth of the silence after which an agent counts as lost."""
 DUMP_TIME = 0.3
-"""Seconds for ranks that do not answer to write down their stacks in a signal handler."""
+"""Seconds for the signal handlers of ranks that do not answer to write their stacks."""
 
 
 def run(
@@ -50,16 +51,16 @@ def run(
     *,
     start_method: str = "forkserver",
 ) -> None:
-    """Serve the driver until the gang is over, or the driver is gone; then no rank is left.
+    """Serve the driver until the gang is over or the driver has ended. No rank runs after the return.
 
     Args:
-        order: Where the driver is.
-        leaving: A file descriptor that becomes readable when this process is told to end.
-        data: The ranks' way to what the worker here holds.
-        start_method: How ranks are started; see `fork_client.connect`.
+        order: The driver's address, and the agent's settings.
+        leaving: A file descriptor that becomes readable when the worker is closing. None without a worker.
+        data: Connection details of this node's Dask worker, for the ranks. None without a worker.
+        start_method: How ranks are started (see `fork_client.connect`).
 
     Raises:
-        ConnectionError: The driver cannot be reached from here.
+        ConnectionError: This node cannot reach the driver.
     """
     with (
         contextlib.ExitStack() as at_last,
@@ -68,13 +69,13 @@ def run(
     ):
         agent.fork_ahead(order.num_ranks)
         connection = dial(order)
-        at_last.callback(connection.close)  # its end tells the driver that nothing is left here
+        at_last.callback(connection.close)  # the closed connection tells the driver that no rank is left
         try:
             agent.serve(connection)
-        except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
+        except (EOFError, ConnectionError):  # the driver has ended, or the fork server with all ranks
             return
         except Exception:
-            with contextlib.suppress(OSError):  # the driver has gone, too
+            with contextlib.suppress(OSError):  # the driver has ended, too
                 connection.send(messages.Broken(traceback.format_exc()))
             raise
 
@@ -88,10 +89,10 @@ class _Agent:
         self._scratch = scratch
         self._start_method = start_method
         self._archive = b""
-        """The sources' copies, for when the user's own files cannot be used any more."""
+        """Archive of the sources from the driver. A later attempt unpacks the archive if the user's files change."""
         self._server = fork_client.connect(start_method)
         self._meeting: socket.socket | None = None
-        """Where ranks knock to meet rank 0, should it be here; it opens, and who came too early waits."""
+        """Listening socket of the rendezvous store, for rank 0 on this node. Early connections wait in its queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._num_kills_for_memory = 0
@@ -99,14 +100,14 @@ class _Agent:
         self._heartbeat_at = 0.0
         self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[Rank] = []
-        """Those that were signalled to write down their stacks."""
+        """Ranks that were signalled to write their stacks."""
         self._stacks_at: float | None = None
-        """When the stacks of the silent ones are read."""
+        """Time at which the agent reads the stacks of silent ranks, on the monotonic clock. None without a request."""
         self._lock = threading.Lock()
         self._transfers = Transfers(order, scratch, self._say)
 
     def close(self) -> None:
-        """Kill what is left of the ranks, of which nobody hears any more."""
+        """Kill the remaining ranks, without a report to the driver."""
         self._server.close()
         self._transfers.close()
         if self._meeting is not None:
@@ -115,7 +116,7 @@ class _Agent:
             rank.close()
 
     def fork_ahead(self, count: int) -> None:
-        """Have the first ranks forked while all agents meet; they wait for their orders."""
+        """Fork the first attempt's ranks while the agents connect. The ranks wait for their orders."""
         self._server.ask_readiness()
         for key in range(count):
             self._fork(key)
@@ -134,22 +135,22 @@ class _Agent:
             self._keep_time()
 
     def _await_server(self) -> None:
-        """Wait until ranks can be forked: the driver refuses a worker whose agent fails before its `Hello`.
+        """Wait until the fork server can fork. The driver refuses a worker whose agent fails before its `Hello`.
 
         Raises:
             ForkServerFailedError: The server has failed.
-            EOFError: The driver has gone.
+            EOFError: The driver has ended.
         """
         if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
             raise EOFError("the driver has gone")
-        with contextlib.suppress(fork_client.ForkServerLostError):  # after the `Hello`, `serve` takes it as a loss
+        with contextlib.suppress(fork_client.ForkServerLostError):  # `serve` notes the loss after the `Hello`
             self._server.take_readiness()
 
     def _describe_node(self) -> Node:
         return describe_node(self._order.worker, self._interface, self._order.num_gpus)
 
     def _due(self) -> list[Callable[[], None]]:
-        """Wait until something is to be done, or it is time to look; what there is to do."""
+        """Wait for events or the next deadline, and return the handlers of all events."""
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
@@ -210,7 +211,7 @@ class _Agent:
                 environment=orders.environment(os.environ, place, order.job, self._interface, self._scratch),
                 data=self._data,
             )
-            with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
+            with contextlib.suppress(OSError):  # the rank has just ended, and its exit is handled later
                 rank.channel.send(asked)
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
@@ -224,7 +225,7 @@ class _Agent:
         return str(folder) if folder is not None and os.access(folder, os.W_OK) else None
 
     def _change_server(self) -> None:
-        """Start the next attempt from the fork server as it is now: it may have imported more than at first."""
+        """Open a new client of the fork server for the next attempt, and close the old client."""
         old, self._server = self._server, fork_client.connect(self._start_method)
         old.close()
 
@@ -232,7 +233,7 @@ class _Agent:
         mine, theirs = Pipe()
         output, output_of_rank = os.pipe()
         os.set_blocking(output, False)
-        rank = self._ranks[key] = Rank(key=key, channel=mine, output=output)  # closed at last, whatever comes
+        rank = self._ranks[key] = Rank(key=key, channel=mine, output=output)  # closed with the agent in any case
         try:
             self._server.spawn(key, theirs.fileno(), output_of_rank)
         finally:
@@ -247,7 +248,7 @@ class _Agent:
             self._tell(rank, orders.Quit(asked.reason, grace))
 
     def _at_work(self) -> list[Rank]:
-        """Those that have had their orders; the others would take a word to them for it."""
+        """Return the ranks that have their `RankOrder`. Other ranks would take any message for that order."""
         return [rank for rank in self._ranks.values() if rank.place is not None]
 
     def _say(self, message: messages.FromAgent) -> None:
@@ -285,10 +286,10 @@ class _Agent:
     # ---- stacks
 
     def _dump(self, ranks: list[int]) -> None:
-        """Signal ranks that hang so that they do not even listen."""
+        """Signal ranks that do not answer to write their stacks."""
         self._silent = [rank for rank in self._at_work() if rank.place is not None and rank.place.rank in ranks]
         for rank in self._silent:
-            rank.take_stacks(self._scratch)  # what is told from now on is new
+            rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
             self._server.signal(rank.key, orders.DUMP_SIGNAL)
         self._stacks_at = time.monotonic() + DUMP_TIME
 
@@ -301,8 +302,8 @@ class _Agent:
                 self._say(messages.Stacks(rank.place.rank, text))
 
     def _show_stacks(self) -> None:
-        """Pass on the stacks of ranks that somebody has signalled by hand (`kill -QUIT`)."""
-        if self._stacks_at is None:  # else they were signalled from here
+        """Send the driver the stacks of ranks that a user has signalled by hand (`kill -QUIT`)."""
+        if self._stacks_at is None:  # else this agent has signalled the ranks
             for rank in self._at_work():
                 self._note_lines(rank, rank.take_stacks(self._scratch).splitlines())
 
@@ -314,13 +315,13 @@ class _Agent:
 
     @staticmethod
     def _tell(rank: Rank, order: orders.Order) -> None:
-        with contextlib.suppress(OSError):  # it is already ending
+        with contextlib.suppress(OSError):  # the rank is already ending
             rank.channel.send(order)
 
     def _relay_reports(self, rank: Rank) -> None:
         try:
             gathered = reports.gather(rank.channel)
-        except (EOFError, OSError):  # also where its exit was noted a moment ago
+        except (EOFError, OSError):  # also if the rank's exit was handled a moment ago
             rank.channel.close()
             return
         if gathered.num_moves is not None:
@@ -342,7 +343,7 @@ class _Agent:
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
-        with contextlib.closing(self._ranks.pop(key)) as rank:  # also where the driver has gone, and hears of nothing
+        with contextlib.closing(self._ranks.pop(key)) as rank:  # also if the driver has ended
             self._tell_exit(rank, exitcode)
 
     def _tell_exit(self, rank: Rank, exitcode: int) -> None:
@@ -350,7 +351,7 @@ class _Agent:
             self._relay_reports(rank)
         while rank.output is not None and wait([rank.output], 0):
             self._relay_output(rank)
-        if rank.place is None:  # it ended before it had its orders; another is forked when they come
+        if rank.place is None:  # the rank ended before its orders, for which `_start` forks another
             return
         self._say(
             messages.Exited(
@@ -366,13 +367,18 @@ class _Agent:
 
 
 def heartbeat_interval(place: Place, pulse: float | None) -> float:
-    """Seconds between the heartbeats of an agent with such a rank, which says how it fares every `pulse` seconds."""
+    """Return the seconds between an agent's heartbeats.
+
+    Args:
+        place: The place of one of the agent's ranks, for the number of agents.
+        pulse: Seconds between a rank's signs of life. None if ranks send none.
+    """
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))
 
 
 def _listen_at(address: str) -> socket.socket:
-    """A port that the system picks, for as many callers at once as it allows."""
+    """Return a socket that listens at a port of the system's choice, with the longest queue that the system allows."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)

@@ -1,6 +1,6 @@
-"""This process's fork server: starts it, finds it, asks it for ranks. Runs beside a Dask worker, or in the task.
+"""Starts or finds this process's fork server, and asks the server for ranks. Runs in a Dask worker or in the task.
 
-The server stays for as long as this process lives: each gang after the first starts in a tenth of a second.
+The server runs while this process lives, so that each gang after the first starts in a tenth of a second.
 """
 
 import atexit
@@ -22,65 +22,77 @@ from flytekitplugins.daskpytorch.process import sigterm
 from flytekitplugins.daskpytorch.process.system import check_system
 
 END_TIMEOUT = 10.0
-"""Seconds for a fork server to end its ranks and itself after the order to; a suspended server is killed then."""
+"""Timeout, in seconds, for a fork server to end its ranks after the order. A suspended server is killed then."""
 
 
 class ForkServerLostError(ConnectionError):
-    """The fork server is gone: it was killed, or the process that owns it is ending."""
+    """The fork server was killed, or its owner is ending."""
 
 
 class ForkServerFailedError(RuntimeError):
-    """The fork server could not start ranks, or has crashed; another one would end in the same way."""
+    """The fork server could not start ranks, or has crashed. Another server would fail in the same way."""
 
 
 class ForkServerClient:
-    """An agent's end: starts and kills its own ranks, hears of their exits. Closing it kills what is left of them."""
+    """An agent's connection to the fork server: starts and kills ranks, and receives their exits.
+
+    `close` kills the client's remaining ranks.
+    """
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket = sock
         self._process = process
-        """The server; None where another process has started it."""
+        """Process of the server. None if another process has started the server."""
 
     def fileno(self) -> int:
-        """To wait for what it says."""
+        """Return a descriptor that becomes readable when the server sends an event or ends."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, output: int) -> None:
-        """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
+        """Fork a rank.
+
+        Args:
+            key: Name of the rank among this client's ranks.
+            channel: File descriptor of the rank's end of its channel.
+            output: File descriptor of the rank's standard output and error.
+        """
         _ranks.add((id(self), key))
         try:
             socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
-        except ConnectionError:  # the server may have said before why it ended
+        except ConnectionError:  # the server may have sent the reason of its end before
             while True:
                 self._next_event()
 
     def kill(self, key: int, signum: int) -> None:
-        """Signal a rank and everything it started, if it still runs."""
+        """Signal a rank and all processes of its session, if the rank still runs."""
         self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
 
     def signal(self, key: int, signum: int) -> None:
-        """Signal a rank alone, if it still runs."""
+        """Signal a rank without the processes that it started, if the rank still runs."""
         self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
 
     def ask_readiness(self) -> None:
-        """Have the server answer once its imports are done; to be called before the first `spawn`."""
+        """Ask the server to answer once its imports are done. Call this method before the first `spawn`."""
         self._socket.send(json.dumps({"op": "answer"}).encode())
 
     def take_readiness(self) -> None:
         """Wait for the answer to `ask_readiness`.
 
         Raises:
-            ForkServerFailedError: As `next_exit`.
-            ForkServerLostError: As `next_exit`.
+            ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
+            ForkServerLostError: The server was killed or closed, and every rank with it.
         """
         self._next_event()
 
     def next_exit(self) -> tuple[int, int]:
-        """Wait for a rank's end: its key, and its exit code (negative: the signal that ended it).
+        """Wait for a rank's end.
+
+        Returns:
+            The rank's key and its exit code. A negative code is the number of the signal that ended the rank.
 
         Raises:
             ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
-            ForkServerLostError: The server is gone, and every rank with it.
+            ForkServerLostError: The server was killed or closed, and every rank with it.
         """
         event = self._next_event()
         _ranks.discard((id(self), event["key"]))
@@ -89,7 +101,7 @@ class ForkServerClient:
     def _next_event(self) -> dict[str, int]:
         try:
             packet = self._socket.recv(fork_server.MAX_PACKET)
-        except ConnectionResetError:  # the server ended with requests unread; what it sent before can be read still
+        except ConnectionResetError:  # the server ended with requests unread, but its last events can still be read
             packet = self._socket.recv(fork_server.MAX_PACKET)
         if not packet:
             raise self._ended()
@@ -99,9 +111,9 @@ class ForkServerClient:
         return event
 
     def _ended(self) -> Exception:
-        """Return the error for a server that ended without an error of its own."""
+        """Return the error for a server that ended without an error event."""
         exitcode = None
-        if self._process is not None and _owned is not None:  # else this process ends the server, and does not wait
+        if self._process is not None and _owned is not None:  # else this process ends the server without a wait
             with contextlib.suppress(subprocess.TimeoutExpired):
                 exitcode = self._process.wait(1.0)
         if exitcode in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
@@ -112,39 +124,39 @@ class ForkServerClient:
         )
 
     def close(self) -> None:
-        """Kill what is left of this client's ranks."""
+        """Kill this client's remaining ranks."""
         self._socket.close()
 
 
 @dataclass
 class _Owned:
     process: subprocess.Popen[bytes] | None
-    """None: the process before this one has started it."""
+    """Process of the server. None if the previous owner has started the server."""
     control: socket.socket
 
     def has_ended(self) -> bool:
-        """Whether the server is gone; the control socket may tell a little late, if a rank was being forked."""
+        """Return True if the server has ended. The control socket may tell a little late during a fork."""
         if self.process is not None and self.process.poll() is not None:
             return True
-        return bool(wait([self.control], 0))  # it says nothing, so that is its end
+        return bool(wait([self.control], 0))  # readable only at its end, since the server sends nothing
 
 
 _ranks: set[tuple[int, int]] = set()
-"""Client's number and key of each rank of whose end nobody has heard."""
+"""Client's ID and key of each rank whose exit no client has received."""
 _owned: _Owned | None = None
 _hand_over: str | None = None
-"""The name of the socket by which the next owner finds the server."""
+"""Name of the abstract socket at which the next owner finds the server. None without a hand-over."""
 _imported_ahead: list[str] = []
 _lock = threading.Lock()
 
 
 def connect(start_method: str = "forkserver") -> ForkServerClient:
-    """A new client of this process's fork server, which is started if it does not run.
+    """Return a new client of this process's fork server, and start the server if it does not run.
 
-    Takes milliseconds when it runs; the first rank waits for the imports otherwise.
+    A running server answers in milliseconds. Otherwise the first rank waits for the server's imports.
 
     Args:
-        start_method: `forkserver`, or `spawn`: its ranks are to be fresh interpreters, which import everything anew.
+        start_method: `forkserver` forks ranks. `spawn` starts ranks as fresh interpreters, which import all modules.
 
     Raises:
         GangStartError: This is not Linux.
@@ -158,28 +170,28 @@ def connect(start_method: str = "forkserver") -> ForkServerClient:
 
 
 def start_ahead() -> None:
-    """Start this process's fork server, with all that its ranks will need, while nobody waits for it."""
+    """Start this process's fork server and its imports before any gang needs ranks."""
     with _lock:
         _running()
     connect().close()
 
 
 def import_ahead(module: str) -> None:
-    """Have fork servers that this process starts from now on import this, too, before they fork ranks."""
+    """Add a module to the imports of fork servers that this process starts from now on."""
     if module not in _imported_ahead:
         _imported_ahead.append(module)
 
 
 def hand_over(key: str) -> None:
-    """Let this process's fork server survive it, should it be killed, for the one that its parent starts in its place.
+    """Let this process's fork server survive a kill of this process, for the successor that its parent starts.
 
-    The next owner finds it, with its imports done, by calling this with the same key. Where none comes the server
-    ends after a minute; it ends at once with the parent, and with this process where that ends in good order.
+    The successor calls this function with the same key, and finds the server with its imports done. Without a successor
+    the server ends after a minute. The server ends at once with the parent, or when this process exits normally.
 
-    Without, a gang whose worker was killed takes 15 times as long to train on once the next one is registered.
+    Without a hand-over, a gang whose worker was killed needs 15 times as long to resume after the new worker registers.
 
     Args:
-        key: The same for both processes, and not for others of the same parent.
+        key: Name that both processes share, and no other process of the same parent.
     """
     global _hand_over
     with _lock:
@@ -187,30 +199,30 @@ def hand_over(key: str) -> None:
 
 
 def shutdown() -> None:
-    """End this process's fork server and every rank it started; a later `connect` starts a new one."""
+    """End this process's fork server and all of its ranks. A later `connect` starts a new server."""
     global _owned
     with _lock:
         ended, _owned = _owned, None
         if ended is not None:
-            with ended.control, contextlib.suppress(OSError):  # it may have ended
+            with ended.control, contextlib.suppress(OSError):  # the server may have ended
                 ended.control.send(fork_server.END)
-                if _ranks:  # else nobody waits for a server that imports
+                if _ranks:  # a server without ranks may be in the middle of imports, and is killed below
                     ended.control.settimeout(END_TIMEOUT)
-                    ended.control.recv(1)  # until it has
+                    ended.control.recv(1)  # returns at the server's end
             _ranks.clear()
             if ended.process is not None:
-                ended.process.kill()  # the server has ended its ranks, or does not answer: suspended, for example
+                ended.process.kill()  # the server has ended its ranks, or is suspended
                 ended.process.wait()
 
 
 @atexit.register
 def _shutdown_at_exit() -> None:
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # at a second Ctrl-C it ends without being waited for
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # a second Ctrl-C ends the wait
         shutdown()
 
 
 def _let_go() -> None:
-    """Leave the server to the parent in a fork of this process: the server must not wait for the fork's end."""
+    """Close a forked child's copy of the control socket. Otherwise the server would live until the child's end, too."""
     global _owned, _lock
     if _owned is not None:
         _owned.control.close()
@@ -221,7 +233,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _running() -> _Owned:
-    """This process's fork server, which is started if it does not run. To be called with the lock held."""
+    """Return this process's fork server, and start the server if it does not run. The caller holds the lock."""
     global _owned
     if _owned is None or _owned.has_ended():
         control = _inherit()
@@ -230,11 +242,11 @@ def _running() -> _Owned:
 
 
 def _inherit() -> socket.socket | None:
-    """The way to the fork server of the process before this one."""
+    """Return a control socket to the previous owner's fork server. None if no such server runs."""
     if _hand_over is None:
         return None
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError):  # no server listens at that name
         control.connect(f"\0{_hand_over}")
         if fork_server.is_of_this_user(control):
             return control
@@ -248,10 +260,10 @@ def _start() -> _Owned:
     with theirs, _open_hand_over() as hand_over:
         descriptors = [theirs.fileno(), *hand_over]
         command = fork_server.command("main", [*descriptors, *_imported_ahead], fork_server.path_here())
-        # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
-        # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
+        # A Dask nanny sets this variable, so that the C library returns freed memory at once. That costs a training
+        # thousands of page faults per step. The C library reads the variable only when a process starts.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
-        _ranks.clear()  # those of a server before have ended with it
+        _ranks.clear()  # ranks of an earlier server have ended with it
         with sigterm.held_back():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
@@ -261,16 +273,16 @@ def _start() -> _Owned:
 
 @contextlib.contextmanager
 def _open_hand_over() -> Iterator[list[int]]:
-    """What the server needs to survive this process: a socket for the next owner, and the parent's life to watch.
+    """Open the descriptors that a server needs to survive this process: a socket for the next owner, and its parent.
 
-    Empty where it is not to survive, and where it cannot: before Linux 5.3, or while another has the socket's name.
+    The list is empty without a hand-over, before Linux 5.3, or while another process has the socket's name.
     """
     with contextlib.ExitStack() as stack:
         descriptors: list[int] = []
         if _hand_over is not None:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             with contextlib.suppress(OSError):
-                listener.bind(f"\0{_hand_over}")  # an abstract name: no file is left, however all this ends
+                listener.bind(f"\0{_hand_over}")  # an abstract name leaves no file, however the processes end
                 listener.listen()
                 stack.callback(os.close, parent := os.pidfd_open(os.getppid()))
                 descriptors += [listener.fileno(), parent]

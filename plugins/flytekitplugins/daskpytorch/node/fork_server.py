@@ -1,7 +1,8 @@
-"""A process with torch imported that forks ranks in milliseconds. Runs beside a Dask worker; never touches CUDA.
+"""The fork server: a process with torch imported that forks ranks in milliseconds, and never touches CUDA.
 
-Why not `multiprocessing`'s fork server: it refuses to start children from a Dask worker under a nanny (which is
-daemonic), imports the parent's `__main__` into every child, and leaves ranks alive when their parent is killed.
+`multiprocessing`'s fork server does not fit. It cannot start children from a Dask worker under a nanny, which is a
+daemonic process. It imports the parent's `__main__` into every child, and leaves ranks alive when their parent is
+killed.
 
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
                                                    another owner may come
@@ -9,7 +10,7 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
                                                    client's ranks, which are fresh interpreters where it asked for that
     next owner    ──hand-over socket▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
                                                    place of a killed one
-All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
+All sockets are Unix SOCK_SEQPACKET, so that a message is one packet. Only the hand-over socket has a name.
 """
 
 import contextlib
@@ -36,35 +37,35 @@ from flytekitplugins.daskpytorch.process import sigterm
 MAX_PACKET = 4096
 END = b"end"
 SPAWN = b"spawn"
-# Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
-# known by then; without the pop, an editable installation of this one may not be among them.
+# Other plugins' .pth files create the namespace package `flytekitplugins` at the interpreter's start, from the folders
+# known by then. An editable installation of this package may be missing there, hence the pop.
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
-    # flytekitplugins-dask fixes where this namespace is looked for before sys.path is set.
+    # flytekitplugins-dask fixes this namespace's search path before sys.path is set.
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
 HAND_OVER_PATIENCE = 60.0
-"""Seconds from the owner's death to that of a fork server that no other owner has come for."""
+"""Timeout, in seconds, after the owner's end, after which a fork server without a next owner ends."""
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h: the signal a process gets when the thread that made it ends."""
+"""Option of linux/prctl.h that sets the signal for the end of the process's parent thread."""
 
 
-# ---- What it shares with those who ask it for ranks -----------------------------------------------------------------
+# ---- Shared with the fork server's clients --------------------------------------------------------------------------
 
 
 def is_of_this_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end is; an abstract name has no permissions, as a file would."""
+    """Return True if this user runs the process at the other end. Abstract socket names have no file permissions."""
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.getuid())
 
 
 def path_here() -> list[str]:
-    """Return this process's `sys.path`, without the entry that stands for the folder of the moment."""
+    """Return this process's `sys.path` without the entry for the current folder."""
     return [str(entry) for entry in sys.path if entry]
 
 
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
-    """The command of a fresh interpreter that calls one of the main functions of `fork_server`."""
+    """Return the command of a fresh interpreter that calls one of this module's main functions."""
     return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
 
 
@@ -75,19 +76,19 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 class _Client:
     sock: socket.socket
     spawns: bool
-    """Its ranks are fresh interpreters."""
+    """True if the client's ranks are fresh interpreters."""
     ranks: dict[int, int] = field(default_factory=dict)
-    """key -> pid"""
+    """Rank's key -> process ID."""
 
 
 @dataclass(frozen=True)
 class _HandOver:
-    """What a server needs to survive its owner."""
+    """Descriptors with which a server survives its owner."""
 
     listener: socket.socket
-    """Where the next owner asks for it."""
+    """Listening socket for the next owner."""
     parent: int
-    """A file descriptor that becomes readable when the owner's parent ends: there will be no next owner."""
+    """File descriptor that becomes readable when the owner's parent ends. No next owner can come then."""
 
     def close(self) -> None:
         self.listener.close()
@@ -95,23 +96,23 @@ class _HandOver:
 
 
 class _Server:
-    """All forks come from one thread, so that PR_SET_PDEATHSIG in the ranks means the death of this process."""
+    """The server. One thread makes all forks, so that PR_SET_PDEATHSIG in the ranks means the end of this process."""
 
     def __init__(self, control: socket.socket, hand_over: _HandOver | None, imported_ahead: Sequence[str]) -> None:
         self._hand_over = hand_over
         self._imported_ahead = imported_ahead
-        """What its ranks need besides what every rank needs."""
+        """Modules that the ranks need in addition to those of every rank."""
         self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
         signal.set_wakeup_fd(wakeup_write)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the byte on the wake-up pipe is what counts
-        for signum in (signal.SIGINT, signal.SIGTERM):  # the driver's to handle, or the worker's
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # makes Python write to the wake-up pipe
+        for signum in (signal.SIGINT, signal.SIGTERM):  # the driver or the worker handles them
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks inherit the mask; see `rank.main.main`
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks inherit the mask (see `rank.main.main`)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._running = True
         self._end_at: float | None = None
@@ -123,19 +124,19 @@ class _Server:
         self._has_imports = False
         """True once the server can fork ranks."""
         self._to_import: deque[str] = deque()
-        """Modules for later ranks, imported one at a time: between two the server forks. All at once take seconds, for
-        which the next gang would wait, since a fork in the middle of an import finds modules half imported for ever."""
+        """Modules for later ranks. The server imports them one at a time, and may fork between two imports. All imports
+        together take seconds, during which no gang could start. A fork during an import has a half-imported module."""
         self._import_at: float | None = None
-        """Time of the next import, on the monotonic clock; None while ranks run or nothing is left to import.
+        """Time of the next import, on the monotonic clock. None while ranks run or no module is left to import.
 
-        Ranks that run have imported for themselves, and the server would take the same memory once more: a first gang
-        of four workers 1.32 x `torchrun`'s, in place of 1.18 x (`memory.py`, 2026-11-26)."""
+        Running ranks have imported for themselves, and imports of the server would take the same memory once more. A
+        first gang of four workers would take 1.32 x `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26)."""
         self._has_forked = False
         self._trains, self._says_that_it_trains = os.pipe()
         self._selector.register(self._trains, selectors.EVENT_READ, self._prepare_for_training)
 
     def serve(self) -> None:
-        """Until the owner says so, or dies and nobody takes over."""
+        """Serve owner and clients until the owner orders the end, or ends without a next owner."""
         while self._running:
             requests = self._selector.select(self._patience())
             for key, _ in requests:
@@ -160,7 +161,7 @@ class _Server:
     # ---- the owner
 
     def _obey(self, control: socket.socket | None) -> None:
-        """Serve the owner at this end of its socket, or nobody (None) until the next owner comes."""
+        """Serve the owner at the other end of a socket. None waits for the next owner."""
         self._control = control
         if control is None:
             self._end_at = time.monotonic() + HAND_OVER_PATIENCE
@@ -179,11 +180,11 @@ class _Server:
         if not is_of_this_user(next_owner):
             next_owner.close()
             return
-        self._leave_owner()  # who may be dead already, and its socket kept open by a child of its own
+        self._leave_owner()  # a child of the dead owner may keep its socket open
         self._obey(next_owner)
 
     def _accept(self, control: socket.socket) -> None:
-        if control is not self._control:  # the next owner came in the same moment
+        if control is not self._control:  # the next owner connected in the same moment
             return
         try:
             packet, descriptors, _, _ = socket.recv_fds(control, MAX_PACKET, 1)
@@ -203,14 +204,14 @@ class _Server:
             leisure = inherited.leisure()
             inherited.import_for_ranks(self._imported_ahead)
             self._has_imports = True
-            # A server that nobody asks for ranks by then was started ahead, for gangs that train.
+            # A server without ranks by then was started ahead, for gangs that train.
             self._to_import.extend(inherited.TRAINING_IMPORTS)
             self._import_at = time.monotonic() + leisure
 
     def _serve_client(self, client: _Client) -> None:
         try:
             packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 2)
-        except ConnectionResetError:  # it closed with exits unread
+        except ConnectionResetError:  # the client closed the connection with exits unread
             packet, descriptors = b"", []
         if not packet:
             self._drop(client)
@@ -221,9 +222,9 @@ class _Server:
         elif request["op"] == "answer":
             self._tell(client, {})
         elif (pid := client.ranks.get(request["key"])) is None:
-            return  # it has ended
+            return  # the rank has ended
         elif request["op"] == "signal":
-            os.kill(pid, request["signal"])  # it is not reaped yet, so the number is still its own
+            os.kill(pid, request["signal"])  # the rank is not reaped yet, so the process ID is still its own
         else:
             _kill_session(pid, request["signal"])
 
@@ -244,7 +245,7 @@ class _Server:
         self._use_leisure()
 
     def _watch_for_training(self) -> None:
-        """In a rank: have the server hear that the rank trains."""
+        """In a rank: tell the server when the rank begins to train."""
         from flytekitplugins.daskpytorch.rank import libraries
 
         def note(_: object) -> None:
@@ -278,7 +279,7 @@ class _Server:
         os.read(self._wakeup, 1024)
         for client in list(self._clients):
             for key, pid in list(client.ranks.items()):
-                # WNOWAIT keeps the pid taken until its leftovers (DataLoader workers, say) are killed.
+                # WNOWAIT keeps the process ID taken until the rank's children, such as DataLoader workers, are killed.
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
                 _kill_session(pid, signal.SIGKILL)
@@ -289,15 +290,15 @@ class _Server:
 
     @staticmethod
     def _tell(client: _Client, event: dict[str, int | str]) -> bool:
-        """Send an event, and return whether the client is there."""
+        """Send an event. Return False if the client has closed the connection."""
         try:
             client.sock.send(json.dumps(event).encode())
-        except OSError:  # the agent has gone; the end-of-file that follows drops it
+        except OSError:  # the agent has ended, and the end-of-file that follows drops the client
             return False
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Tell all clients why the server ends; print the error where the server has no client."""
+        """Tell all clients the error that ends the server. Print the error if the server has no client."""
         text = "".join(traceback.format_exception_only(error)).strip()[-MAX_PACKET // 4 :]
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
@@ -323,17 +324,17 @@ class _Server:
         _be_rank(channel)
 
     def _close_inherited(self) -> None:
-        """Close what is the server's: held by a rank, it would hide the server's end, or a sibling's, from others."""
-        self._selector.close()  # not unregister, since parent and child share it
+        """Close a rank's copies of the server's sockets. Open copies would hide the server's end from its peers."""
+        self._selector.close()  # without unregister, since parent and child share the selector
         for end in (self._control, self._hand_over, *(client.sock for client in self._clients)):
             if end is not None:
                 end.close()
         os.close(self._trains)
 
     def _die_with(self, parent: int) -> None:
-        """Have the kernel end this process with its parent, also once it runs another program."""
+        """Make the kernel kill this process at its parent's end, also after `exec` of another program."""
         self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os._exit(1)
 
     def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
@@ -341,7 +342,7 @@ class _Server:
         self._die_with(server_pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored; see `_be_rank`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored (see `_be_rank`)
         self._close_inherited()
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -359,12 +360,12 @@ def _be_rank(channel: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not sys.exit: threads of CUDA or NCCL that hang at exit must not keep a finished rank alive.
+        # sys.exit could hang: threads of CUDA or NCCL would keep a finished rank alive.
         os._exit(status)
 
 
 def _kill_session(pid: int, signum: int) -> None:
-    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # the second: it has not called setsid yet
+    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # the second is for a rank before its setsid
         try:
             kill(target, signum)
         except ProcessLookupError:
@@ -373,8 +374,9 @@ def _kill_session(pid: int, signum: int) -> None:
 
 
 def main() -> None:
-    """Serve the owner of the socket whose descriptor is the first argument; two more are the hand-over's.
+    """Serve the owner of a socket.
 
+    The first command-line argument is the socket's descriptor. Two more numbers are the descriptors of the hand-over.
     Other arguments name modules to import ahead.
     """
     inherited.watch_generators()
@@ -393,6 +395,6 @@ def main() -> None:
 
 
 def main_of_spawned_rank() -> None:
-    """Be a rank whose channel's descriptor is the argument."""
+    """Run a rank. The command-line argument is its channel's descriptor."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _be_rank(int(sys.argv[1]))

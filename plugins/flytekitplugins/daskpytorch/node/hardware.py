@@ -1,4 +1,4 @@
-"""What a worker's node has to offer: cores, GPUs, its way to the driver, versions. Runs on the workers."""
+"""Resources of a worker's node: cores, GPUs, network interface and versions. Runs on the workers."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Devices, one of which a machine or container with GPUs has."""
+"""Device files. A machine or container with GPUs has at least one of them."""
 LOOK_TIMEOUT = 60.0
-"""Seconds for torch to be imported and to count the GPUs; a broken driver may never answer."""
+"""Timeout, in seconds, for torch's import and count of the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
-"""Seconds for nvidia-smi to answer."""
+"""Timeout of nvidia-smi in seconds."""
 QUESTION = """
 import json, torch
 found, problem = [], ""
@@ -39,9 +39,9 @@ except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 print(json.dumps([found, problem]))
 """
-"""Program whose last line of output is the GPUs' names and UUIDs, and torch's error."""
+"""Program whose last line of output has the GPUs' names and UUIDs, and torch's error."""
 ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Variables that list GPUs: of a container by Kubernetes' device plugin, and of a process by its user."""
+"""Variables that list GPUs: a container's from Kubernetes' device plugin, and a process's from its user."""
 NO_LIST = ("all", "none", "void")
 """Values of `NVIDIA_VISIBLE_DEVICES` that name no GPU."""
 
@@ -55,23 +55,23 @@ class FoundGpus:
     names: dict[str, str] = field(default_factory=dict)
     """Model of each GPU, by the GPU's name in `CUDA_VISIBLE_DEVICES`, in the order of that variable."""
     uuids: tuple[str, ...] = ()
-    """UUID of each GPU, or "" where unknown; of a MIG instance its own."""
+    """UUID of each GPU or MIG instance. "" if unknown."""
     problem: str = ""
-    """Why the look found no GPU, or ended early; empty after a good look."""
+    """Reason why no GPU was found, or why the count failed. Empty after a successful count."""
 
 
 def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node:
-    """Return what this node has to offer.
+    """Return this node's resources.
 
     Args:
         worker: The worker's address.
-        interface: The network interface that reaches the driver.
-        num_gpus: GPUs that the worker's limits ask for; 0 where nobody knows.
+        interface: The network interface that reaches the driver. None if unknown.
+        num_gpus: Number of GPUs in the worker's resource limits. 0 if unknown.
 
     Raises:
         GangStartError: This node has fewer GPUs than were asked for.
     """
-    from dask.system import cpu_count  # knows the limits of containers; outside Dask's workers it takes 0.3 s to import
+    from dask.system import cpu_count  # respects containers' limits, and takes 0.3 s to import outside Dask's workers
 
     gpus = require_gpus(num_gpus, worker)
     return Node(
@@ -86,15 +86,15 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
     )
 
 
-@functools.cache  # reading them takes 8 ms
+@functools.cache  # the metadata takes 8 ms to read
 def local_versions() -> dict[str, str]:
-    """The versions that driver and workers must share."""
+    """Return the versions that driver and workers must share, by package."""
     packages = ("flytekitplugins-daskpytorch", "torch")
     return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address."""
+    """Return the name of the network interface with this address. None without such an interface."""
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
@@ -104,7 +104,7 @@ def interface_of(address: str) -> str | None:
 
 
 def num_kills_for_memory() -> int:
-    """How often the kernel has killed for memory in this process's control group, of either version; 0 without one."""
+    """Return the number of out-of-memory kills in this process's control group (version 1 or 2). 0 if unknown."""
     for file in _memory_records():
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text().splitlines():
@@ -115,7 +115,10 @@ def num_kills_for_memory() -> int:
 
 
 def _memory_records() -> Iterator[Path]:
-    """Where that may be written: below the group's own path, and where a container sees its group as the root."""
+    """Yield the files that may have the number of kills.
+
+    They lie below the group's own path, or at the root, where a container sees its own group.
+    """
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -129,7 +132,7 @@ def _memory_records() -> Iterator[Path]:
 
 
 def gpus_here() -> FoundGpus:
-    """Return the GPUs that this process may use. A good look is taken once."""
+    """Return the GPUs that this process may use. A successful count is cached."""
     if not any(file.exists() for file in DRIVER_FILES):
         return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
     try:
@@ -140,12 +143,12 @@ def gpus_here() -> FoundGpus:
 
 
 class _LookError(Exception):
-    """Torch did not answer, or found no GPU that works."""
+    """Torch did not answer, or found no working GPU."""
 
 
-@functools.cache  # which keeps no failure: a driver may recover
+@functools.cache  # the cache keeps no failure, as a GPU driver may recover
 def _look() -> FoundGpus:
-    """Ask torch in a process of its own, since neither this one nor the fork server may touch CUDA."""
+    """Count the GPUs with torch in a process of its own, as neither this process nor the fork server may touch CUDA."""
     exitcode, said = _ask([sys.executable, "-P", "-c", QUESTION], LOOK_TIMEOUT)
     if exitcode is None:
         raise _LookError(f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang")
@@ -156,7 +159,7 @@ def _look() -> FoundGpus:
         raise _LookError(f"torch says: {problem}")
     listed = _listed("CUDA_VISIBLE_DEVICES")
     instances = [gpu for gpu in _listed("NVIDIA_VISIBLE_DEVICES") if gpu.startswith("MIG-")]
-    if found and not listed and len(instances) > len(found):  # CUDA shows one MIG instance to a process
+    if found and not listed and len(instances) > len(found):  # CUDA shows only one MIG instance to a process
         listed, found = instances, [found[0]] * len(instances)
     ids = listed or [str(index) for index in range(len(found))]
     instances = instances if len(instances) == len(found) and not os.environ.get("CUDA_VISIBLE_DEVICES") else ids
@@ -165,23 +168,23 @@ def _look() -> FoundGpus:
 
 
 def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
-    """Return this node's GPUs; fewer than were asked for are an error of infrastructure.
+    """Return this node's GPUs, and check their number.
 
     Args:
-        num_gpus: GPUs that the limits of the worker or task ask for; 0 where nobody knows. The variables that name
-            the GPUs of a container or process count, too.
+        num_gpus: Number of GPUs in the limits of the worker or task. 0 if unknown. The variables that list the GPUs of
+            a container or process count, too.
         worker: The worker's address, for the error.
 
     Raises:
-        GangStartError: Fewer were found. The message has what torch and the driver said.
+        GangStartError: This node has fewer GPUs. The message has the output of torch and nvidia-smi.
     """
     found = gpus_here()
     asked = {"the limits": num_gpus}
     for variable in ASKING_VARIABLES:
-        # On a machine without a driver, CUDA_VISIBLE_DEVICES means nothing.
+        # CUDA_VISIBLE_DEVICES has no meaning on a machine without a GPU driver.
         if variable == "NVIDIA_VISIBLE_DEVICES" or any(file.exists() for file in DRIVER_FILES):
             asked[variable] = len(_listed(variable))
-    if "CUDA_VISIBLE_DEVICES" in os.environ and not num_gpus:  # a process may be given a part of its container's
+    if "CUDA_VISIBLE_DEVICES" in os.environ and not num_gpus:  # a process may get only some of its container's GPUs
         asked["NVIDIA_VISIBLE_DEVICES"] = 0
     by, wanted = max(asked.items(), key=lambda item: item[1])
     if wanted <= len(found.names):
@@ -209,7 +212,7 @@ def _driver_says() -> str:
 
 
 def _listed(variable: str) -> list[str]:
-    """Return the GPUs that a variable names. As CUDA reads it, the list ends at -1 or at an empty name."""
+    """Return the GPUs that a variable names. As in CUDA, the list ends at -1 or at an empty name."""
     listed: list[str] = []
     for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
         if gpu in ("", "-1", *NO_LIST):
@@ -219,9 +222,9 @@ def _listed(variable: str) -> list[str]:
 
 
 def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Run a command; return its exit code (None: it did not end in time), and its output and errors.
+    """Run a command, and return its exit code and its errors and output. The exit code is None after the timeout.
 
-    A process that hangs in a driver cannot be killed, so nobody waits for its end.
+    A process that hangs in a GPU driver cannot be killed, so this function waits at most 1 s more for its end.
     """
     process = subprocess.Popen(
         command,
@@ -244,7 +247,7 @@ def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 async def host_and_gpus() -> tuple[str, tuple[str, ...]]:
-    """Return the host's name and what tells this process's GPUs from others; the driver has workers run this."""
+    """Return the host's name and the UUIDs (or names) of this process's GPUs. The driver calls this on workers."""
     found = await asyncio.to_thread(gpus_here)
     uuids = found.uuids or ("",) * len(found.names)
     return socket.gethostname(), tuple(uuid or gpu for uuid, gpu in zip(uuids, found.names, strict=True))

@@ -1,7 +1,7 @@
-"""What ranks inherit from the fork server: modules that it has imported, and random generators, which they seed anew.
+"""State that ranks inherit from the fork server: imported modules, and random generators, which ranks seed anew.
 
-Runs in the fork server and in its ranks. For the gain of each step see benchmarks/README.md, "What each optimisation
-buys".
+Runs in the fork server and in its ranks. "What each optimisation buys" in benchmarks/README.md has the gain of each
+step.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from importlib import import_module, metadata
 from flytekitplugins.daskpytorch.process.system import optional
 
 TRAINS = "torch._dynamo"
-"""Module that every optimizer imports, and no rank that does not train. The server imports the module after a rank
-has: where nobody trains, the import would take two seconds of processor time in vain."""
+"""Module that every optimizer imports, and other code does not. The server imports the module only after a rank has
+done so. Without training, the import would waste two seconds of processor time."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -27,22 +27,22 @@ TRAINING_IMPORTS = (
     "torch.distributed.fsdp",
     "torch._dynamo",
 )
-"""Modules that the first optimizer imports, in pieces that can be imported alone. An optimizer asks for the last one,
-which spends most of its time on the others. Where the server has not imported them, a warm gang takes 20 times as
-long to its first step (`recovery.py`, rank killed, 2026-11-23).
+"""Modules that the first optimizer imports, one by one. The optimizer imports the last, which imports the others.
+Without these imports in the server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed,
+2026-11-23).
 
-Not wandb: its import makes a folder for media, which the first rank to end would remove for all others."""
+wandb is left out. Its import makes a folder for media, which the first rank to end would remove for all ranks."""
 
 _seed = random.Random.seed
 _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
-"""Generators of modules imported ahead that took their seed from the operating system, such as flytekit's."""
+"""Generators of imported modules that took their seeds from the operating system, such as flytekit's."""
 
 
 # ---- Modules
 
 
 def import_for_ranks(others: Sequence[str]) -> None:
-    """Import what every rank needs, and these modules."""
+    """Import the modules that every rank needs, and these others."""
     import torch.distributed  # noqa: F401
 
     from flytekitplugins.daskpytorch.protocol import storages  # noqa: F401
@@ -60,15 +60,15 @@ def import_for_ranks(others: Sequence[str]) -> None:
 def _remember_plugins() -> None:
     """Keep the entry points of all installed packages in memory.
 
-    Torch asks for its plugins twice with each process group. Read anew, the metadata makes a warm gang's first
-    all-reduce 1.26 times as late (`launch.py`, 2026-11-23).
+    Torch looks for its plugins twice with each process group. Without the cache, a warm gang's first all-reduce comes
+    1.26 times as late (`launch.py`, 2026-11-23).
     """
     metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
     metadata.entry_points(group="torch.distributed.backends")
 
 
 def leisure() -> float:
-    """Return the seconds after which a server that has forked no rank imports what only training needs."""
+    """Return the seconds after which a server without ranks imports the modules for training."""
     text = os.environ.get("DASKPYTORCH_LEISURE", "3")
     try:
         return float(text)
@@ -77,31 +77,31 @@ def leisure() -> float:
 
 
 def import_quietly(name: str) -> None:
-    """Import one module more for the ranks to come; pass over a module that fails."""
+    """Import one more module for later ranks. Ignore an error of the import."""
     with contextlib.suppress(Exception):  # the rank that needs the module reports the error
         import_module(name)
     _settle()
 
 
 def _settle() -> None:
-    """Make what was imported cheap to inherit: a rank copies each page of memory that the rank touches."""
+    """Make the imported modules cheap to inherit. A rank copies each page of memory that it touches."""
     from flytekitplugins.daskpytorch.protocol import program
 
-    # A rank's first full collection takes 0.33 s otherwise, and copies 90 MiB of shared pages (2026-11-23).
+    # Otherwise a rank's first full garbage collection takes 0.33 s, and copies 90 MiB of shared pages (2026-11-23).
     gc.freeze()
-    # Torch's finalizers undo what ends anyway. The end of a rank takes 50 to 100 ms with them, and 2 to 7 ms without
-    # (2026-11-26), and many small models end one by one: `many.py --trivial`.
+    # Torch's finalizers at exit free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with
+    # them, and 2 to 7 ms without (2026-11-26). Sweeps of small models have many exits (`many.py --trivial`).
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - Python 3.11 to 3.14
         finalizer.atexit = False
     program.forget_levels()
 
 
-# ---- Random generators. A fork has its parent's as they are: all ranks of a fork server, and all models of a sweep
-# there, would draw the same numbers.
+# ---- Random generators. A fork inherits its parent's generators. Without new seeds, all ranks of a fork server, and
+# all models of a sweep there, would draw the same numbers.
 
 
 def watch_generators() -> None:
-    """Note from now on which of Python's generators seed themselves; a library's fixed seed is to stay."""
+    """Note which of Python's generators seed themselves from now on. Generators with fixed seeds keep their seeds."""
     random.Random.seed = _noted_seed  # type: ignore[method-assign]
 
 
@@ -111,9 +111,9 @@ def _noted_seed(self: random.Random, a: int | float | str | bytes | bytearray | 
 
 
 def seed_anew() -> None:
-    """Seed everything in this process, a fork, that a fresh process seeds for itself. Takes 0.1 ms.
+    """Seed all generators in this forked process that a fresh process would seed for itself. Takes 0.1 ms.
 
-    Python seeds `random` and the names of temporary files after a fork. CUDA's generators are made in the rank.
+    Python itself seeds `random` and the names of temporary files after a fork. The rank makes CUDA's generators.
     """
     random.Random.seed = _seed  # type: ignore[method-assign]
     for generator in list(_self_seeded):

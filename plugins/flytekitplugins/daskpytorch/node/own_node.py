@@ -1,4 +1,4 @@
-"""Starts a gang's one agent in a thread of this process, for ranks on the task's own node. Knows no Dask."""
+"""Starts a gang's only agent in a thread of this process, for ranks on the task's own node. Does not import Dask."""
 
 import socket
 import threading
@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 
 
 class OwnNode:
-    """Where all the ranks of a `SpawnDDP` task run: a launcher of one agent, as `dask.agents.DaskAgents` is of many."""
+    """Launcher of one agent, for the ranks of a `SpawnDDP` task. `dask.agents.DaskAgents` is the launcher for Dask."""
 
     num_wanted = 1
     host = "127.0.0.1"
@@ -21,7 +21,7 @@ class OwnNode:
         self._start_method = start_method
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start the agent."""
+        """Start the agent in a thread."""
         for order in orders:
             threading.Thread(
                 target=self._serve, args=(order, on_failure), name="daskpytorch-agent", daemon=True
@@ -34,32 +34,32 @@ class OwnNode:
             on_failure(order.worker, raisable(error, "the agent"))
 
     def present(self) -> Sequence[str]:
-        """This node."""
+        """Return this node as the only worker."""
         return self.workers
 
     def is_connected(self) -> bool:
-        """There is nobody to be connected to."""
+        """Return True, as an own node needs no connection."""
         return True
 
     def hindrance(self) -> str:
-        """Return no hindrance: the driver's own node is always there."""
+        """Return "", as the driver's own node is always present."""
         return ""
 
     def close(self) -> None:
-        """The agent ends with its connection."""
+        """Do nothing, as the agent ends with its connection."""
 
 
 def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:
-    """Return how many ranks `SpawnDDP(nproc=...)` means on this node.
+    """Return the number of ranks on this node for `SpawnDDP(nproc=...)`.
 
     Args:
-        nproc: As the user says, or "auto".
-        backend: The process group's, as the user says.
-        num_gpus: GPUs that the task's limits ask for; 0 where nobody knows.
+        nproc: The user's number. "auto" means one rank per GPU, or one rank without GPUs.
+        backend: The user's backend of the process group.
+        num_gpus: Number of GPUs in the task's resource limits. 0 if unknown.
 
     Raises:
         GangStartError: This node has fewer GPUs than were asked for.
-        ValueError: The backend is nccl, and there is not a GPU for every rank.
+        ValueError: The backend is nccl, and this node has fewer GPUs than ranks.
     """
     gpus = require_gpus(num_gpus, socket.gethostname()).names
     wanted = int(nproc) if nproc != "auto" else max(1, len(gpus))

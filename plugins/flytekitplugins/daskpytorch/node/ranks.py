@@ -1,4 +1,4 @@
-"""A rank as its agent has it: channel, output in lines, stacks that the rank writes down. Runs in agents."""
+"""An agent's record of a rank: channel, lines of output, and stacks. Runs in agents."""
 
 import codecs
 import contextlib
@@ -13,25 +13,25 @@ from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 TAIL_LINES = 40
-"""Lines of a rank's log that go into an error, at most."""
+"""Most lines of a rank's log in an error."""
 TAIL_SIZE = 16 << 10
-"""Characters of a rank's log that go into an error, at most."""
+"""Most characters of a rank's log in an error."""
 MAX_LINE = 64 << 10
-"""Characters of a line, at most; a longer line goes on in pieces of this size."""
+"""Most characters of a line. A longer line becomes several lines of this size."""
 
 
 class Lines:
-    """Makes lines of a stream, in time proportional to the stream's length, with a bound on what is held."""
+    """Splits a stream of bytes into lines, in linear time and bounded memory."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished: list[str] = []
-        """The pieces of a line without its end."""
+        """Pieces of the last line, whose end has not arrived."""
         self._size = 0
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the lines that end in these bytes, without blank ones. No bytes stand for the stream's end."""
-        # A carriage return ends a line too: each state of a progress bar is one.
+        """Return the lines that end in these bytes, without blank lines. Empty `data` ends the stream."""
+        # A carriage return ends a line, too, so that each state of a progress bar is a line.
         first, *others = self._decoder.decode(data, final=not data).replace("\r", "\n").split("\n")
         lines = []
         self._add(first)
@@ -54,32 +54,32 @@ class Lines:
 
 @dataclass
 class Rank:
-    """One process that the fork server has started for this agent."""
+    """A rank's process, started by the fork server for this agent."""
 
     key: int
-    """Name of the rank at the fork server: the local rank."""
+    """Key of the rank at the fork server: its local rank."""
     channel: Channel
     output: int | None
-    """Read end of the rank's standard output and error; None once the rank has closed them."""
+    """Descriptor of the read end of the rank's standard output and error. None once the rank has closed them."""
     place: Place | None = None
-    """None while the rank waits for its orders."""
+    """Place of the rank. None while the rank waits for its `RankOrder`."""
     num_moves: int | None = None
-    """Signs of life that the rank has given, as far as it has said."""
+    """Number of signs of life that the rank has reported. None before the first report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     watchdog: str = ""
-    """Newest log line in which torch's NCCL watchdog says that it aborts the process."""
+    """Newest log line in which torch's NCCL watchdog reports that it aborts the process. Empty without any."""
     kill_at: float | None = None
-    """Time, on the monotonic clock, at which the rank is killed; None unless it was told to stop."""
+    """Time on the monotonic clock at which the agent kills the rank. None before an order to stop."""
     _lines: Lines = field(default_factory=Lines)
 
     @property
     def log_tail(self) -> str:
-        """The end of the rank's log, for an error."""
+        """End of the rank's log, for an error."""
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def read_lines(self) -> list[str]:
-        """Return the next lines of the output, as far as there are any."""
-        if self.output is None:  # the rank's exit was noted a moment ago
+        """Return the lines of output that have arrived since the last call."""
+        if self.output is None:  # the rank's exit was handled a moment ago
             return []
         try:
             data = os.read(self.output, 1 << 16)
@@ -91,17 +91,17 @@ class Rank:
         return self._lines.feed(data)
 
     def note(self, lines: list[str]) -> None:
-        """Keep of these lines of the log what an error would show."""
+        """Add lines to the tail of the log, and note a line of the NCCL watchdog."""
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
-        # Noted here, since stacks of all threads follow, which are longer than the tail.
+        # The stacks of all threads follow the watchdog's line, and push it out of the tail.
         self.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), self.watchdog)
 
     def take_stacks(self, scratch: Path) -> str:
-        """Return the stacks that the rank has written down in this folder, and empty the file."""
+        """Return the stacks that the rank has written to a file in this folder, and empty the file."""
         if self.place is None:
             return ""
         path = orders.stacks_path(scratch, self.place)
-        with contextlib.suppress(OSError):  # the rank may not have come so far
+        with contextlib.suppress(OSError):  # a rank at its start has no file yet
             if text := path.read_text(errors="replace")[: orders.MAX_STACKS]:
                 os.truncate(path, 0)
                 return text

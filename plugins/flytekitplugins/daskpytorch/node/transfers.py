@@ -1,6 +1,6 @@
-"""What goes between an agent and its driver beside orders and reports: checkpoints, a call's large arguments.
+"""Transfers of checkpoints and of a call's large arguments between an agent and its driver.
 
-Runs in threads of the agent, which tells its ranks what has come.
+Runs in threads of the agent. The agent tells its ranks the outcomes.
 """
 
 import contextlib
@@ -20,57 +20,58 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
 
 NUM_FILES_KEPT = 3
-"""Checkpoints that stay on this node, so that a restart here need not fetch them."""
+"""Number of checkpoints that stay on this node, so that a restart need not download them."""
 REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Seconds before the driver is called again that has hung up."""
+"""Seconds before each retry after the driver has closed the connection during the handshake."""
 DIAL_TIMEOUT = 30.0
+"""Timeout of a connection to the driver, in seconds."""
 DIAL_WAITS = (0.5, 1.0, 2.0)
-"""Seconds between attempts to reach the driver with a checkpoint."""
+"""Seconds before each retry to connect to the driver for a transfer."""
 
 
 class Transfers:
-    """Brings checkpoints and large arguments to this node, and sends checkpoints to the driver."""
+    """Downloads checkpoints and large arguments to this node, and uploads checkpoints to the driver."""
 
     def __init__(self, order: AgentOrder, scratch: Path, say: Callable[[messages.FromAgent], None]) -> None:
         self._order = order
         self._scratch = scratch
         self._say = say
         self._used: dict[str, float] = {}
-        """Time of the last request for each checkpoint. The driver may have the same file, whose times stay as they
-        are."""
+        """File name of a checkpoint -> time of its last request, in seconds since the epoch. The file's own times stay
+        unchanged, as the driver may have the same file."""
         self._large: SharedMemory | None = None
-        """This agent's copy of the call's large arguments, for all attempts; None on the driver's machine."""
+        """This agent's copy of the call's large arguments, for all attempts. None on the driver's machine."""
         self._large_lock = threading.Lock()
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
         self._outcome_lock = threading.Lock()
 
     def close(self) -> None:
-        """Forget what is on its way."""
+        """Drop outcomes of transfers in progress, and free the large arguments."""
         self._outcomes.close()
         self._outcome_from_thread.close()
         if self._large is not None:
             self._large.close()
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable once there is an outcome."""
+        """Return a file descriptor that becomes readable when a transfer to this node has an outcome."""
         return self._outcomes.fileno()
 
     def next_outcome(self) -> orders.Arrived:
-        """Return what the ranks are to hear of what has come, or has not."""
+        """Wait for the next outcome of a transfer to this node, and return the message for the ranks."""
         outcome: orders.Arrived = self._outcomes.recv()
         return outcome
 
     def bring(self, wanted: orders.Arrived) -> None:
-        """Have a checkpoint or large arguments brought, and the ranks told that they are here, or why not."""
+        """Download a checkpoint or large arguments in a thread. `next_outcome` returns the message for the ranks."""
         self._in_background(self._bring, wanted)
 
     def send(self, file: CheckpointFile) -> None:
-        """Have a checkpoint sent to the driver."""
+        """Upload a checkpoint to the driver in a thread."""
         self._in_background(self._send, file)
 
     def _find_large(self, original: Address) -> Address:
-        """Return where the large arguments are in this machine's memory; fetch them once for all ranks here."""
-        with self._large_lock:  # the attempt before may have asked for it, and still be waiting
+        """Return the address of the large arguments on this machine. Download them once for all ranks of this node."""
+        with self._large_lock:  # the previous attempt may still be downloading them
             if original.is_here:
                 return original
             if self._large is None:
@@ -93,7 +94,7 @@ class Transfers:
 
     def _find(self, file: CheckpointFile) -> None:
         path = self._scratch / file.name
-        self._used[path.name] = time.time()  # so that the file is not among the oldest, which are dropped
+        self._used[path.name] = time.time()  # keeps the file from deletion as one of the oldest
         if path.exists() and digest_of(path) == file.digest:
             return
         if self._order.folder is None or not link_file(self._order.folder / file.name, self._scratch):
@@ -102,7 +103,7 @@ class Transfers:
                 take_file(connection, file, self._scratch)
 
     def _send(self, file: CheckpointFile) -> None:
-        """Send a checkpoint, or say that it cannot be sent: the driver asks for no other until then."""
+        """Upload a checkpoint, or report the failure. The driver requests no other checkpoint before either."""
         path = self._scratch / file.name
         try:
             with contextlib.closing(self._dial_patiently()) as connection:
@@ -111,12 +112,12 @@ class Transfers:
                 if not is_there:
                     connection.send_file(path)
         except (OSError, EOFError) as error:
-            with contextlib.suppress(OSError):  # the driver has gone
+            with contextlib.suppress(OSError):  # the driver has ended
                 self._say(messages.NotSent(file, f"{type(error).__name__}: {error}"))
         self._drop_older_than(path)
 
     def _dial_patiently(self) -> Connection:
-        """Call the driver several times: one that is out of descriptors, say, may have some again soon."""
+        """Connect to the driver, with retries. A driver without free descriptors, for example, may have some soon."""
         for wait_for in DIAL_WAITS:
             with contextlib.suppress(ConnectionError):
                 return dial(self._order)
@@ -124,8 +125,12 @@ class Transfers:
         return dial(self._order)
 
     def _drop_older_than(self, newest: Path) -> None:
-        """Keep a few checkpoints on this node, and those that the driver may yet ask for."""
-        with contextlib.suppress(FileNotFoundError):  # one of them went to where it is loaded from
+        """Delete this node's checkpoints before `newest`, except the last few. The driver may still request later ones.
+
+        Args:
+            newest: The newest checkpoint that the driver has requested.
+        """
+        with contextlib.suppress(FileNotFoundError):  # another thread has deleted one of the files
             kept = sorted(self._scratch.glob("step-*.pt"), key=self._last_used)
             for old in kept[: max(0, kept.index(newest) + 1 - NUM_FILES_KEPT)] if newest in kept else ():
                 old.unlink(missing_ok=True)
@@ -139,10 +144,10 @@ class Transfers:
 
 
 def dial(order: AgentOrder) -> Connection:
-    """Connect to the driver; again where it hangs up, as it does on some where strangers crowd at its port.
+    """Connect to the driver and do the handshake. Retry if the driver closes the connection, as under many strangers.
 
     Raises:
-        ConnectionError: It cannot be reached from here, or whoever is there is not the driver.
+        ConnectionError: This node cannot reach the driver, or the peer is not the gang's driver.
     """
     for wait_for in REDIAL_WAITS:
         with contextlib.suppress(ConnectionAbortedError):
