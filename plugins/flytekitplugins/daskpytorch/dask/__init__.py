@@ -1,5 +1,5 @@
-"""Dask as the host: the cluster, agents on its workers, the way from ranks to both.
+"""Gangs on Dask: the cluster, the agents on its workers, and Dask clients in ranks.
 
-Runs in the driver and beside Dask workers; `in_rank` in ranks that use Dask, too. Called by `dispatch`,
-`flyte` and `sweep`. May import `driver` and all below.
+Runs in the driver and in Dask workers. `in_rank` also runs in ranks that use Dask. `dispatch`, `flyte` and `sweep` call
+this package. May import `driver` and all layers below.
 """

@@ -1,4 +1,4 @@
-"""Starts a gang's agents on the workers of a Dask cluster. Runs in the driver; its `_serve` runs on the workers."""
+"""Starts a gang's agents on the workers of a Dask cluster. Runs in the driver, except `_serve` on the workers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,20 @@ HOW_TO_GET_WORKERS = (
 )
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_PRIORITY = 1_000
-"""Dask's priority of an agent; other tasks have 0."""
+"""Dask's priority of an agent. Other tasks have priority 0."""
 LOOK_TIMEOUT = 2.0
-"""Seconds for the scheduler to say which workers it has, to a gang that has other things to do and asks again."""
+"""Timeout, in seconds, for the scheduler's list of workers while a gang runs. The gang has other work, and retries."""
 FIRST_LOOK_TIMEOUT = 30.0
-"""The same for one that cannot begin without: a busy scheduler is none that is lost. Dask's own for connecting."""
+"""Timeout, in seconds, for the first list of workers. A busy scheduler is not lost. Dask's own connect timeout."""
 NANNYS_TIME = 2.0
-"""Seconds for a nanny to tell its worker to close, when both have SIGTERM."""
+"""Seconds in which a nanny tells its worker to close, if both have received SIGTERM."""
 LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
 GPUS_TIMEOUT = 30.0
-"""Seconds for a worker to say which GPUs it has; where it has some, it starts a process with torch to know."""
+"""Timeout, in seconds, for a worker's list of its GPUs. A worker with GPUs starts a process with torch for the list."""
 
 
 class DaskAgents:
-    """Starts a gang's agents on the workers of a Dask cluster, one each, pinned.
-
-    On all of them or the first `num_workers`.
-    """
+    """Launcher that starts one agent on each of the first `num_workers` workers of a Dask cluster, or on all."""
 
     def __init__(self, client: Client, num_workers: int | None = None) -> None:
         if client.asynchronous:
@@ -67,15 +64,15 @@ class DaskAgents:
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Submit the agents."""
+        """Submit the agents as Dask tasks."""
         for order in orders:
             address = self._addresses[order.worker]
-            # Pinned, since Dask would give it to an idle worker; should the worker go, `lost_workers` says so, because
-            # the task itself would wait for ever. Before all tasks that wait for a thread, since it needs none.
+            # The task is pinned, since Dask would give it to an idle worker. A pinned task waits for ever if its worker
+            # is lost, so the driver watches the workers. The priority is high, as an agent needs no thread for long.
             future = self._client.submit(
                 _serve,
                 address,
-                order,  # whole, since Dask logs the arguments of a task that fails, and it hides its token
+                order,  # Dask logs a failed task's arguments, and the order's repr hides the token
                 workers=[address],
                 allow_other_workers=False,
                 priority=AGENT_PRIORITY,
@@ -86,10 +83,12 @@ class DaskAgents:
             self._futures.append(future)
 
     def ranks_per_worker(self, gang: Gang) -> int:
-        """Ranks on each worker: as the gang says, else one per GPU that they have, else one. Asks each worker once.
+        """Return the number of ranks on each worker: the gang's setting, else one per GPU, else one.
+
+        Each worker is asked only once for its GPUs.
 
         Raises:
-            ValueError: Some have more GPUs than others.
+            ValueError: Some workers have more GPUs than others.
         """
         if gang.ranks_per_worker != "auto":
             return gang.ranks_per_worker
@@ -98,34 +97,34 @@ class DaskAgents:
         if strangers := [address for address in addresses.values() if address not in known]:
             seconds = min(GPUS_TIMEOUT, gang.start_timeout)
             known |= self._client.sync(_ask_for_gpus, self._client, strangers, seconds)
-        # Who does not answer may do so when its agent is started, or else is named then.
+        # A worker without an answer may answer at its agent's start, or an error names the worker then.
         return placement.one_per_gpu({w: known[address] for w, address in addresses.items() if address in known})
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """What users call the workers -> their addresses, also of those that have gone."""
+        """Workers' names for users -> their addresses, including lost workers."""
         return self._addresses
 
     def present(self) -> list[str]:
-        """All the workers that the scheduler knows now.
+        """Return the users' names of all workers that the scheduler has now.
 
         Raises:
-            OSError: It does not answer, or the client has given it up.
+            OSError: The scheduler does not answer, or the client has closed itself.
         """
         try:
             found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
-        except (RuntimeError, AttributeError) as error:  # of a client that has closed itself, for want of a scheduler
+        except (RuntimeError, AttributeError) as error:  # the client has closed itself after the scheduler's loss
             raise ConnectionError(f"the Dask client has closed itself: {error}") from error
         self._addresses |= (here := _addresses(self._client, found))
         self._paused = _paused(found)
         return list(here)
 
     def is_connected(self) -> bool:
-        """Whether the scheduler is there, as far as the client knows."""
+        """Return True if the client is connected to the scheduler, as far as the client knows."""
         return bool(self._client.status == "running")
 
     def hindrance(self) -> str:
-        """Name workers that Dask has paused, and those that the client's own cluster has given up."""
+        """Name the workers that Dask has paused, and those that the client's own cluster has given up."""
         told = [
             f"Dask has paused {worker}, and starts nothing there: its process takes more than "
             "distributed.worker.memory.pause of its memory limit"
@@ -144,21 +143,21 @@ class DaskAgents:
         return "".join(f"; {each}" for each in told)
 
     def close(self) -> None:
-        """Forget the agents' tasks."""
+        """Cancel the agents' tasks."""
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
 
 
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
-"""By the workers' addresses: hosts' names and GPUs."""
+"""Client -> worker's address -> its host's name and GPUs."""
 
 
 async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float) -> dict[str, HostAndGpus]:
-    """What the workers answer that answer in time; one that is suspended does not keep the others' answers."""
+    """Return the answers of the workers that answer in time. A suspended worker does not delay the others' answers."""
 
     async def ask(address: str) -> dict[str, HostAndGpus]:
-        with contextlib.suppress(Exception):  # whatever there is in the worker's image
+        with contextlib.suppress(Exception):  # a worker's image may raise any exception
             async with asyncio.timeout(seconds):
                 answers: dict[str, HostAndGpus] = await client.run(hardware.host_and_gpus, workers=[address])
                 return answers
@@ -169,7 +168,10 @@ async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float
 
 
 def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
-    """What users call the workers that stay -> their addresses. In-process ones have addresses without an order."""
+    """Return the users' names of the remaining workers, and their addresses.
+
+    In-process workers have addresses without an order, so their Dask names are used.
+    """
     leaving = _scaled_away(client)
     return {
         f"local worker {info['name']}" if address.startswith("inproc:") else address: address
@@ -183,7 +185,7 @@ def _paused(scheduler: Mapping[str, Any]) -> list[str]:
 
 
 def _scaled_away(client: Client) -> set[object]:
-    """Names of workers that the client's own cluster is about to take away, of which the scheduler may not know yet."""
+    """Return the names of workers that the client's cluster is removing. The scheduler may not know so yet."""
     made = client.cluster
     return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 
@@ -195,16 +197,16 @@ def _serve(address: str, order: AgentOrder) -> None:
     if here.nanny is not None:
         fork_client.hand_over(here.nanny)
         _run_on(here, _end_as_the_nanny_says, here)
-    secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
+    secede()  # an agent mostly waits, and must not take a worker's thread from other gangs and tasks
     with _farewell(here) as leaving, in_rank.served(here) as data:
         agent.run(order, leaving, data)
 
 
 @contextlib.contextmanager
 def _farewell(worker: Worker) -> Iterator[int]:
-    """Notice that the worker is told to close: gives a file descriptor that becomes readable then.
+    """Yield a file descriptor that becomes readable when the worker begins to close.
 
-    The worker puts its end off until the end of this context, as far as its nanny lets it (`dask worker` gives it 8 s).
+    The worker delays its end until the end of this context, as long as its nanny waits (8 s with `dask worker`).
     """
     farewell, name = _Farewell(), f"daskpytorch-{threading.get_ident()}"
     try:
@@ -217,16 +219,16 @@ def _farewell(worker: Worker) -> Iterator[int]:
 
 
 async def _remove_plugin(worker: Worker, name: str) -> None:
-    if name in worker.plugins:  # else the worker is closing, and has removed it
+    if name in worker.plugins:  # a closing worker has removed the plugin already
         await worker.plugin_remove(name)
 
 
 async def _end_as_the_nanny_says(worker: Worker) -> None:
-    """Have a worker below a nanny wait for the nanny's word on SIGTERM, and leave Ctrl-C to it.
+    """Make a worker under a nanny wait on SIGTERM for the nanny's order to close, and ignore Ctrl-C.
 
-    Where both have the signal at once the nanny closes the worker in good order, and the ranks can save; by the signal
-    itself they would go before. A worker that has it alone, as when Dask finds that it takes too much memory, ends by
-    it after all, and the nanny brings another.
+    If both processes receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint.
+    Without the delay, the worker would end at once. If only the worker receives SIGTERM, the worker ends by the signal
+    after `NANNYS_TIME`, and the nanny starts another. Dask sends such a signal if a worker takes too much memory.
     """
     loop = asyncio.get_running_loop()
 
@@ -235,24 +237,27 @@ async def _end_as_the_nanny_says(worker: Worker) -> None:
             loop.remove_signal_handler(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with contextlib.suppress(RuntimeError, ValueError):  # its loop is not the main thread's, which hears of signals
+    with contextlib.suppress(RuntimeError, ValueError):  # signals need a loop in the main thread
         loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(NANNYS_TIME, end))
-        signal.signal(signal.SIGINT, lambda *_: None)  # ignored, it would be so by what is started here
+        signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited by child processes
 
 
 class _Farewell(WorkerPlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         self.readable, self._writable = os.pipe()
-        self._lock = threading.Lock()  # nothing is written once the pipe is closed: its number may be another file's
+        self._lock = threading.Lock()  # prevents a write after the close, when another file may have the descriptor
         self._done = threading.Event()
 
     async def teardown(self, worker: Worker) -> None:
-        """Called when the worker closes, and when the agent has ended."""
+        """Tell the agent that the worker is closing, and wait for the agent's end.
+
+        Dask calls this method when the worker closes, and when the plugin is removed after the agent's end.
+        """
         with self._lock:
             if self._done.is_set():
                 return
             os.write(self._writable, b".")
-        # By a second Ctrl-C it is cancelled, or there are no more threads: Dask would log either as an error of ours.
+        # A second Ctrl-C cancels the wait, or no thread is left. Dask would log either as an error of this plugin.
         with contextlib.suppress(asyncio.CancelledError, RuntimeError):
             await asyncio.to_thread(self._done.wait)
 
@@ -264,9 +269,9 @@ class _Farewell(WorkerPlugin):  # type: ignore[misc]
 
 
 def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
-    """Have a coroutine run on the worker's event loop, in order, from a task's thread.
+    """Run a coroutine on the worker's event loop, in the order of the calls, from a task's thread.
 
-    Not waited for: a worker with other things to do would make a gang fail that needs nothing of it.
+    The caller does not wait for the coroutine, since the loop of a busy worker may be slow.
     """
     asyncio.run_coroutine_threadsafe(coroutine(*args), worker.loop.asyncio_loop)
 
@@ -274,7 +279,7 @@ def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
 def _report_failure(done: DaskFuture, worker: str, on_failure: OnFailure) -> None:
     if done.status == "error":
         error = done.exception()
-        if isinstance(error, KilledWorker):  # as Dask has it; the worker may come back
+        if isinstance(error, KilledWorker):  # Dask gives up, but a new worker may come
             error = WorkerLostError(f"the worker ended while its agent started: {error}", worker=worker)
         on_failure(worker, error if isinstance(error, Exception) else RuntimeError(str(error)))
     elif done.status in ("cancelled", "lost"):

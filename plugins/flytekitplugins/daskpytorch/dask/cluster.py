@@ -1,4 +1,4 @@
-"""A ready Dask client for one task: to the cluster that the backend made, or to one made here. Runs in the driver."""
+"""Connects a task to its Dask cluster: the backend's, or a local one made in the driver's process."""
 
 import asyncio
 import contextlib
@@ -22,17 +22,18 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
-"""`1`: the cluster of a local run has Dask's dashboard, and its address is logged."""
+"""Environment variable. With `1`, a local run's cluster has Dask's dashboard, and the log has its address."""
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
-"""Seconds for one try to connect to the scheduler."""
+"""Timeout of one attempt to connect to the scheduler, in seconds."""
 SETTLE_TIME = 30.0
-"""Seconds without a new worker after which a gang that may be smaller starts with those that came."""
+"""Seconds without a new worker after which a gang with `min_workers` starts with the present workers."""
 NOTICE_INTERVAL = 10.0
 
 _clients: list[Client] = []
-"""The clients of the tasks that run in this process, the newest last; threads of a task find theirs, too."""
+"""Clients of the tasks that run in this process, the newest last. A global list, so that a task's threads can use it.
+"""
 
 
 def current_client() -> Client:
@@ -61,16 +62,16 @@ def current_client() -> Client:
 
 @contextlib.contextmanager
 def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
-    """A client whose workers are there; closed at the end, together with a cluster made here.
+    """Yield a client once its workers have come. Close the client, and a local cluster, at the end of the context.
 
-    A local cluster's workers are threads of this process: the ranks are processes of their own anyway, and such a
-    cluster starts in a twentieth of a second. All of it listens at the loopback, where `DASKPYTORCH_DASHBOARD=1` asks
-    for a dashboard, which needs bokeh and takes a second.
+    A local cluster's workers are threads of this process. Such a cluster starts in a twentieth of a second, and the
+    ranks are processes of their own anyway. The cluster listens only on the loopback interface. Its dashboard
+    (`DASKPYTORCH_DASHBOARD=1`) needs bokeh, and takes a second to start.
 
     Args:
-        num_workers: How many workers to wait for, or to make.
-        min_workers: Go on with at least these when the others do not come.
-        start_timeout: Seconds for all that.
+        num_workers: Number of workers to wait for, or to make.
+        min_workers: Least number of workers to go on with if no more come. None means `num_workers`.
+        start_timeout: Timeout for scheduler and workers together, in seconds.
 
     Raises:
         GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
@@ -91,11 +92,15 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
 
 
 def greet(address: str, seconds: float) -> None:
-    """Connect to a scheduler once: a `Client` waits for ever for one that accepts connections and then says nothing.
+    """Check that a scheduler answers. A `Client` would wait for ever for one that accepts connections and is silent.
+
+    Args:
+        address: Address of the scheduler.
+        seconds: Timeout in seconds.
 
     Raises:
-        OSError: Nobody is there, or whoever it is says nothing for so many seconds.
-        ValueError: The address is none.
+        OSError: The address is unreachable, or its process did not answer in time.
+        ValueError: The address has a wrong format.
     """
 
     async def say_hello() -> None:
@@ -106,15 +111,19 @@ def greet(address: str, seconds: float) -> None:
             raise TimeoutError(f"it lets this process connect, but says nothing for {seconds:g} s") from error
         await comm.close()
 
-    with ThreadPoolExecutor(1) as thread:  # where no event loop runs, which may well be so in the caller's
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop
         thread.submit(lambda: asyncio.run(say_hello())).result()
 
 
 def identity(client: Client, seconds: float) -> Mapping[str, Any]:
-    """What the scheduler says of itself and its workers.
+    """Return the scheduler's description of itself and its workers.
+
+    Args:
+        client: A connected client.
+        seconds: Timeout in seconds.
 
     Raises:
-        GangStartError: It does not say so within so many seconds.
+        GangStartError: The scheduler did not answer in time.
     """
     try:
         found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
@@ -129,22 +138,22 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
 class _LocalCluster(LocalCluster):  # type: ignore[misc]
     @property
     def dashboard_link(self) -> str:
-        """Where its server listens; Dask would name the machine's address in the network."""
+        """URL of the dashboard. Dask's own property would have the machine's network address, not the loopback's."""
         return str(format_dashboard_link(LOOPBACK, self.scheduler.http_server.port))
 
 
 @contextlib.contextmanager
 def _local_client(num_workers: int) -> Iterator[Client]:
     dashboard = _wants_dashboard()
-    # As in the pods, see `task`: what Dask does all the time to know itself takes a tenth of a core from the ranks.
+    # Dask's profiler and tick take a tenth of a core from the ranks. Pods have the same settings (see `task`).
     quiet = {"distributed.admin.tick.interval": "1s", "distributed.worker.profile.enabled": dashboard}
     with dask.config.set(_unless_set(quiet)):
         local = _LocalCluster(
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
-            memory_limit=0,  # the workers are this process: each would count all its memory as its own, and pause
-            dashboard_address=f"{LOOPBACK}:0",  # its HTTP server starts in any case, at a port that others may have
+            memory_limit=0,  # the workers share this process, and each would count all its memory
+            dashboard_address=f"{LOOPBACK}:0",  # the HTTP server always starts, and the default port may be taken
             scheduler_kwargs={"dashboard": dashboard},
             worker_class=_local_worker,
         )
@@ -153,7 +162,7 @@ def _local_client(num_workers: int) -> Iterator[Client]:
 
 
 def _local_worker(*args: Any, **options: Any) -> Worker:
-    """A worker of this process; its HTTP server, which starts in any case, would listen at all addresses."""
+    """Make a worker whose HTTP server listens on the loopback interface only. The server always starts."""
     return Worker(*args, **options | {"dashboard_address": f"{LOOPBACK}:0", "dashboard": False})
 
 
@@ -162,7 +171,7 @@ def _wants_dashboard() -> bool:
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of Dask's settings that nobody but Dask itself has set; one that it does not have any more does no harm."""
+    """Return the settings for which Dask's configuration still has its default. Unknown settings are returned, too."""
     usual = dask.config.merge(*dask.config.defaults)
     return {
         key: value
@@ -173,7 +182,7 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _connected(address: str, deadline: float) -> Iterator[Client]:
-    """Connect, again and again: the scheduler starts at the same time as this, and its name may not resolve yet."""
+    """Connect to the scheduler, with retries. The scheduler starts with this task, and its name may not resolve yet."""
     notice = _Notice()
     while True:
         left = deadline - time.monotonic()
@@ -224,7 +233,7 @@ def _wait_for_workers(
 
 
 class _Notice:
-    """Says why we wait: soon, then now and again."""
+    """Logs the reason for a wait, after 2 s and then every `NOTICE_INTERVAL` seconds."""
 
     def __init__(self) -> None:
         self._due_at = time.monotonic() + 2.0

@@ -1,7 +1,7 @@
-"""Dask in a rank: `get_client`, `get_worker` and all that asks them, and the partitions of a `DaskPartitions`.
+"""Dask in a rank: `get_client`, `get_worker` and their callers, and the partitions of a `DaskPartitions`.
 
-A rank is no task of Dask: it runs in another process than the worker's. It asks its worker for the way to the cluster
-(`served` answers, in the worker) and has a client of its own, made when something needs it.
+A rank is no Dask task, as it runs outside the worker's process. The rank asks its worker for the cluster's addresses,
+and `served` answers in the worker. The rank has a Dask client of its own, made at its first use.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-"""Seconds between two questions for a partition that Dask is computing anew."""
+"""Most seconds between two requests for a partition that Dask is computing anew."""
 NOTICE_TIME = 10.0
-"""Seconds after which a rank says what it waits for."""
+"""Seconds after which a rank logs that it waits for a partition."""
 
 
 # ---- In the rank
 
 
 def enter(distributed: Any, way: WorkerData) -> None:
-    """Have Dask's functions answer in a rank as they do in a task; called when `distributed` has just been imported."""
+    """Make Dask's functions work in a rank as in a Dask task. Called right after the import of `distributed`."""
     ours, get_worker = worker_of(way), distributed.get_worker
 
     @functools.wraps(get_worker)
     def get_worker_or_ours() -> Any:
         try:
-            return get_worker()  # of a cluster that was made in the rank
+            return get_worker()  # the worker of a cluster that was made in the rank
         except ValueError:
             return ours
 
@@ -52,13 +52,13 @@ def enter(distributed: Any, way: WorkerData) -> None:
 
 
 def _bind_late(future_type: Any, ours: RankWorker) -> None:
-    """Have futures that came with the arguments find their client when they are asked for something, and not before."""
+    """Make futures among the arguments find the rank's client at their first use, not before."""
     client, release = future_type.client.fget, future_type.release
 
     def bound_client(future: Any) -> Any:
         if client(future) is None:
             future.bind_client(ours.client)
-            ours.client._inform_scheduler_of_futures()  # noqa: SLF001 - as for data sets
+            ours.client._inform_scheduler_of_futures()  # noqa: SLF001 - Dask does so for data sets
         return client(future)
 
     def release_if_bound(future: Any) -> None:
@@ -70,18 +70,18 @@ def _bind_late(future_type: Any, ours: RankWorker) -> None:
 
 @functools.cache
 def worker_of(way: WorkerData) -> RankWorker:
-    """Return the worker at the end of this way; one object per process, and so one client."""
+    """Return the stand-in for this rank's worker: one object, and so one client, per process."""
     return RankWorker(way)
 
 
 class RankWorker:
-    """The Dask worker that carries this rank, as far as other processes know it; its client is made when asked for."""
+    """Stand-in for the Dask worker beside this rank. Its client is made at the first use."""
 
     def __init__(self, way: WorkerData) -> None:
         self._way = way
         self._lock = threading.Lock()
         self._clients: dict[int, Client] = {}
-        """Clients by process: a fork of the rank, as a worker of a DataLoader, cannot use the rank's."""
+        """Process ID -> client. Forks of the rank, such as workers of a DataLoader, cannot use the rank's client."""
 
     @property
     def name(self) -> Any:
@@ -109,17 +109,16 @@ class RankWorker:
         return self.client.loop
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """Return the partitions among these that the worker itself holds, and their bytes."""
+        """Return the sizes in bytes of those partitions that the worker itself holds."""
         holders = self.client.sync(self.scheduler.who_has, keys=keys)
         here = [key for key, addresses in holders.items() if self.address in addresses]
         sizes: dict[Key, int] = self.client.nbytes(here, summary=False)
         return sizes
 
     def fetch(self, key: Key) -> Any:
-        """Return a partition from a worker that holds it; wait while Dask is computing it anew.
+        """Return a partition from a worker that holds it. Wait while Dask is computing the partition anew.
 
-        Not by a `Future`: for a scattered partition that is lost, and for one that cannot be pickled, that waits for
-        ever.
+        A `Future` would wait for ever for a scattered partition that is lost, and for one that cannot be pickled.
 
         Raises:
             LookupError: No worker holds the partition, and Dask does not or cannot compute it.
@@ -158,7 +157,7 @@ class RankWorker:
         return self._way.contact()
 
     def _get_client(self, timeout: float | None = None) -> Client:
-        """What `distributed.get_client` calls."""
+        """Return this process's client. `distributed.get_client` calls this method."""
         import dask
         from distributed import Client
 
@@ -192,7 +191,7 @@ def _check_coming(key: Key, state: str | None) -> None:
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
-    """Tell ranks the way to the cluster until the end of this context; give what they need to ask."""
+    """Answer ranks' requests for the cluster's addresses during this context. Yield the details for a request."""
     way = WorkerData(
         address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
     )
@@ -204,11 +203,11 @@ def served(worker: Worker) -> Iterator[WorkerData]:
         try:
             yield way
         finally:
-            server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
+            server.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread in accept
 
 
 _asking = threading.Lock()
-"""Held while a scheduler may begin to listen: two ranks may ask at the same time."""
+"""Lock around the start of a scheduler's listener, as two ranks may ask at the same time."""
 
 
 def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
@@ -222,7 +221,7 @@ def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
 
 
 def _answer(connection: Connection, worker: Worker, token: bytes) -> None:
-    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):  # the rank has gone
+    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):  # the rank has ended
         if secrets.compare_digest(connection.recv_bytes(len(token)), token):
             with _asking:
                 found = asyncio.run_coroutine_threadsafe(_contact(worker), worker.loop.asyncio_loop)
@@ -242,7 +241,7 @@ async def _contact(worker: Worker) -> Contact:
 
 
 async def _address_for_others(address: str) -> str:
-    """Return where other processes of this machine find a scheduler of this process; it listens once somebody asks."""
+    """Return the TCP address of a scheduler in this process. The first call makes the scheduler listen there."""
     from distributed import Scheduler
 
     [scheduler] = [each for each in Scheduler._instances if each.address == address]  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""What a process of ours does for itself: streams, log, signals, scratch folders.
+"""Services within one process: streams, log, signals and scratch folders.
 
-Runs in all processes. Imports nothing of ours but errors.
+Runs in all processes. Imports only `errors` of this package.
 """

@@ -1,4 +1,4 @@
-"""Ctrl-C while a task runs here: the first ends its gang in good order, a second one the process at once.
+"""Ctrl-C while a task runs: the first ends the gang in good order, and the second ends the process at once.
 
 Runs in the driver.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 EXIT_CODE = 128 + signal.SIGINT
 SHOW_CURSOR = "\x1b[?25h"
-"""To a terminal, which has hidden it for a live display."""
+"""Escape sequence that shows the terminal's cursor again, which a live display has hidden."""
 
 
 class CtrlC:
-    """What becomes of Ctrl-C in one task; all the same whether anybody heeds it."""
+    """Handler of Ctrl-C for one task."""
 
     def __init__(self) -> None:
         self.was_pressed = False
@@ -27,9 +27,10 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle it, unless that is left to others: signals are the main thread's, and some processes ignore this one.
+        """Handle Ctrl-C in the block, except outside the main thread and in processes that ignore Ctrl-C.
 
-        After the first, a second one is handled to the very end of the process, which may take a moment.
+        After a first Ctrl-C, the handler stays until the process ends, which may take a moment. Notebooks and prompts
+        get their own handler back.
         """
         usual = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(usual):
@@ -45,10 +46,14 @@ class CtrlC:
 
     @contextlib.contextmanager
     def ends(self, end_gang: Callable[[], object], is_anothers: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Have it call this, and raise what it usually raises only once the gang has ended.
+        """Make the first Ctrl-C in the block end the gang, and raise the usual exception only after the block.
 
-        Nothing of that where `is_anothers` says that it has passed it on.
-        Raised wherever the driver is, it could leave half a message on its way to an agent.
+        An exception in the middle of the driver's work could leave half a message on a connection to an agent.
+
+        Args:
+            end_gang: Ends the gang. Called in the signal handler.
+            is_anothers: Returns True if it has passed the Ctrl-C on, for example to a debugger. The Ctrl-C is then
+                ignored here. None passes nothing on.
         """
         self._end_gang, self._is_anothers = end_gang, is_anothers
         try:
@@ -62,7 +67,7 @@ class CtrlC:
             try:
                 self._usual(signal.SIGINT, None)
             except BaseException as error:
-                raise error from None  # that the gang was cancelled explains nothing to whoever did it
+                raise error from None  # the user need not read that the gang was cancelled
 
     def _press(self, *how: Any) -> None:
         if self._is_anothers is not None and self._is_anothers():
@@ -78,16 +83,16 @@ class CtrlC:
 
 @contextlib.contextmanager
 def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
-    """Have the first Ctrl-C call `end`, and be raised only after the block, which is to wait for that end.
+    """Make the first Ctrl-C call `end`, and raise it only after the block. The block waits for that end.
 
-    Raised inside the block, a second one could leave a lock locked for ever, and with it the thread that is waited for.
-    Where the main thread is not this one, or has another handler than Python's own, everything stays as it is.
+    A second Ctrl-C is raised inside the block, and may leave a lock locked for ever, with the thread that the block
+    waits for. Outside the main thread, or with a handler other than Python's own, this context does nothing.
 
     Args:
-        end: What to do. It returns False where the Ctrl-C is not to be raised. None: nothing is to be done.
+        end: Function to call. Returns False if the Ctrl-C should not be raised. None makes this context do nothing.
 
     Yields:
-        A function that says whether Ctrl-C was pressed.
+        A function that returns True if Ctrl-C was pressed.
     """
     pressed: list[Any] = []
     is_main = threading.current_thread() is threading.main_thread()
@@ -111,12 +116,12 @@ def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
 
 
 def _is_interactive() -> bool:
-    """Whether somebody goes on with this process: in a notebook, or at Python's prompt."""
+    """Return True if a user goes on with this process, in a notebook or at Python's prompt."""
     return hasattr(sys, "ps1") or ("IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None)
 
 
 def _end_process() -> None:
-    """End this process at once: its ranks end with it, and the next gang here removes its scratch folders."""
+    """End this process at once. Its ranks end with it, and the machine's next gang removes its scratch folders."""
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, f"{SHOW_CURSOR}\n".encode())

@@ -1,7 +1,7 @@
-"""What this package itself has to say: lines for people, or with `DASKPYTORCH_LOG=json` objects for machines.
+"""This package's own log on standard error: lines for people, or JSON objects with `DASKPYTORCH_LOG=json`.
 
-Both go to standard error. One hierarchy of loggers, `flytekitplugins.daskpytorch` and its modules, says it to machines;
-people read it as lines, which no logger of a program's own need let through. Runs everywhere.
+JSON objects go through the loggers `flytekitplugins.daskpytorch` and its modules. Lines for people go straight to
+standard error, so that the program's logging settings cannot hide them. Runs everywhere.
 """
 
 import json
@@ -17,20 +17,20 @@ from flytekitplugins.daskpytorch.process.streams import Screen
 
 FORMAT_VARIABLE = "DASKPYTORCH_LOG"
 LEVEL_VARIABLE = "FLYTE_SDK_LOGGING_LEVEL"
-"""Flyte's own: a number, as `logging` has them."""
+"""Flyte's variable with the least level of log records, a number of `logging`."""
 BEGINNING = '{"time": "'
-"""Of each object."""
+"""First characters of each JSON object."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def is_for_machines() -> bool:
-    """Whether objects are asked for."""
+    """Return True if the user wants JSON objects."""
     return os.environ.get(FORMAT_VARIABLE) == "json"
 
 
 def set_up() -> None:
-    """Have the hierarchy of loggers write objects, if they are asked for."""
+    """Make this package's loggers write JSON objects, if the user wants them."""
     if is_for_machines() and not any(isinstance(handler, _Objects) for handler in logger.handlers):
         logger.addHandler(_Objects())
         logger.propagate = False
@@ -38,7 +38,7 @@ def set_up() -> None:
 
 
 def say(text: str, level: int = logging.WARNING) -> None:
-    """Say a line."""
+    """Write a line to the log."""
     if is_for_machines():
         tell("note", {"text": text}, level)
     elif level >= _least_level():
@@ -46,14 +46,20 @@ def say(text: str, level: int = logging.WARNING) -> None:
 
 
 def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:
-    """Say it to machines: what has happened, and more about it; fields that are None are left out."""
+    """Log an event as a JSON object, if the user wants objects.
+
+    Args:
+        event: Name of the event.
+        fields: Details of the event. Fields that are None are left out.
+        level: Level of the log record.
+    """
     set_up()
     known = {name: value for name, value in fields.items() if value is not None}
     logger.log(level, "", extra={"event": event, "fields": known})
 
 
 def object_in(line: str) -> dict[str, Any] | None:
-    """What this package says in another process by a line of its output; None: it is just a line."""
+    """Return the JSON object in a line of another process's output. None if the line is not from this package."""
     if not line.startswith(BEGINNING):
         return None
     try:
@@ -65,7 +71,7 @@ def object_in(line: str) -> dict[str, Any] | None:
 
 
 class _Objects(logging.Handler):
-    """Writes each record as one line: a JSON object."""
+    """Logging handler that writes each record as one line with a JSON object."""
 
     def emit(self, record: logging.LogRecord) -> None:
         said: dict[str, Any] = {
@@ -84,7 +90,7 @@ class _Objects(logging.Handler):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has words for: a number that is none is a text."""
+    """Return a value that JSON can express. Infinite numbers and NaN become texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Folders whose files are read back later, and that this user alone may write to. Runs in driver and ranks."""
+"""Folders to which only this user may write, as their files are read back later. Runs in driver and ranks."""
 
 import os
 import pwd
@@ -8,12 +8,13 @@ from grp import getgrgid
 from pathlib import Path
 
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-"""Bits of a mode by which others can write."""
+"""Mode bits that let other users write."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH
+"""Mode bits that let other users reach a folder's files."""
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone (mode 0700), and each missing one above it.
+    """Make a folder for this user alone (mode 0700), and its missing parents.
 
     Raises:
         PermissionError: Another user owns the folder, or can write to it.
@@ -24,10 +25,14 @@ def make_private(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, *, with_files: bool = True) -> None:
-    """Check that only this user, or root, can have made a folder and the files in it; folders below are not looked at.
+    """Check that only this user, or root, can have made a folder and its files.
+
+    Args:
+        folder: The folder. Folders below are not checked.
+        with_files: True checks the folder's files, too.
 
     Raises:
-        PermissionError: Another user owns one of them, or can write to it.
+        PermissionError: Another user owns the folder or a file, or can write to one.
     """
     _refuse(folder, folder, WRITABLE)
     is_closed = not folder.stat().st_mode & REACHABLE
@@ -57,7 +62,7 @@ def _refuse(path: Path, folder: Path, bits: int) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Return True if this user alone is in the group. Many systems make such a group, with a umask of 002."""
+    """Return True if only this user is in the group. Many systems give each user a group, with a umask of 002."""
     try:
         user, named = pwd.getpwuid(os.geteuid()), getgrgid(group)
     except KeyError:
@@ -66,7 +71,7 @@ def _is_private(group: int) -> bool:
 
 
 def _is_usual(folder: Path, owner: int, mode: int) -> bool:
-    """Return True if a new file there gets the same owner and mode: some mounts know no others."""
+    """Return True if a new file in the folder has the same owner and mode. Some mounts give all files the same ones."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".daskpytorch-") as file:  # its mode is 0600
             found = os.fstat(file.fileno())

@@ -1,7 +1,7 @@
-"""Folders that go with this process, at the latest once another of the package needs one. Runs in driver and agents.
+"""Scratch folders that are removed with their process, in driver and agents.
 
-A process holds a lock on each of its folders, which the kernel takes away however the process ends. The first folder
-that a later process of this machine makes removes those without a lock: what processes have left that were killed.
+A process locks each of its folders, and the kernel releases the lock however the process ends. Before a process makes
+its first folder, it removes this machine's folders without a lock. Killed processes have left those.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.system import running_kernel
 
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
-"""Seconds before a folder is removed again that was written into meanwhile."""
+"""Seconds before each retry to remove a folder into which a process still writes."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
-"""In the names of this machine's folders: locks of other machines may not be seen where several share a disk."""
+"""Part of this machine's folder names. On a shared disk, the locks of other machines may be invisible."""
 NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
 """Name of a scratch folder of this machine."""
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make an empty folder among the temporary ones, for the time of this context.
+    """Make an empty folder in the system's temporary folder, and remove it at the end of the context.
 
     Args:
-        prefix: How the folder's name begins; `daskpytorch-`, or that and a word: `daskpytorch-results-`.
+        prefix: Start of the folder's name: `daskpytorch-`, or with a word `daskpytorch-results-`.
     """
     place = tempfile.gettempdir()
     _tidy(place)
     folder = Path(place, f"{prefix}{MACHINE}{secrets.token_hex(8)}")
-    unseen = folder.with_name(f".{folder.name}")  # until there is a lock
+    unseen = folder.with_name(f".{folder.name}")  # hidden until the lock is held
     unseen.mkdir(mode=0o700)
     lock = os.open(unseen, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: the folder stays if this process is killed
+        with contextlib.suppress(OSError):  # a file system without locks keeps the folder after a kill
             fcntl.flock(lock, fcntl.LOCK_EX)
         unseen.rename(folder)
         yield folder
@@ -56,10 +56,10 @@ def _tidy(place: str) -> None:
 
 
 def remove_abandoned(place: str) -> None:
-    """Remove the scratch folders there of this user's processes that no longer run."""
+    """Remove scratch folders in `place` that ended processes of this user have left."""
     for entry in os.scandir(place):
         if NAME.fullmatch(entry.name):
-            with contextlib.suppress(OSError):  # another process removes it, or it is another user's
+            with contextlib.suppress(OSError):  # a process holds the lock, or another user owns the folder
                 lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
                     if os.fstat(lock).st_uid == os.geteuid():
@@ -70,7 +70,7 @@ def remove_abandoned(place: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder in which ranks that are being killed, or a thread that was given up, may still be at work."""
+    """Remove a folder, with retries, since a dying rank or an abandoned thread may still write to it."""
     for wait_for in (*RETRY_AFTER, 0.0):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

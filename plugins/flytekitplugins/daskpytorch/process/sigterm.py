@@ -1,8 +1,8 @@
-"""Keeps processes from SIGTERM that takes its orders from a parent. Runs in fork servers, ranks, their loader workers.
+"""Protects child processes from SIGTERM: fork servers, ranks and their loader workers.
 
-Slurm and some container runtimes send SIGTERM to all processes at once, where the task or the Dask worker alone is to
-hear it: these end the ranks in good order, once they have saved. Their children must be there to be ended so. SIGINT
-needs none of this, since fork servers and ranks have sessions of their own, out of a terminal's reach.
+Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker should react:
+it stops the ranks after their last checkpoint. Until then its children must survive. SIGINT does not reach fork servers
+and ranks, which have sessions of their own, without the terminal.
 """
 
 import contextlib
@@ -13,12 +13,15 @@ from collections.abc import Iterator
 
 _is_registered = False
 _forking = threading.local()
-"""What a thread that forks held back before."""
+"""Signal mask of the thread that forks, from before the fork."""
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Let SIGTERM wait, for this thread and for what it starts meanwhile, until that says what becomes of it."""
+    """Block SIGTERM in this thread during the context.
+
+    Processes that start in the context inherit the blocked signal, and unblock it once they have a handler.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -27,23 +30,23 @@ def held_back() -> Iterator[None]:
 
 
 def leave_to_parent() -> None:
-    """Do nothing about SIGTERM; to be called in the main thread.
+    """Make this process survive SIGTERM. Call this function in the main thread.
 
-    A handler, since what is ignored would be ignored by all programs that are started from here, too. What is forked
-    from here, such as a `multiprocessing.Process`, ends by SIGTERM as usual.
+    SIGTERM gets a handler that does nothing. If SIGTERM were ignored, programs that this process starts would ignore it
+    as well. Forks of this process, such as a `multiprocessing.Process`, end by SIGTERM as usual.
     """
     global _is_registered
     signal.signal(signal.SIGTERM, _pass)
-    signal.siginterrupt(signal.SIGTERM, False)  # nor is C code to notice
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls in C code restart after SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if not _is_registered:
-        # Held back, so that one for the child is not lost while its handler is still this one.
+        # SIGTERM is blocked around a fork. Otherwise the child would lose one that arrives before its handler changes.
         os.register_at_fork(before=_hold_back, after_in_parent=_let_go, after_in_child=_heed_again)
         _is_registered = True
 
 
 def _pass(*_: object) -> None:
-    """Handles the signal."""
+    """Handle SIGTERM without any effect."""
 
 
 def _hold_back() -> None:

@@ -1,4 +1,4 @@
-"""Standard streams, and texts that are fit to be shown there. Runs everywhere."""
+"""Standard streams, and texts without secrets and control characters for them. Runs everywhere."""
 
 import argparse
 import contextlib
@@ -15,18 +15,20 @@ SECRET = re.compile(
     r"(?i)^token$|(^|[_\W])(secret|password|passwd|passphrase|credentials?|authorization|connection_string|storage_options"
     r"|(api|access|secret|private)[-_]?key([-_]?id)?|(api|auth|access|session|bearer|hf)[-_]?token)$"
 )
-"""Not the names of hyper-parameters such as num_tokens or pad_token."""
+"""Names of secrets. Hyper-parameters such as num_tokens or pad_token do not match."""
 PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
 """Password in an address: `postgres://user:password@host`."""
 SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|api_?key)|sig)=)[^&#\s]+")
-"""Signature in an address that storage opens for everybody who has the address."""
+"""Signature in a signed URL, which lets every holder of the URL read the object."""
 HIDDEN = "(hidden)"
+"""Text in place of a secret."""
 
 
 def open_closed() -> None:
-    """Have standard streams lead nowhere that are closed here (`2>&-`).
+    """Open the null device in place of standard streams that are closed (`2>&-`).
 
-    Else a socket, or a rank's channel, gets the number 2, and all that C code has to say goes into it; Python has None.
+    Otherwise a socket, or a rank's channel, could get the descriptor 2, and C code would write its errors to it. Python
+    has None for a closed stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None:
@@ -34,42 +36,42 @@ def open_closed() -> None:
 
 
 def _nowhere(number: int, mode: str) -> object:
-    """The null device, at this number if nothing else has that by now."""
-    found = os.open(os.devnull, os.O_RDWR)  # at the lowest number that is free
+    """Return the null device as a file, with descriptor `number` if that is free."""
+    found = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
     if found == number:
         os.set_inheritable(found, True)
     return os.fdopen(found, mode, closefd=False)
 
 
 class Screen:
-    """Standard error; what cannot be written to it is left out: it may be closed, a full disk or a broken pipe.
+    """Standard error without errors: text for a closed stream, a full disk or a broken pipe is dropped.
 
-    No training ends because of what is shown of it.
+    So no training fails because of its display.
     """
 
     def __init__(self) -> None:
         self._file: IO[str] | None = sys.stderr
 
     def write(self, text: str) -> int:
-        """Write as far as possible."""
+        """Write a text, or drop it if the stream does not take it."""
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Send what waits, as far as possible."""
+        """Flush the stream, and ignore errors."""
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.flush()
 
     def __getattr__(self, name: str) -> object:
-        """Whether it is a terminal, its encoding and the like."""
+        """Return an attribute of `sys.stderr`, such as `isatty` or `encoding`."""
         return getattr(self._file, name)
 
 
 def one_line(text: str, max_length: int) -> str:
-    """A text without what a terminal obeys (each such character is replaced), cut where it is too long."""
+    """Return a text with unprintable characters replaced, cut to at most `max_length` characters."""
     cut = text if len(text) <= max_length else f"{text[: max_length - 1]}…"
     return (
         cut
@@ -79,7 +81,7 @@ def one_line(text: str, max_length: int) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """Copy a value with `(hidden)` in place of secrets: by the names of keys and fields, and within addresses.
+    """Copy a value with `(hidden)` in place of secrets, by the names of keys and fields, and within URLs.
 
     Descends into lists, tuples, sets, mappings, dataclasses, namespaces, named tuples and models of Pydantic.
     """
@@ -93,7 +95,7 @@ def without_secrets(value: Any) -> Any:
         if isinstance(value, Mapping):
             return _hidden_by_name(value)
         return _without_secret_fields(value)
-    except Exception:  # whatever a user's own class raises when it is read, copied or changed
+    except Exception:  # a user's own class may raise any exception when it is read, copied or changed
         return HIDDEN
 
 
@@ -104,8 +106,8 @@ def _hidden_by_name(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _without_secret_fields(value: Any) -> Any:
-    """Copy an object whose fields can be told, as the same type; return any other as the value is."""
-    if callable(getattr(type(value), "model_copy", None)):  # Pydantic's
+    """Copy a dataclass, namespace or Pydantic model as the same type. Return any other value unchanged."""
+    if callable(getattr(type(value), "model_copy", None)):  # a model of Pydantic
         return value.model_copy(update=_hidden_by_name(dict(value)))
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike))  # a FlyteFile is both
     if not is_record and not isinstance(value, (argparse.Namespace, types.SimpleNamespace)):

@@ -1,4 +1,4 @@
-"""On which systems gangs run, said before one starts; what a system shows of a process; what it may lack."""
+"""Requirements of the operating system: Linux, limits of open files, process names, and optional features."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
-"""Open files that a driver asks for at least: gangs side by side need some. Many systems begin with 1,024."""
+"""Least limit of open files that a driver requests, for gangs side by side. Many systems begin with 1,024."""
 OTHERS = 256
-"""Open files of a driver beside its agents' connections: libraries, storage, checkpoints, the program's own."""
+"""Open files of a driver in addition to its agents' connections: libraries, storage, checkpoints, user code."""
 
 _logger = logging.getLogger(__name__)
 
 
 def runs_gangs() -> bool:
-    """Whether ranks can be started, watched and ended here."""
+    """Return True if this system can start, watch and end ranks."""
     return sys.platform == "linux"
 
 
 def running_kernel() -> str:
-    """Return the kernel's name for itself since it has started; "" where the kernel has none."""
+    """Return the boot ID of the running kernel. Return "" if the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -33,10 +33,10 @@ def running_kernel() -> str:
 
 
 def check_system() -> None:
-    """Refuse what would fail later, in words that tell of a socket.
+    """Check that the system can run gangs, before a later error that mentions only a socket.
 
     Raises:
-        GangStartError: This is not Linux.
+        GangStartError: The system is not Linux.
     """
     if not runs_gangs():
         raise GangStartError(
@@ -49,26 +49,26 @@ def check_system() -> None:
 
 @contextlib.contextmanager
 def optional(what: str) -> Iterator[None]:
-    """Run what only makes a gang faster, or only shows something: an error costs a line in the log, and ends nothing.
+    """Run an optional step, such as a speed-up or a display. An error is only logged.
 
     Args:
-        what: What is done, for that line.
+        what: Description of the step, for the log.
     """
     try:
         yield
-    except Exception as error:  # of a torch, kernel or container that is not known here
+    except Exception as error:  # an unknown version of torch, kernel or container may raise any exception
         _logger.warning("%s failed, which ends nothing: %s: %s", what, type(error).__name__, error)
 
 
 def show_as(name: str) -> None:
-    """Have `top`, `htop` and `ps -o comm` call this process so; Linux keeps the first 15 bytes."""
+    """Set this process's name in `top`, `htop` and `ps -o comm`. Linux keeps the first 15 bytes."""
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         Path("/proc/self/comm").write_text(name)
 
 
 def allow_files(wanted: int) -> int:
-    """Raise this process's limit of open files to so many, as far as the system allows; return the new limit."""
-    import resource  # not on Windows, where this module says so
+    """Raise this process's limit of open files to `wanted`, or as far as the system allows. Return the new limit."""
+    import resource  # Windows has no such module, and `check_system` must run there
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -78,10 +78,10 @@ def allow_files(wanted: int) -> int:
 
 
 def allow_connections(num_agents: int) -> None:
-    """Raise this process's limit of open files so that so many agents can connect.
+    """Raise this process's limit of open files for the connections of all agents.
 
     Raises:
-        GangStartError: The system does not allow so many.
+        GangStartError: The system's hard limit is too low.
     """
     needed = num_agents + OTHERS
     if (allowed := allow_files(max(MAX_FILES, needed))) < needed:

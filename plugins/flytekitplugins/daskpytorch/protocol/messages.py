@@ -16,7 +16,7 @@ class AgentOrder:
     """Settings with which an agent starts and finds its driver."""
 
     worker: str
-    """Address of the worker that the agent runs on."""
+    """Worker that the agent runs on, by its name for users, which is its address except for local workers."""
     driver: tuple[str, int]
     """Host and port of the driver."""
     num_ranks: int
@@ -37,7 +37,7 @@ class AgentLauncher(Protocol):
     """Starts agents, one per worker, on a Dask cluster or another kind of workers."""
 
     workers: Sequence[str]
-    """Addresses of the first attempt's workers, in the order of their ranks."""
+    """Workers of the first attempt, by their names for users, in the order of their ranks."""
     num_wanted: int
     """Number of workers that the gang should have."""
     host: str
@@ -47,7 +47,7 @@ class AgentLauncher(Protocol):
         """Start an agent for each order, without a wait for the agents."""
 
     def present(self) -> Sequence[str]:
-        """Return the addresses of all workers that exist now, in the gang or not.
+        """Return the users' names of all workers that exist now, in the gang or not.
 
         Raises:
             OSError: The scheduler does not answer.
