@@ -45,7 +45,7 @@ GPUS_TIMEOUT = 30.0
 
 
 class DaskAgents:
-    """Launcher that starts one agent on each of the first `num_workers` workers of a Dask cluster, or on all."""
+    """Launcher for a Dask cluster. Starts an agent on each of its first `num_workers` workers, by default on all."""
 
     def __init__(self, client: Client, num_workers: int | None = None) -> None:
         if client.asynchronous:
@@ -85,7 +85,7 @@ class DaskAgents:
     def ranks_per_worker(self, gang: Gang) -> int:
         """Return the number of ranks on each worker: the gang's setting, else one per GPU, else one.
 
-        Each worker is asked only once for its GPUs.
+        Workers report their GPUs only once per client.
 
         Raises:
             ValueError: Some workers have more GPUs than others.
@@ -97,7 +97,7 @@ class DaskAgents:
         if strangers := [address for address in addresses.values() if address not in known]:
             seconds = min(GPUS_TIMEOUT, gang.start_timeout)
             known |= self._client.sync(_ask_for_gpus, self._client, strangers, seconds)
-        # A worker without an answer may answer at its agent's start, or an error names the worker then.
+        # A silent worker may answer when its agent starts. Otherwise an error names the worker then.
         return placement.one_per_gpu({w: known[address] for w, address in addresses.items() if address in known})
 
     @property
@@ -124,7 +124,7 @@ class DaskAgents:
         return bool(self._client.status == "running")
 
     def hindrance(self) -> str:
-        """Name the workers that Dask has paused, and those that the client's own cluster has given up."""
+        """Name workers paused by Dask, and workers given up by the client's own cluster."""
         told = [
             f"Dask has paused {worker}, and starts nothing there: its process takes more than "
             "distributed.worker.memory.pause of its memory limit"
@@ -185,7 +185,7 @@ def _paused(scheduler: Mapping[str, Any]) -> list[str]:
 
 
 def _scaled_away(client: Client) -> set[object]:
-    """Return the names of workers that the client's cluster is removing. The scheduler may not know so yet."""
+    """Return names of workers that the client's cluster is removing, possibly before the scheduler knows."""
     made = client.cluster
     return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 
@@ -227,8 +227,8 @@ async def _end_as_the_nanny_says(worker: Worker) -> None:
     """Make a worker under a nanny wait on SIGTERM for the nanny's order to close, and ignore Ctrl-C.
 
     If both processes receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint.
-    Without the delay, the worker would end at once. If only the worker receives SIGTERM, the worker ends by the signal
-    after `NANNYS_TIME`, and the nanny starts another. Dask sends such a signal if a worker takes too much memory.
+    Without the delay, the worker would end too early. If only the worker receives SIGTERM, it ends after `NANNYS_TIME`
+    seconds, and the nanny starts a new worker. Dask sends such a signal if a worker takes too much memory.
     """
     loop = asyncio.get_running_loop()
 
@@ -245,7 +245,7 @@ async def _end_as_the_nanny_says(worker: Worker) -> None:
 class _Farewell(WorkerPlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         self.readable, self._writable = os.pipe()
-        self._lock = threading.Lock()  # prevents a write after the close, when another file may have the descriptor
+        self._lock = threading.Lock()  # prevents writes to a closed descriptor, which another file may reuse
         self._done = threading.Event()
 
     async def teardown(self, worker: Worker) -> None:
@@ -269,10 +269,7 @@ class _Farewell(WorkerPlugin):  # type: ignore[misc]
 
 
 def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
-    """Run a coroutine on the worker's event loop, in the order of the calls, from a task's thread.
-
-    The caller does not wait for the coroutine, since the loop of a busy worker may be slow.
-    """
+    """Run a coroutine on the worker's event loop, in call order, without a wait, since the loop may be busy."""
     asyncio.run_coroutine_threadsafe(coroutine(*args), worker.loop.asyncio_loop)
 
 

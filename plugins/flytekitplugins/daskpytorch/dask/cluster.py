@@ -64,13 +64,14 @@ def current_client() -> Client:
 def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
     """Yield a client once its workers have come. Close the client, and a local cluster, at the end of the context.
 
-    A local cluster's workers are threads of this process. Such a cluster starts in a twentieth of a second, and the
-    ranks are processes of their own anyway. The cluster listens only on the loopback interface. Its dashboard
-    (`DASKPYTORCH_DASHBOARD=1`) needs bokeh, and takes a second to start.
+    A local cluster's workers are threads of this process. The cluster starts in 50 ms, and ranks are separate processes
+    anyway. The cluster listens only on the loopback interface. Its dashboard (`DASKPYTORCH_DASHBOARD=1`) needs bokeh,
+    and takes a second to start.
 
     Args:
         num_workers: Number of workers to wait for, or to make.
-        min_workers: Least number of workers to go on with if no more come. None means `num_workers`.
+        min_workers: Least number of workers. After `SETTLE_TIME` seconds without new workers, these suffice. None means
+            `num_workers`.
         start_timeout: Timeout for scheduler and workers together, in seconds.
 
     Raises:
@@ -92,7 +93,7 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
 
 
 def greet(address: str, seconds: float) -> None:
-    """Check that a scheduler answers. A `Client` would wait for ever for one that accepts connections and is silent.
+    """Check that a scheduler answers. A `Client` would wait for ever for a silent process at that address.
 
     Args:
         address: Address of the scheduler.
@@ -182,7 +183,7 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _connected(address: str, deadline: float) -> Iterator[Client]:
-    """Connect to the scheduler, with retries. The scheduler starts with this task, and its name may not resolve yet."""
+    """Connect to the scheduler, with retries, since scheduler and DNS name may appear later than this task."""
     notice = _Notice()
     while True:
         left = deadline - time.monotonic()

@@ -1,7 +1,7 @@
 """Dask in a rank: `get_client`, `get_worker` and their callers, and the partitions of a `DaskPartitions`.
 
 A rank is no Dask task, as it runs outside the worker's process. The rank asks its worker for the cluster's addresses,
-and `served` answers in the worker. The rank has a Dask client of its own, made at its first use.
+and `served` answers in the worker. Each rank makes its Dask client at first use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def enter(distributed: Any, way: WorkerData) -> None:
     @functools.wraps(get_worker)
     def get_worker_or_ours() -> Any:
         try:
-            return get_worker()  # the worker of a cluster that was made in the rank
+            return get_worker()  # a worker of the rank's own cluster
         except ValueError:
             return ours
 
@@ -118,7 +118,7 @@ class RankWorker:
     def fetch(self, key: Key) -> Any:
         """Return a partition from a worker that holds it. Wait while Dask is computing the partition anew.
 
-        A `Future` would wait for ever for a scattered partition that is lost, and for one that cannot be pickled.
+        A `Future` would wait for ever for lost scattered partitions and unpicklable partitions.
 
         Raises:
             LookupError: No worker holds the partition, and Dask does not or cannot compute it.
@@ -137,7 +137,7 @@ class RankWorker:
         return found.pop()
 
     async def _find(self, key: Key) -> list[Any]:
-        """Return the partition in a list, which is empty if no worker has it now."""
+        """Return a list with the partition. Empty if no worker holds it now."""
         from distributed.utils_comm import gather_from_workers
 
         if not self._contact.reaches_workers:

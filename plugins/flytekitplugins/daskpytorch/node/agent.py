@@ -1,8 +1,8 @@
 """The agent: starts, watches and kills the ranks of one node, as the driver decides. Does not import Dask.
 
-An agent runs in a thread of a Dask worker, or of the task's own process, while the gang lives. The agent connects to
-the driver and describes its node. Then the agent relays the driver's orders to the ranks, and the ranks' reports,
-output and exits to the driver.
+An agent runs in a thread of a Dask worker, or in the task's own process, until its gang ends. The agent connects to the
+driver and describes its node. Then the agent relays the driver's orders to the ranks, and the ranks' reports, output
+and exits to the driver.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ HEARTBEAT_INTERVAL = 1.0
 MAX_HEARTBEATS = 5_000
 """Most heartbeats per second of all agents of a gang together. The agents of larger gangs send fewer each."""
 MAX_HEARTBEAT_INTERVAL = 3.0
-"""Most seconds between heartbeats: a fifth of the silence after which an agent counts as lost."""
+"""Most seconds between heartbeats: a fifth of the driver's timeout for silent agents."""
 DUMP_TIME = 0.3
 """Seconds for the signal handlers of ranks that do not answer to write their stacks."""
 
@@ -51,7 +51,7 @@ def run(
     *,
     start_method: str = "forkserver",
 ) -> None:
-    """Serve the driver until the gang is over or the driver has ended. No rank runs after the return.
+    """Serve the driver until the gang or the driver ends. All ranks end before the return.
 
     Args:
         order: The driver's address, and the agent's settings.
@@ -370,7 +370,7 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
     """Return the seconds between an agent's heartbeats.
 
     Args:
-        place: The place of one of the agent's ranks, for the number of agents.
+        place: Place of any rank of the agent.
         pulse: Seconds between a rank's signs of life. None if ranks send none.
     """
     num_agents = place.world_size // place.local_world_size

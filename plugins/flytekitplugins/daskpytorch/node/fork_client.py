@@ -1,6 +1,6 @@
 """Starts or finds this process's fork server, and asks the server for ranks. Runs in a Dask worker or in the task.
 
-The server runs while this process lives, so that each gang after the first starts in a tenth of a second.
+The server lives as long as this process. So later gangs start in 0.1 s.
 """
 
 import atexit
@@ -59,16 +59,16 @@ class ForkServerClient:
         _ranks.add((id(self), key))
         try:
             socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
-        except ConnectionError:  # the server may have sent the reason of its end before
+        except ConnectionError:  # the server may have sent an error event before
             while True:
                 self._next_event()
 
     def kill(self, key: int, signum: int) -> None:
-        """Signal a rank and all processes of its session, if the rank still runs."""
+        """Signal a running rank and all processes of its session."""
         self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
 
     def signal(self, key: int, signum: int) -> None:
-        """Signal a rank without the processes that it started, if the rank still runs."""
+        """Signal a running rank without its child processes."""
         self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
 
     def ask_readiness(self) -> None:
@@ -177,7 +177,7 @@ def start_ahead() -> None:
 
 
 def import_ahead(module: str) -> None:
-    """Add a module to the imports of fork servers that this process starts from now on."""
+    """Add a module to the imports of this process's later fork servers."""
     if module not in _imported_ahead:
         _imported_ahead.append(module)
 
@@ -186,12 +186,12 @@ def hand_over(key: str) -> None:
     """Let this process's fork server survive a kill of this process, for the successor that its parent starts.
 
     The successor calls this function with the same key, and finds the server with its imports done. Without a successor
-    the server ends after a minute. The server ends at once with the parent, or when this process exits normally.
+    the server ends after a minute. The server ends at once if the parent ends or this process exits normally.
 
     Without a hand-over, a gang whose worker was killed needs 15 times as long to resume after the new worker registers.
 
     Args:
-        key: Name that both processes share, and no other process of the same parent.
+        key: Name shared by both processes, and unique among the parent's children.
     """
     global _hand_over
     with _lock:
@@ -206,7 +206,7 @@ def shutdown() -> None:
         if ended is not None:
             with ended.control, contextlib.suppress(OSError):  # the server may have ended
                 ended.control.send(fork_server.END)
-                if _ranks:  # a server without ranks may be in the middle of imports, and is killed below
+                if _ranks:  # a server without ranks may be busy with imports: no wait, just the kill below
                     ended.control.settimeout(END_TIMEOUT)
                     ended.control.recv(1)  # returns at the server's end
             _ranks.clear()
@@ -275,7 +275,7 @@ def _start() -> _Owned:
 def _open_hand_over() -> Iterator[list[int]]:
     """Open the descriptors that a server needs to survive this process: a socket for the next owner, and its parent.
 
-    The list is empty without a hand-over, before Linux 5.3, or while another process has the socket's name.
+    The list is empty without a hand-over, before Linux 5.3, or if another process uses the socket's name.
     """
     with contextlib.ExitStack() as stack:
         descriptors: list[int] = []

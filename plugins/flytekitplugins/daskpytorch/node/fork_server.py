@@ -10,7 +10,7 @@ killed.
                                                    client's ranks, which are fresh interpreters where it asked for that
     next owner    ──hand-over socket▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
                                                    place of a killed one
-All sockets are Unix SOCK_SEQPACKET, so that a message is one packet. Only the hand-over socket has a name.
+All sockets are Unix SOCK_SEQPACKET, so each message is one packet. Only the hand-over socket has a name.
 """
 
 import contextlib
@@ -124,12 +124,12 @@ class _Server:
         self._has_imports = False
         """True once the server can fork ranks."""
         self._to_import: deque[str] = deque()
-        """Modules for later ranks. The server imports them one at a time, and may fork between two imports. All imports
+        """Modules for later ranks. The server imports one module at a time, and forks between imports. All imports
         together take seconds, during which no gang could start. A fork during an import has a half-imported module."""
         self._import_at: float | None = None
         """Time of the next import, on the monotonic clock. None while ranks run or no module is left to import.
 
-        Running ranks have imported for themselves, and imports of the server would take the same memory once more. A
+        Running ranks import these modules themselves. The server's imports would take the same memory once more. A
         first gang of four workers would take 1.32 x `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26)."""
         self._has_forked = False
         self._trains, self._says_that_it_trains = os.pipe()
@@ -224,7 +224,7 @@ class _Server:
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # the rank has ended
         elif request["op"] == "signal":
-            os.kill(pid, request["signal"])  # the rank is not reaped yet, so the process ID is still its own
+            os.kill(pid, request["signal"])  # an unreaped rank keeps its process ID
         else:
             _kill_session(pid, request["signal"])
 
@@ -365,7 +365,7 @@ def _be_rank(channel: int) -> NoReturn:
 
 
 def _kill_session(pid: int, signum: int) -> None:
-    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # the second is for a rank before its setsid
+    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # os.kill reaches ranks before setsid
         try:
             kill(target, signum)
         except ProcessLookupError:

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Device files. A machine or container with GPUs has at least one of them."""
+"""Device files, one per kind of GPU driver: Linux's own, and that of WSL."""
 LOOK_TIMEOUT = 60.0
 """Timeout, in seconds, for torch's import and count of the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
@@ -53,7 +53,7 @@ class FoundGpus:
     """GPUs that this process may use."""
 
     names: dict[str, str] = field(default_factory=dict)
-    """Model of each GPU, by the GPU's name in `CUDA_VISIBLE_DEVICES`, in the order of that variable."""
+    """GPU's name in `CUDA_VISIBLE_DEVICES` -> model, in that variable's order."""
     uuids: tuple[str, ...] = ()
     """UUID of each GPU or MIG instance. "" if unknown."""
     problem: str = ""
@@ -94,7 +94,7 @@ def local_versions() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address. None without such an interface."""
+    """Return the name of the network interface with this address, or None."""
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
@@ -117,7 +117,7 @@ def num_kills_for_memory() -> int:
 def _memory_records() -> Iterator[Path]:
     """Yield the files that may have the number of kills.
 
-    They lie below the group's own path, or at the root, where a container sees its own group.
+    Each lies below the group's own path, or at the root, where containers see their own group.
     """
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class _LookError(Exception):
 
 @functools.cache  # the cache keeps no failure, as a GPU driver may recover
 def _look() -> FoundGpus:
-    """Count the GPUs with torch in a process of its own, as neither this process nor the fork server may touch CUDA."""
+    """Count GPUs with torch in a separate process, since this process and the fork server must not touch CUDA."""
     exitcode, said = _ask([sys.executable, "-P", "-c", QUESTION], LOOK_TIMEOUT)
     if exitcode is None:
         raise _LookError(f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang")

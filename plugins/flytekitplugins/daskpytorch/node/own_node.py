@@ -1,4 +1,4 @@
-"""Starts a gang's only agent in a thread of this process, for ranks on the task's own node. Does not import Dask."""
+"""Launcher of a gang's only agent, in a thread of this process, for ranks on the task's node. Does not import Dask."""
 
 import socket
 import threading
@@ -46,7 +46,7 @@ class OwnNode:
         return ""
 
     def close(self) -> None:
-        """Do nothing, as the agent ends with its connection."""
+        """Do nothing: the agent ends with its connection."""
 
 
 def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:

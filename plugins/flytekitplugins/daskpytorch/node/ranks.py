@@ -31,7 +31,7 @@ class Lines:
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that end in these bytes, without blank lines. Empty `data` ends the stream."""
-        # A carriage return ends a line, too, so that each state of a progress bar is a line.
+        # Carriage returns end lines, too: each state of a progress bar becomes a line.
         first, *others = self._decoder.decode(data, final=not data).replace("\r", "\n").split("\n")
         lines = []
         self._add(first)
@@ -60,7 +60,7 @@ class Rank:
     """Key of the rank at the fork server: its local rank."""
     channel: Channel
     output: int | None
-    """Descriptor of the read end of the rank's standard output and error. None once the rank has closed them."""
+    """Descriptor of the read end of the rank's standard output and error. None after the rank has closed both."""
     place: Place | None = None
     """Place of the rank. None while the rank waits for its `RankOrder`."""
     num_moves: int | None = None
@@ -93,15 +93,15 @@ class Rank:
     def note(self, lines: list[str]) -> None:
         """Add lines to the tail of the log, and note a line of the NCCL watchdog."""
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
-        # The stacks of all threads follow the watchdog's line, and push it out of the tail.
+        # Stacks of all threads follow the watchdog's line, and push that line out of the tail.
         self.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), self.watchdog)
 
     def take_stacks(self, scratch: Path) -> str:
-        """Return the stacks that the rank has written to a file in this folder, and empty the file."""
+        """Return the rank's stacks from its file in this folder, and empty the file."""
         if self.place is None:
             return ""
         path = orders.stacks_path(scratch, self.place)
-        with contextlib.suppress(OSError):  # a rank at its start has no file yet
+        with contextlib.suppress(OSError):  # a starting rank has no file yet
             if text := path.read_text(errors="replace")[: orders.MAX_STACKS]:
                 os.truncate(path, 0)
                 return text

@@ -20,9 +20,9 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
 
 NUM_FILES_KEPT = 3
-"""Number of checkpoints that stay on this node, so that a restart need not download them."""
+"""Number of checkpoints kept on this node, to spare restarts a download."""
 REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Seconds before each retry after the driver has closed the connection during the handshake."""
+"""Seconds before each retry if the driver closes a connection during the handshake."""
 DIAL_TIMEOUT = 30.0
 """Timeout of a connection to the driver, in seconds."""
 DIAL_WAITS = (0.5, 1.0, 2.0)
@@ -38,7 +38,7 @@ class Transfers:
         self._say = say
         self._used: dict[str, float] = {}
         """File name of a checkpoint -> time of its last request, in seconds since the epoch. The file's own times stay
-        unchanged, as the driver may have the same file."""
+        unchanged, since the driver may share the file."""
         self._large: SharedMemory | None = None
         """This agent's copy of the call's large arguments, for all attempts. None on the driver's machine."""
         self._large_lock = threading.Lock()
@@ -57,7 +57,7 @@ class Transfers:
         return self._outcomes.fileno()
 
     def next_outcome(self) -> orders.Arrived:
-        """Wait for the next outcome of a transfer to this node, and return the message for the ranks."""
+        """Wait for the next outcome of a download, and return the ranks' message."""
         outcome: orders.Arrived = self._outcomes.recv()
         return outcome
 
@@ -70,7 +70,7 @@ class Transfers:
         self._in_background(self._send, file)
 
     def _find_large(self, original: Address) -> Address:
-        """Return the address of the large arguments on this machine. Download them once for all ranks of this node."""
+        """Return the large arguments' address on this machine. Download the arguments once per node."""
         with self._large_lock:  # the previous attempt may still be downloading them
             if original.is_here:
                 return original

@@ -48,12 +48,12 @@ class CtrlC:
     def ends(self, end_gang: Callable[[], object], is_anothers: Callable[[], bool] | None = None) -> Iterator[None]:
         """Make the first Ctrl-C in the block end the gang, and raise the usual exception only after the block.
 
-        An exception in the middle of the driver's work could leave half a message on a connection to an agent.
+        An exception inside the block could leave half a message on an agent's connection.
 
         Args:
             end_gang: Ends the gang. Called in the signal handler.
-            is_anothers: Returns True if it has passed the Ctrl-C on, for example to a debugger. The Ctrl-C is then
-                ignored here. None passes nothing on.
+            is_anothers: Returns True if a debugger, for example, takes the Ctrl-C. This handler then ignores the
+                Ctrl-C. None means False.
         """
         self._end_gang, self._is_anothers = end_gang, is_anothers
         try:
@@ -85,8 +85,8 @@ class CtrlC:
 def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
     """Make the first Ctrl-C call `end`, and raise it only after the block. The block waits for that end.
 
-    A second Ctrl-C is raised inside the block, and may leave a lock locked for ever, with the thread that the block
-    waits for. Outside the main thread, or with a handler other than Python's own, this context does nothing.
+    A second Ctrl-C interrupts the block itself, possibly with a lock locked for ever and a thread blocked. Outside the
+    main thread, or if Python's own handler is replaced, this context does nothing.
 
     Args:
         end: Function to call. Returns False if the Ctrl-C should not be raised. None makes this context do nothing.

@@ -50,7 +50,7 @@ def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> No
 
     Args:
         event: Name of the event.
-        fields: Details of the event. Fields that are None are left out.
+        fields: Details of the event. None values are dropped.
         level: Level of the log record.
     """
     set_up()
@@ -59,7 +59,7 @@ def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> No
 
 
 def object_in(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a line of another process's output. None if the line is not from this package."""
+    """Return the JSON object in a line of another process's output. Return None for lines from elsewhere."""
     if not line.startswith(BEGINNING):
         return None
     try:

@@ -25,14 +25,14 @@ def make_private(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, *, with_files: bool = True) -> None:
-    """Check that only this user, or root, can have made a folder and its files.
+    """Check that only this user or root can write a folder and its files.
 
     Args:
         folder: The folder. Folders below are not checked.
         with_files: True checks the folder's files, too.
 
     Raises:
-        PermissionError: Another user owns the folder or a file, or can write to one.
+        PermissionError: Another user owns, or can write, the folder or a file.
     """
     _refuse(folder, folder, WRITABLE)
     is_closed = not folder.stat().st_mode & REACHABLE

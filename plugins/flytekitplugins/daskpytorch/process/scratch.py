@@ -20,7 +20,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.system import running_kernel
 
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
-"""Seconds before each retry to remove a folder into which a process still writes."""
+"""Seconds before each retry to remove a folder in use."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
 """Part of this machine's folder names. On a shared disk, the locks of other machines may be invisible."""
 NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
@@ -70,7 +70,7 @@ def remove_abandoned(place: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, with retries, since a dying rank or an abandoned thread may still write to it."""
+    """Remove a folder, with retries: dying ranks or abandoned threads may still write files."""
     for wait_for in (*RETRY_AFTER, 0.0):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

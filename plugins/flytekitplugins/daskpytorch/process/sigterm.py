@@ -1,8 +1,8 @@
 """Protects child processes from SIGTERM: fork servers, ranks and their loader workers.
 
 Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker should react:
-it stops the ranks after their last checkpoint. Until then its children must survive. SIGINT does not reach fork servers
-and ranks, which have sessions of their own, without the terminal.
+it stops the ranks after their last checkpoint. Until then its children must survive. SIGINT from a terminal does not
+reach fork servers and ranks, which have separate sessions.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _forking = threading.local()
 def held_back() -> Iterator[None]:
     """Block SIGTERM in this thread during the context.
 
-    Processes that start in the context inherit the blocked signal, and unblock it once they have a handler.
+    Child processes inherit the blocked signal, and unblock SIGTERM after they install a handler.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

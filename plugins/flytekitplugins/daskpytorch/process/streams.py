@@ -53,7 +53,7 @@ class Screen:
         self._file: IO[str] | None = sys.stderr
 
     def write(self, text: str) -> int:
-        """Write a text, or drop it if the stream does not take it."""
+        """Write a text. Drop the text if the stream fails."""
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.write(text)

@@ -16,9 +16,9 @@ If an agent can reach the driver's own folder, checkpoints do not travel. The fi
 
 Messages are frozen dataclasses, pickled, and the receiver matches on all their types. Signs of life are the exception:
 an agent gathers its ranks' signs of life and sends them unpickled in its `heartbeat`. Over TCP, messages travel in
-frames (`framing`). Each end unpickles only after the other has proved that it knows the gang's token (`handshake`). The
-driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an answer. A
-missing answer shows as a closed connection, or as an agent without heartbeats.
+frames (`framing`). Each end unpickles messages only after a handshake, in which both ends prove knowledge of the gang's
+token. The driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an
+answer. A missing answer shows as a closed connection, or as an agent without heartbeats.
 
 The user's objects are bytes (`pickling`) to all processes but the ranks. `Start` brings each agent the project's
 sources (`code`) and the state of the driver's program (`program`). The agent uses the driver's own source files if it
@@ -26,8 +26,8 @@ can reach them.
 
 Each agent opens a port and names the port in its `Hello`. The driver tells all ranks the port of rank 0's agent, which
 passes the socket on to rank 0. Rank 0 opens torch's store on the socket, a new store for each attempt. Ranks that
-connect earlier wait in the socket's queue. So the driver needs neither torch nor a connection to each rank, and no
-other process can take the port.
+connect earlier wait in the socket's queue. So the driver needs no torch and no connections to ranks, and no other
+process can take the port.
 
     driver                                    agent, one per node                       rank
       │ ◀─────────── dials, handshake ───────────│ ─── has it forked ───────────────────▶ │ waits

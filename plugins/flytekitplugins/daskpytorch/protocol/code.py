@@ -1,7 +1,7 @@
 """The user's code and arguments as bytes, packed in the driver and unpacked in a rank.
 
-The driver sends an archive of the project's sources and a pickled call, and only the ranks open them. The scheduler and
-the Dask workers never unpickle a user's module by name, as they may have an old copy or none.
+The driver sends an archive of the project's sources and a pickled call, and only the ranks open them. Scheduler and
+Dask workers never import a user's module, since their copies may be old or missing.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Most bytes of a file other than code that is sent, from a package or beside a script. Data belongs in storage."""
+"""Most bytes of a sent file other than code, from a package or beside a script. Data belongs in storage."""
 MAX_BESIDE_BYTES = 4 << 20
-"""Most bytes in total of files other than code that lie beside a script, or beside another module without a package."""
+"""Most bytes, in total, of sent files other than code beside a script or another module without a package."""
 MAX_LEFT = 1000
 """Most files in `Code.left`."""
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
@@ -48,10 +48,10 @@ class Code:
     digest: str
     """SHA-256 of the archive, in hexadecimal digits."""
     script: str | None = None
-    """Path in the archive of the file of `__main__`. None if `__main__` has no file, or is not the user's program."""
+    """Path in the archive of the file of `__main__`. None if `__main__` has no file or is no user program."""
     folders: Sequence[str] = ()
     """Source folders on the driver's machine, in the order of the driver's `sys.path`. Empty if imports from these
-    folders would find other files than those in the archive."""
+    folders would not find exactly the archive's files."""
     originals: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
     """Path of a module in the archive -> path on the driver's machine, and the file's identity (see `_identity`)."""
     machine: str = ""
@@ -132,8 +132,8 @@ def pack_call(
         function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        put_aside: Takes the memory of each large array and tensor, so that the pickle does not contain them. Takes the
-            rest of the pickle, too, if that is large by itself. The result is empty then.
+        put_aside: Receives the memory of each large array and tensor, which the pickle then lacks. Receives the rest of
+            the pickle, too, if large. The result is empty then. None keeps everything in the pickle.
 
     Raises:
         TypeError: The function or an argument cannot be pickled. The message names the part.
@@ -167,8 +167,8 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 def pack_code() -> Code:
     """Archive the project: the script, and the loaded modules that are not installed.
 
-    The archive has the whole package of each module, as the function may import more of the package later. A module
-    without a package comes with the files beside it.
+    For each module, the archive has the whole package, since later imports may need more. A module without a package
+    comes with its neighbour files.
     """
     project = _Project.loaded()
     buffer = io.BytesIO()
@@ -195,9 +195,9 @@ def pack_code() -> Code:
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
     """Add a file to the archive, without its owner and times, so that equal sources give equal bytes.
 
-    The archive has the content that a link points to, as the link's target may exist only on this machine.
+    Links are archived as files, since their targets may exist only on this machine.
     """
-    with contextlib.suppress(OSError):  # the file has been removed, or this user may not read it
+    with contextlib.suppress(OSError):  # removed meanwhile, or unreadable for this user
         data = path.read_bytes()
         info = tarfile.TarInfo(name)
         info.size, info.mode = len(data), path.stat().st_mode & 0o777
@@ -256,8 +256,8 @@ class _Project:
     def folders(self) -> Sequence[str]:
         """Return the value of `Code.folders`.
 
-        With several folders, a module of one may hide a module of another. The result is empty then. Files other than
-        code are found beside their modules, so they do not count.
+        With several folders, one folder's module may hide another's. The result is empty then. Files other than code do
+        not count, since code finds such data beside its modules.
         """
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
         roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
@@ -269,7 +269,7 @@ class _Project:
 
 
 _installed_modules: dict[str, ModuleType] = {}
-"""Installed modules by name. A check of these thousands of modules for every gang would dominate the time to pack."""
+"""Installed modules by name. A check of thousands of modules per gang would dominate packing time."""
 
 
 def _modules_not_installed() -> Iterator[ModuleType]:
@@ -295,11 +295,11 @@ def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
 
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
-    """Return the folder that a module is imported from, and its path below. None if its file is not to be sent."""
+    """Return a module's import folder, and its path below that folder. None means the module is not sent."""
     attributes = _attributes(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
-        return None  # a built-in module, or one of this package or its siblings
+        return None  # built-in modules, this package and its siblings
     path = Path(os.path.abspath(file))
     parts = name.split(".")
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
@@ -308,7 +308,7 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return the module's name. For the script, return the name by which other modules would import the script."""
+    """Return the module's name. For the script, return its name in other modules' imports."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -338,7 +338,7 @@ def _package_files(package: Path) -> Iterator[Path]:
 
 
 def _files_beside(root: Path) -> list[Path]:
-    """Return the files of a folder that are not hidden: modules first, then other files, each by size."""
+    """Return a folder's visible files: modules first, then other files, sorted by size."""
     found = [path for path in root.glob("[!.]*") if path.is_file()]
     return sorted(found, key=lambda path: (not _is_code(path), _size_of(path), path))
 
@@ -418,6 +418,6 @@ def _unpacked(code: Code, folder: Path) -> Path:
 
 
 def unpack_call(data: bytes, aside: Sequence[memoryview] = ()) -> Call:
-    """Return the call from the bytes of `pack_call`. The sources must be on `sys.path` already."""
+    """Unpickle the call from `pack_call`. `sys.path` must contain the sources."""
     function, args, kwargs = pickling.loads(data or aside[-1], aside)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

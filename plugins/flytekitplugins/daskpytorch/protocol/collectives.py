@@ -22,7 +22,7 @@ class Collective:
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
     dtypes: Sequence[str]
-    """Types of the inputs, or of the outputs if the call has no inputs."""
+    """Types of the inputs. A call without inputs has its output types here."""
     is_done: bool
     """True if the other ranks have taken part."""
     frames: Sequence[str] = ()

@@ -26,20 +26,20 @@ class Terminal:
 
     path: str
     identity: tuple[int, ...]
-    """Device numbers and inode, which differ from those of another container's terminal with the same path."""
+    """Device numbers and inode. Terminals of different containers differ here, even with equal paths."""
     settings: list[Any] = field(compare=False, repr=False)
     """Terminal settings before the gang. A rank that ends at its prompt leaves the terminal in another mode."""
 
     @classmethod
     def here(cls) -> Self | None:
-        """Return this process's terminal. None without a terminal, or if another process is in the foreground."""
+        """Return this process's terminal. None without a terminal, or in the background."""
         with contextlib.suppress(OSError, termios.error, ValueError):
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 return cls(path=os.ttyname(0), identity=_identity(0), settings=termios.tcgetattr(0))
         return None
 
     def open(self) -> int | None:
-        """Return a descriptor to read from and write to. None if this machine or container has another terminal."""
+        """Return a descriptor to read from and write to. None on another machine or container."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:

@@ -1,7 +1,7 @@
 """Objects that hold the driver's rank and world size. Ranks get other objects in their place, or an error.
 
 The script's own objects are pickled by value. The driver's `Accelerator` counts one process. With a copy, each rank
-would train a model of its own.
+would train separately.
 """
 
 import os

@@ -63,7 +63,7 @@ WATCHDOG = re.compile(
 )
 """Log lines in which torch's NCCL backends (2.6 to 2.15, both of 2.15) give the reason to abort the process.
 
-CUDA errors are left out: the rank's own kernels cause them, and the watchdog is only the first thread to see them.
+CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first.
 """
 
 
@@ -76,13 +76,13 @@ class Failure:
     traceback: str
     """Traceback in Python's format."""
     pickled: bytes | None
-    """The pickled exception. None if the exception cannot be pickled and unpickled, or is too large."""
+    """The pickled exception. None if pickling fails or takes more than `MAX_PICKLED` bytes."""
     time: float
     """Seconds since the epoch at which the exception left the rank's function."""
     is_consequence: bool
     """True if the exception reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
-    """Progress of the rank: the newest step that it had logged or saved, and its number of signs of life since."""
+    """Progress of the rank: newest logged or saved step, and number of later signs of life."""
     place: str = ""
     """File and line that raised the exception."""
     is_final: bool = False
@@ -122,13 +122,13 @@ class Failure:
         )
 
     def rebuilt(self) -> Exception | None:
-        """Return the exception in its own type: unpickled, or of a builtin type with the same text.
+        """Return the exception in its own type: unpickled, or a builtin exception with equal text.
 
         Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt. Exceptions that end
         their catcher's loop without an error (`StopIteration`) become a `RuntimeError`.
 
         Returns:
-            The exception, or None if it cannot be rebuilt.
+            The exception. None if neither way works.
         """
         error: object = None
         if self.pickled is not None:
@@ -148,18 +148,18 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """The end of one rank, or of the worker under it."""
+    """End of a rank, or loss of its worker."""
 
     rank: int
     worker: str
     host: str
     exitcode: int | None
-    """Exit code from `os.waitstatus_to_exitcode`. None if the rank was lost with its worker."""
+    """Exit code from `os.waitstatus_to_exitcode`. None if the worker was lost, too."""
     failure: Failure | None
     """The exception that the rank reported. None without an exception."""
     log_tail: str
     time: float
-    """Time of the exit in seconds since the epoch, on the clock of the process that saw the exit."""
+    """Time of the exit, in seconds since the epoch, on the clock of the agent or driver."""
     out_of_memory: bool = False
     """True if the container's out-of-memory killer was active on the rank's host."""
     stopped: bool = False
@@ -171,7 +171,7 @@ class RankExit:
     difference: str | None = None
     """Text about differences in the ranks' collectives, which may have caused the failure. None without any."""
     step: int | None = None
-    """The newest step that the rank had logged or saved. None without any."""
+    """Newest step that the rank had logged or saved, or None."""
     agent_traceback: str | None = None
     """Traceback of the rank's agent, if the agent failed."""
     watchdog: str = ""
@@ -181,7 +181,7 @@ class RankExit:
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Progress of the rank: the newest step that it had logged or saved, and its signs of life since, if known."""
+        """Progress of the rank: newest logged or saved step, and number of later signs of life, if known."""
         return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
@@ -234,11 +234,11 @@ def describe_exit(error: SystemExit) -> str:
 def raisable(error: BaseException, raiser: str) -> Exception:
     """Return an exception that a future may raise: the error itself, or a `RuntimeError` in place of a `StopIteration`.
 
-    Python does the same for a `StopIteration` that leaves a generator or a coroutine (PEP 479). Otherwise
-    `list(map(future.result, ...))` would end early in silence, and a future awaited by `asyncio` would never end.
+    Python itself replaces a `StopIteration` from a generator or coroutine (PEP 479). Otherwise `list(map(future.result,
+    ...))` would end early in silence, and a future awaited by `asyncio` would never end.
 
     Args:
-        error: Any error. All types in `SIGNALS_TO_CALLERS`, and those that are no `Exception`, are replaced.
+        error: Any error. Types in `SIGNALS_TO_CALLERS`, and types that do not derive from `Exception`, get replaced.
         raiser: Name of the part that has raised the error, for the message.
     """
     if isinstance(error, Exception) and not isinstance(error, SIGNALS_TO_CALLERS):
@@ -293,7 +293,7 @@ def _caller_of(error: BaseException) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Return a text without its middle if it has more than `MAX_TEXT` characters."""
+    """Cut the middle of texts longer than `MAX_TEXT` characters."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2

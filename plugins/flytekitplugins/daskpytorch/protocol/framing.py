@@ -1,7 +1,7 @@
 """Frames on the connections between driver and agents. Each frame begins with its size, in eight bytes.
 
 A frame holds a pickled message, an agent's heartbeat, or a part of the handshake, whose size is fixed. Only files, such
-as checkpoints, travel without frames, after the message that announces them.
+as checkpoints, travel without frames, right after their announcement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
-"""Most bytes to read from one peer before the next peer has its turn."""
+"""Most bytes of one read, so that all peers get their turn."""
 
 
 class Frames:
@@ -30,7 +30,7 @@ class Frames:
 
     @property
     def wanted(self) -> int:
-        """Most bytes to read next without bytes of the frame after this one."""
+        """Bytes to read next. A longer read could take bytes beyond this frame."""
         return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
 
     def take(self, data: bytes) -> Iterator[bytes]:
@@ -50,7 +50,7 @@ class Frames:
             yield frame
 
     def _end(self) -> int | None:
-        """Return the end of the first frame in the buffer. None while its size has not arrived."""
+        """Return the first frame's end in the buffer. None before its size arrives."""
         if len(self._buffer) < SIZE.size:
             return None
         (size,) = SIZE.unpack_from(self._buffer)

@@ -1,8 +1,8 @@
-"""Handshake by which driver and agent prove to each other that they are of one gang, before either unpickles.
+"""Handshake: driver and agent prove, before any unpickling, that both belong to one gang.
 
-The driver sends a challenge. The agent answers with its own challenge and a proof, and the driver sends its proof. A
-proof is the HMAC of a role and both challenges under the gang's token. The token itself is not sent. The role keeps an
-agent's proof from passing as the driver's. All sizes are fixed, so that a stranger cannot send more.
+The driver sends a challenge. The agent answers with its own challenge and proof. Then the driver sends its proof. A
+proof is an HMAC over role and both challenges, with the gang's token as key. The token itself is not sent. The role
+keeps an agent's proof from passing as the driver's. All sizes are fixed, so that a stranger cannot send more.
 """
 
 import hmac
@@ -38,7 +38,7 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
-    """Do the agent's side of the handshake on a socket, and return the connection that owns the socket now.
+    """Do the agent's side of the handshake. Return a connection that owns the socket.
 
     Raises:
         ConnectionAbortedError: The peer closed the connection before its proof. The socket is closed.

@@ -1,6 +1,7 @@
 """An agent's heartbeat, about every second: a frame with its ranks' signs of life that needs no unpickling.
 
-The driver of thousands of agents receives thousands of heartbeats a second. Most have no content but their arrival.
+The driver of thousands of agents receives thousands of heartbeats a second. Most heartbeats are empty: only their
+arrival counts.
 """
 
 import struct
@@ -28,7 +29,7 @@ def packed(num_moves: Mapping[int, int]) -> bytes:
 
 
 def is_heartbeat(frame: bytes) -> bool:
-    """Return True if a frame is a heartbeat, False if it is a message."""
+    """Return True for a heartbeat, False for a message."""
     return frame[:1] == MARK
 
 

@@ -28,7 +28,7 @@ class StoragePaths:
     own: str
     """Folder of this attempt of the task."""
     is_claimed: bool = False
-    """True if two gangs may be given the same folder at the same time."""
+    """True if two concurrent gangs may get the same folder."""
     prepare: Callable[[], object] = lambda: None
     """Function to call before each write of a checkpoint or the manifest."""
     shards: str | None = None
@@ -46,7 +46,7 @@ class Execution:
     """Token of the running task, the same object for the task's whole run. None outside a task."""
 
     def checkpoint_paths(self, key: str) -> StoragePaths | None:
-        """Return the checkpoint folders of the gang with this key. None if no other attempt will look for them."""
+        """Return the checkpoint folders of the gang with this key. None if no later attempt needs them."""
         return None
 
     def filesystem(self, uri: str) -> Any:
@@ -58,7 +58,7 @@ class Execution:
         return None
 
     def put_folder(self, folder: "Path", uri: str) -> None:
-        """Upload the files of a folder to `new_folder()`, if that is a URL.
+        """Upload a folder's files to a URL from `new_folder()`.
 
         Raises:
             Exception: The upload failed. The type of the host's error decides whether the task is retried.
@@ -85,7 +85,7 @@ class RankHost(Protocol):
     """The host's part in a rank. The driver makes and pickles the object, and the rank unpickles it."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Return a context in which the host's own functions work as in any task. Enter before all other methods."""
+        """Return a context for calls of the host's functions, which then work like in any task. Enter it first."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the task's inputs as values of this rank, by name."""

@@ -1,4 +1,4 @@
-"""Messages between the driver and an agent, over one connection for each agent. Imports neither Dask nor torch."""
+"""Messages between driver and agents, with one connection per agent. Imports neither Dask nor torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,14 +30,14 @@ class AgentOrder:
 
 
 OnFailure = Callable[[str, Exception], None]
-"""Function to call with a worker and an error if its agent could not start, or ended in an error."""
+"""Callback for an agent that did not start or raised an error. Arguments: worker and error."""
 
 
 class AgentLauncher(Protocol):
     """Starts agents, one per worker, on a Dask cluster or another kind of workers."""
 
     workers: Sequence[str]
-    """Workers of the first attempt, by their names for users, in the order of their ranks."""
+    """Workers of the first attempt (names for users), in rank order."""
     num_wanted: int
     """Number of workers that the gang should have."""
     host: str
@@ -47,7 +47,7 @@ class AgentLauncher(Protocol):
         """Start an agent for each order, without a wait for the agents."""
 
     def present(self) -> Sequence[str]:
-        """Return the users' names of all workers that exist now, in the gang or not.
+        """Return all present workers (names for users), including workers outside the gang.
 
         Raises:
             OSError: The scheduler does not answer.
@@ -136,7 +136,7 @@ class Stacks:
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Stacks
-"""All messages of an agent but its `heartbeat`, which follows about every second."""
+"""All messages of an agent, except the `heartbeat` about every second."""
 
 
 # ---- ... and to it
@@ -179,14 +179,14 @@ class Dump:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Send a checkpoint that one of the agent's ranks has written, over a connection of its own."""
+    """Upload a checkpoint from one of the agent's ranks, over a separate connection."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Bring:
-    """Download a checkpoint to the agent's folder, and tell every rank that it has arrived or will not arrive."""
+    """Download a checkpoint to the agent's folder, and send every rank an `Arrived`."""
 
     chosen: Arrived
 
@@ -208,7 +208,7 @@ class Upload:
 
     file: CheckpointFile
     is_there: bool = False
-    """True if no bytes follow, as the checkpoint is in the driver's folder already."""
+    """True if no bytes follow: the driver's folder already has the checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Orders to a rank from the driver and its agent, before the rank starts and while it runs."""
+"""Orders from driver and agent to a rank, at its start and during its run."""
 
 import os
 import signal
@@ -39,11 +39,11 @@ class Job:
 
     gang: str
     attempt: int
-    """Number of the gang's attempt. Each attempt has a rendezvous store of its own."""
+    """Number of the gang's attempt. Each attempt has a new rendezvous store."""
     call: bytes
     """The pickled call from `code.pack_call`."""
     large: Address | None = None
-    """The driver's shared memory with the call's large arguments. None if the call has none."""
+    """The driver's shared memory with the call's large arguments. None without large arguments."""
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
@@ -51,13 +51,13 @@ class Job:
     timeout: float
     """Timeout of the rendezvous, in seconds."""
     devices: Literal["own", "all"] = "own"
-    """GPUs that a rank sees: its own, or all of its worker's."""
+    """GPUs visible to a rank: its own, or all GPUs of its worker."""
     max_restarts: int = 0
     """Most restarts of the gang, for user code that reads torchrun's variable."""
     checkpoint: CheckpointFile | None = None
-    """Checkpoint from which the attempt starts. None on a fresh start, or if the checkpoint is sharded."""
+    """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
     sharding: Sharding | None = None
-    """Folders of sharded checkpoints. None if the gang has no storage for them."""
+    """Folders of sharded checkpoints. None without storage."""
     kept: Sequence[SavedCheckpoint] = ()
     """Checkpoints that are kept at the attempt's start."""
     storage: str | None = None
@@ -95,7 +95,7 @@ class RankOrder:
     scratch: str
     """The agent's folder, where the rank reads and writes checkpoints."""
     driver_folder: str | None = None
-    """The driver's folder, where the rank writes a large return value. None if the folder is on another machine."""
+    """The driver's folder, where the rank writes a large return value. None on other machines."""
     directory: str
     path: Sequence[str]
     """The agent's current `sys.path`."""
@@ -202,8 +202,8 @@ class Arrived:
     number: int
     """`START`, `LARGE_ARGUMENTS`, or the number of a rank's request."""
     value: CheckpointFile | ShardedCheckpoint | Address | None = None
-    """A checkpoint in the agent's folder, a sharded checkpoint in storage, or the arguments' shared memory. None if the
-    gang has no checkpoint of the wanted step."""
+    """A checkpoint in the agent's folder, a sharded checkpoint in storage, or the arguments' shared memory. None if no
+    checkpoint has the wanted step."""
     failure: str | None = None
     """Reason why the object will not arrive. None without a failure."""
 
@@ -281,8 +281,8 @@ def _own_store() -> tuple[str, int]:
 def _without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that a Dask nanny has set.
 
-    A nanny also sets the variables in its own process, such as the program that makes a `LocalCluster`. So the user's
-    variables are those with other values, and those with which the program or its nanny started.
+    Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
+    user's if its value differs from the nanny's, or if the process started with that value.
     """
     if NANNYS_MARK not in environment:
         return dict(environment)
@@ -295,7 +295,7 @@ def _without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _before_nanny() -> Mapping[str, str]:
-    """Return the start environment of the nearest process, this one or an ancestor, that no nanny has started."""
+    """Return the start environment of this process or its nearest ancestor that no nanny has started."""
     pid = os.getpid()
     while pid > 1:
         try:

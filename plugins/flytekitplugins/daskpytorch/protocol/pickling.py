@@ -1,8 +1,8 @@
 """Pickles of the user's objects. Definitions of `__main__` are pickled by value, and the rank's `__main__` gets them.
 
-A class that is unpickled by value belongs to no module, so that plain `pickle` cannot name the class. The rank needs
-such a name in `all_gather_object`, in `torch.save`, and for the workers of a DataLoader. So unpickled functions have
-the namespace of the rank's `__main__` as their globals. All definitions that a pickle reaches are put there by name.
+A class that is unpickled by value belongs to no module, so that plain `pickle` cannot name the class.
+`all_gather_object`, `torch.save` and DataLoader workers need a name. So unpickled functions have the namespace of the
+rank's `__main__` as their globals. All definitions that a pickle reaches are put there by name.
 """
 
 import copyreg
@@ -33,7 +33,7 @@ def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memor
         put_aside: Takes the memory of each large array and tensor. None leaves them in the pickle.
 
     Raises:
-        OverflowError: The pickle, or an object in it, has more than `max_size` bytes.
+        OverflowError: The pickle, or an object inside, exceeds `max_size` bytes.
     """
     file = io.BytesIO() if max_size is None else _Bounded(max_size)
     pickler = _Pickler(file, max_size, put_aside)
@@ -113,7 +113,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
 
     def dump_definitions(self) -> None:
-        """Pickle the definitions of `__main__` that the value has reached, and those that they reach in turn."""
+        """Pickle all definitions of `__main__` that the value reaches, directly or indirectly."""
         done: set[str] = set()
         while new := self._reached - done:
             self.dump({name: self._namespace[name] for name in sorted(new)})
@@ -122,7 +122,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Note definitions of `__main__`, and choose how to pickle the objects that cloudpickle cannot handle.
 
-        Modules of a class of their own are pickled by name. Cloudpickle adds one of them, `torch.classes`, to every
+        Modules with a custom class are pickled by name. Cloudpickle adds one of them, `torch.classes`, to every
         function that uses `torch` and an attribute `classes`.
         """
         if (name := _name_in_main(obj)) is not None:
@@ -147,10 +147,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _reduce_named(self, obj: Any) -> tuple[Any, ...] | None:
-        """Pickle by value an object that pickle would look up by name in `__main__`, which is empty in a rank.
+        """Pickle by value an object that pickle would look up in `__main__`. A rank's `__main__` starts empty.
 
         Returns:
-            The reduced form, as of `__reduce_ex__`. None for all other objects.
+            The reduced form, like `__reduce_ex__`. None for other objects.
         """
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
@@ -201,7 +201,7 @@ def _main_namespace() -> dict[str, Any]:
 
 
 def _name_in_main(obj: object) -> str | None:
-    """Return the name in `__main__` of a class or function, or of the class around it. None if it is from elsewhere."""
+    """Return the name in `__main__` of a class or function, or its outermost class. None for other modules' objects."""
     if not isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
         return None
     found: Any = sys.modules["__main__"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 GpuKey = tuple[str, str]
-"""Identity of a GPU among those of all nodes, from `Node.key_of`."""
+"""Identity of a GPU across all nodes, from `Node.key_of`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Place:
     group_rank: int
     """Index of the rank's worker in the gang, from 0."""
     host_rank: int
-    """Number of the rank among the gang's ranks on its host, from 0, across all workers of the host."""
+    """Number of the rank on its host, from 0, across all workers of that host."""
     gpu: str | None
     """Name of the rank's own GPU in the worker's `CUDA_VISIBLE_DEVICES`. None without a GPU."""
     visible_gpus: tuple[str, ...]
@@ -117,14 +117,14 @@ def place_ranks(
 ) -> list[list[Place]]:
     """Assign consecutive ranks to each worker, in the order of `nodes`.
 
-    Each rank gets its own GPU while its host has a free one. Further ranks share GPUs in turn. All ranks of a host
+    Each rank gets its own GPU until no GPU of the host is free. Further ranks share GPUs in turn. All ranks of a host
     divide its cores.
 
     Args:
         nodes: The workers' nodes.
         ranks_per_worker: Number of ranks on each worker.
-        devices: GPUs that a rank sees. "own" is the rank's GPU. "all" is the GPUs of the worker's ranks, in rank order,
-            then other GPUs of the node that no other worker uses.
+        devices: GPUs visible to a rank. With "own", only the rank's GPU. With "all", first the GPUs of the worker's
+            ranks, in rank order, then unused GPUs of the node.
 
     Returns:
         For each node, the places of its ranks.
@@ -162,7 +162,7 @@ def place_ranks(
 def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worker: int) -> list[Node]:
     """Return the nodes without the failed GPUs.
 
-    A failed GPU stays if its node has no other GPU, or if more ranks would share a GPU without it.
+    A failed GPU stays if its node has no other GPU, or if its removal makes more ranks share a GPU.
     """
     left = list(nodes)
     for gpu in faulty:

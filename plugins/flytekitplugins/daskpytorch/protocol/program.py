@@ -19,7 +19,7 @@ import psutil
 from flytekitplugins.daskpytorch.protocol import pickling
 
 MAX_SPARE_PART = 256 << 10
-"""Most bytes of a pickled class of `__main__` that the call does not reach."""
+"""Most bytes of each pickled class in `Program.spare_parts`."""
 STREAMS = ("stdout", "stderr")
 FIRST_OWN_SEED = 1 << 32
 """Least seed that counts as drawn by torch itself. Torch's seeds have 53 random bits: one in two million is smaller."""
@@ -44,7 +44,7 @@ class _Logger:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings:
-    """Settings of torch that differ from its defaults. The other settings are None or False."""
+    """Settings of torch that differ from its defaults. Defaults appear as None or False."""
 
     default_dtype: str | None = None
     matmul_precision: str | None = None
@@ -63,7 +63,7 @@ class Program:
     """State of the driver's program for the ranks. The user's objects are bytes here."""
 
     arguments: Sequence[str] | None = field(default=None, repr=False)
-    """Command line without the first word. None if the program is not the user's own, such as pyflyte."""
+    """Command line without the first word. None for programs such as pyflyte."""
     module: str | None = None
     """Name of the module that `python -m` ran. None for a script."""
     package: str | None = None
@@ -167,7 +167,7 @@ def _matmul_precision(torch: Any) -> str | None:
 
 
 def _num_threads(torch: Any) -> int | None:
-    """Return the number of threads that the program has set. None if the number may be torch's default here."""
+    """Return the number of threads that the program has set. None if the number may be torch's default."""
     defaults = {os.cpu_count(), len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False)}
     from_environment = {os.environ.get(name, "").partition(",")[0] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     number = int(torch.get_num_threads())
@@ -232,7 +232,7 @@ def forget_levels() -> None:
 
 @dataclass(frozen=True)
 class _SpareParts:
-    """The `__getattr__` of a rank's `__main__`, which unpickles a class when its name is looked up."""
+    """`__getattr__` of a rank's `__main__`: unpickles a class at the first lookup of its name."""
 
     parts: Mapping[str, bytes]
 
@@ -245,7 +245,7 @@ class _SpareParts:
 def _set_up(logger: logging.Logger, asked: _Logger) -> None:
     logger.level = asked.level
     logger.propagate = asked.propagate
-    if logger.handlers:  # a library has set its logger up in the rank, as in the driver
+    if logger.handlers:  # libraries set up their loggers in ranks, as in the driver
         return
     for handler in asked.handlers:
         made = logging.StreamHandler(getattr(sys, handler.stream))

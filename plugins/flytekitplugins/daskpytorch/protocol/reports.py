@@ -45,7 +45,7 @@ class ShardsWritten:
 
 @dataclass(frozen=True)
 class ShardsNotWritten:
-    """The rank could not write its shards of a sharded checkpoint, for this reason."""
+    """The rank failed to write its shards of a sharded checkpoint."""
 
     number: int
     """Number of the checkpoint, as in `WrittenShards`."""
@@ -142,7 +142,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Stands:
-    """The rank has begun to stand still, or goes on again."""
+    """A change: the rank now stands still, or goes on."""
 
     is_still: bool
     """True if the rank has entered no collective, and given no sign of life, for seconds."""
@@ -168,12 +168,12 @@ class LeftPrompt:
     """The rank's debugger has left its prompt."""
 
     steps: bool
-    """True if the debugger will ask for the terminal again soon, as after `next` or `step`."""
+    """True if the debugger will need the terminal again soon, for example after `next`."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """The rank waits for an editor's debugger, and does not count as hung from now on."""
+    """The rank waits for an editor's debugger, and can no longer count as hung."""
 
     text: str
     """Note for the user with the host and port to attach to."""
@@ -184,7 +184,7 @@ class Returned:
     """The rank's function returned."""
 
     value: object = None
-    """The return value for the driver. None also if the value was sent in pieces before."""
+    """Return value for the driver. None also for a value sent in pieces."""
 
 
 ShortReport = (
@@ -222,7 +222,7 @@ class Gathered:
     messages: list[bytes] = field(default_factory=list)
     """Pickled reports, oldest first. Each item is one message to the driver."""
     num_moves: int | None = None
-    """Number of signs of life so far. None if no report has the number."""
+    """Number of signs of life so far. None if unknown."""
 
     def add(self, report: bytes) -> None:
         """Add the next report. Small reports share a message, which costs less for frequent reports."""
@@ -235,17 +235,15 @@ class Gathered:
 
     @property
     def is_full(self) -> bool:
-        """True if the agent must pass the messages on before it adds a report."""
+        """True if the agent must send the messages before another `add`."""
         return bool(self.messages) and (len(self.messages) > 1 or len(self.messages[0]) >= MAX_TOGETHER)
 
 
 def gather(channel: Connection) -> Gathered:
-    """Wait for a rank's next report, and return it with the reports that have already arrived.
-
-    No report is held back for later ones, so none is lost with the rank.
+    """Wait for a rank's next report, then gather all further reports that have arrived.
 
     Raises:
-        EOFError, OSError: The channel is closed, and no reports are left in it.
+        EOFError, OSError: The channel is closed and empty.
     """
     gathered = Gathered()
     gathered.add(channel.recv_bytes())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 PIECE_SIZE = 1 << 20
-"""Bytes of a piece. An agent relays a piece in milliseconds, and then serves its other ranks and its heartbeat."""
+"""Bytes of a piece. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
 """Most bytes of a pickled return value that travels within `reports.Returned`, without pieces."""
 
@@ -63,7 +63,7 @@ class Writer:
         return size
 
     def close(self) -> bytes | None:
-        """Send the last piece. Return all bytes instead if the value is small and no piece has been sent, else None."""
+        """Send the last piece, and return None. A small value without earlier pieces is returned instead."""
         if self._is_first and len(self._buffer) <= SMALL_SIZE:
             return bytes(self._buffer)
         self._send_piece(is_last=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PIECE_SIZE = 1 << 20
 """Most bytes of one read from a connection."""
 Segment = tuple[int, int]
-"""Position of a part in a file: its start, a multiple of the page size, and its size. Both in bytes."""
+"""Start and size of a part in a file, in bytes. Starts are multiples of the page size."""
 
 
 class Segments:
@@ -77,7 +77,7 @@ class Address:
 
     @property
     def path(self) -> Path:
-        """Path of the memory's file, for other processes of the same user on the keeper's machine."""
+        """Path of the memory's file, valid on the keeper's machine for the same user."""
         return Path(f"/proc/{self.pid}/fd/{self.descriptor}")
 
     @property
@@ -97,7 +97,7 @@ class Address:
         """Map the segments into this process's memory.
 
         Raises:
-            OSError: This machine does not have the memory, or its keeper has ended.
+            OSError: This machine is not the keeper's, or the keeper has ended.
         """
         with self.path.open("rb") as file:
             return mapped(file, self.segments)

@@ -36,7 +36,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def names_of_backends(group: Any) -> list[str]:
-    """Return the names of a group's backends, such as gloo and nccl. `pg_map` has only one of them."""
+    """Return the names of a group's backends, such as gloo and nccl. `pg_map` has only one name."""
     config = _world().pg_backend_config[group]  # "cpu:gloo,cuda:nccl"
     return list(dict.fromkeys(backend.rpartition(":")[2] for backend in config.split(",")))
 

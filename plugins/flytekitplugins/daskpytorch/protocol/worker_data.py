@@ -34,7 +34,7 @@ class WorkerData:
     address: str
     """Address of an abstract Unix socket."""
     token: bytes = field(repr=False)
-    """First bytes on a connection, which prove that the process is a rank on this worker."""
+    """First bytes of a connection: proof that the process is a rank beside this worker."""
     guide: str
     """Name of the module that has `enter`, for ranks that import Dask, and `worker_of`."""
 
@@ -56,5 +56,5 @@ class WorkerData:
             raise ConnectionError(f"this rank's Dask worker does not answer: it is ending ({error})") from error
 
     def worker(self) -> Any:
-        """Return an object that stands for the worker in this process, with a Dask client of this process."""
+        """Return this process's stand-in for the worker, with a Dask client."""
         return importlib.import_module(self.guide).worker_of(self)
