@@ -40,7 +40,7 @@ def current_client() -> Client:
     """Return the client of the cluster that this `DaskCluster` task runs on.
 
     Raises:
-        RuntimeError: Called outside such a task.
+        RuntimeError: The caller is no `DaskCluster` task.
 
     Examples:
         >>> from flytekit import task

@@ -41,7 +41,7 @@ MAX_HEARTBEATS = 5_000
 MAX_HEARTBEAT_INTERVAL = 3.0
 """Most seconds between heartbeats: a fifth of the driver's timeout for silent agents."""
 DUMP_TIME = 0.3
-"""Seconds for the signal handlers of ranks that do not answer to write their stacks."""
+"""Seconds in which signal handlers of silent ranks write their stacks."""
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
         order: The driver's address, and the agent's settings.
         leaving: A file descriptor that becomes readable when the worker is closing. None without a worker.
         data: Connection details of this node's Dask worker, for the ranks. None without a worker.
-        start_method: How ranks are started (see `fork_client.connect`).
+        start_method: Start method of ranks (see `fork_client.connect`).
 
     Raises:
         ConnectionError: This node cannot reach the driver.

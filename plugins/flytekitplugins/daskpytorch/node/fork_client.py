@@ -242,7 +242,7 @@ def _running() -> _Owned:
 
 
 def _inherit() -> socket.socket | None:
-    """Return a control socket to the previous owner's fork server. None if no such server runs."""
+    """Return a control socket to the previous owner's fork server. None if no server runs there."""
     if _hand_over is None:
         return None
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -260,8 +260,8 @@ def _start() -> _Owned:
     with theirs, _open_hand_over() as hand_over:
         descriptors = [theirs.fileno(), *hand_over]
         command = fork_server.command("main", [*descriptors, *_imported_ahead], fork_server.path_here())
-        # A Dask nanny sets this variable, so that the C library returns freed memory at once. That costs a training
-        # thousands of page faults per step. The C library reads the variable only when a process starts.
+        # A Dask nanny sets this variable, so that the C library returns freed memory at once. The price is thousands of
+        # page faults per training step. The C library reads the variable only when a process starts.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
         _ranks.clear()  # ranks of an earlier server have ended with it
         with sigterm.held_back():

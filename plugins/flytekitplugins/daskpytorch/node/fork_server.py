@@ -1,8 +1,8 @@
 """The fork server: a process with torch imported that forks ranks in milliseconds, and never touches CUDA.
 
-`multiprocessing`'s fork server does not fit. It cannot start children from a Dask worker under a nanny, which is a
-daemonic process. It imports the parent's `__main__` into every child, and leaves ranks alive when their parent is
-killed.
+`multiprocessing`'s fork server does not fit. Under a nanny, a Dask worker is a daemonic process, which
+`multiprocessing` forbids to start children. Every child imports the parent's `__main__`, and ranks survive the kill of
+their parent.
 
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
                                                    another owner may come

@@ -1,6 +1,6 @@
 """State that ranks inherit from the fork server: imported modules, and random generators, which ranks seed anew.
 
-Runs in the fork server and in its ranks. "What each optimisation buys" in benchmarks/README.md has the gain of each
+Runs in the fork server and in its ranks. See benchmarks/README.md, "What each optimisation buys", for the gain of each
 step.
 """
 
@@ -31,7 +31,7 @@ TRAINING_IMPORTS = (
 Without these imports in the server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed,
 2026-11-23).
 
-wandb is left out. Its import makes a folder for media, which the first rank to end would remove for all ranks."""
+wandb is left out. The import of wandb makes a media folder, which the first rank to end would remove for all ranks."""
 
 _seed = random.Random.seed
 _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()

@@ -121,7 +121,7 @@ def _is_interactive() -> bool:
 
 
 def _end_process() -> None:
-    """End this process at once. Its ranks end with it, and the machine's next gang removes its scratch folders."""
+    """End this process at once. All ranks end, too, and the machine's next gang removes the scratch folders."""
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, f"{SHOW_CURSOR}\n".encode())

@@ -68,7 +68,7 @@ def show_as(name: str) -> None:
 
 def allow_files(wanted: int) -> int:
     """Raise this process's limit of open files to `wanted`, or as far as the system allows. Return the new limit."""
-    import resource  # Windows has no such module, and `check_system` must run there
+    import resource  # missing on Windows, where `check_system` must run
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,7 +1,7 @@
 """The user's code and arguments as bytes, packed in the driver and unpacked in a rank.
 
-The driver sends an archive of the project's sources and a pickled call, and only the ranks open them. Scheduler and
-Dask workers never import a user's module, since their copies may be old or missing.
+The driver sends an archive of the project's sources and a pickled call, for the ranks alone. Scheduler and Dask workers
+never import a user's module, since their copies may be old or missing.
 """
 
 import asyncio
@@ -257,7 +257,7 @@ class _Project:
         """Return the value of `Code.folders`.
 
         With several folders, one folder's module may hide another's. The result is empty then. Files other than code do
-        not count, since code finds such data beside its modules.
+        not count, since code finds data files beside its modules.
         """
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
         roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
@@ -286,7 +286,8 @@ def _modules_not_installed() -> Iterator[ModuleType]:
 def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
     """Return True if a module's file belongs to an installation.
 
-    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Their names tell.
+    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Folder names such as
+    `site-packages` identify them.
     """
     if not isinstance(file, str):
         return False

@@ -123,7 +123,7 @@ class Connection:
             self._sock.sendfile(file)
 
     def read(self, size: int) -> bytes:
-        """Wait for bytes, and return at most `size` of them. Return none after the peer has closed the connection."""
+        """Wait for bytes, and return at most `size`. Return none after the peer has closed the connection."""
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data

@@ -85,7 +85,7 @@ class RankHost(Protocol):
     """The host's part in a rank. The driver makes and pickles the object, and the rank unpickles it."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Return a context for calls of the host's functions, which then work like in any task. Enter it first."""
+        """Return a context in which the host's functions work like in any task. All other methods need this context."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the task's inputs as values of this rank, by name."""
@@ -105,8 +105,8 @@ def open_filesystem(uri: str, **options: Any) -> Any:
 def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path there, like `fsspec.url_to_fs`.
 
-    Unlike `fsspec.url_to_fs`, works beside Flyte 2's SDK, too. That SDK registers a file system for `s3://`, `gs://`
-    and `abfs://` whose functions are coroutines. This function returns s3fs's, gcsfs's or adlfs's file system instead.
+    Unlike `fsspec.url_to_fs`, works beside Flyte 2's SDK, too. For `s3://`, `gs://` and `abfs://`, the SDK registers a
+    file system whose functions are coroutines. `url_to_fs` returns the file system of s3fs, gcsfs or adlfs instead.
 
     Args:
         uri: A path, or an fsspec URL such as `s3://bucket/prefix`.
@@ -145,7 +145,7 @@ def current_execution() -> Execution:
 
 @contextlib.contextmanager
 def known_to_threads() -> Iterator[None]:
-    """Let threads that a task's function starts find the task. They do not inherit the host's context variables."""
+    """Let threads that a task's function starts find the task. Threads do not inherit the host's context variables."""
     known = current_execution()
     _known.append(known)
     try:

@@ -60,7 +60,7 @@ class AgentLauncher(Protocol):
         """Return the known reason for missing workers, as text to append to a message. Empty without any."""
 
     def close(self) -> None:
-        """Forget the agents. They end when their connections to the driver close."""
+        """Forget the agents. Agents end when their connections to the driver close."""
 
 
 # ---- From the agent ...

@@ -122,7 +122,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Note definitions of `__main__`, and choose how to pickle the objects that cloudpickle cannot handle.
 
-        Modules with a custom class are pickled by name. Cloudpickle adds one of them, `torch.classes`, to every
+        Modules with a custom class are pickled by name. Cloudpickle adds one example, `torch.classes`, to every
         function that uses `torch` and an attribute `classes`.
         """
         if (name := _name_in_main(obj)) is not None:
