@@ -2,23 +2,23 @@
 
 Runs in all processes. May import `process`, `settings`, `context` and `errors`.
 
-    agent  ──▶ driver         `messages.FromAgent`; of its ranks their output and exits        TCP, one connection each
+    agent  ──▶ driver         `messages.FromAgent`, with its ranks' output and exits           TCP, one connection each
     driver ──▶ agent          `messages.ToAgent`                                               the same
-    rank   ──▶ driver         `reports.Report`: how the function fares, and its results        a pipe to its agent, then
+    rank   ──▶ driver         `reports.Report`: the function's progress and results            a pipe to its agent, then
                                                                                                unopened, in `Reported`
     driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
-    agent  ──▶ its ranks      `RankOrder`, before all else; `Arrived`, `Quit`                  the pipe
+    agent  ──▶ its ranks      `RankOrder` first, then `Arrived` and `Quit`                     the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
-    rank   ──▶ rank 0         where each of them listens, in torch's `TCPStore`                TCP, one connection each
+    rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
 If an agent can reach the driver's own folder, checkpoints do not travel. The file gets a hard link there
 (`checkpoint_file`). A large return value is a file that the rank writes to that folder (`segments`).
 
 Messages are frozen dataclasses, pickled, and the receiver matches on all their types. Signs of life are the exception:
 an agent gathers its ranks' signs of life and sends them unpickled in its `heartbeat`. Over TCP, messages travel in
-frames (`framing`). Each end unpickles messages only after a handshake, in which both ends prove knowledge of the gang's
-token. The driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an
-answer. A missing answer shows as a closed connection, or as an agent without heartbeats.
+frames (`framing`). Each end unpickles messages only after both have proved knowledge of the gang's token (`handshake`).
+The driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an answer. A
+missing answer shows as a closed connection, or as an agent without heartbeats.
 
 The user's objects are bytes (`pickling`) to all processes but the ranks. `Start` brings each agent the project's
 sources (`code`) and the state of the driver's program (`program`). The agent uses the driver's own source files if it
@@ -30,36 +30,36 @@ connect earlier wait in the socket's queue. So the driver needs no torch and no 
 process can take the port.
 
     driver                                    agent, one per node                       rank
-      │ ◀─────────── dials, handshake ───────────│ ─── has it forked ───────────────────▶ │ waits
+      │ ◀─────────── dials, handshake ───────────│ ─── forks the rank ──────────────────▶ │ waits
       │ ◀─────────── Hello(node, meets_at) ──────│                                        │
       │ all have come                            │                                        │
       │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder; rank 0's socket ──────▶ │ joins the process group
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │ runs the function
       │ ◀── Lines ────────────────────────────── │ ◀── output ─────────────────────────── │
       │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Hint, Piece ─────────── │ log, submit
-      │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps, and the like
+      │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps and others
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has written it
+      │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has saved
       │ ─── Fetch(file) ───────────────────────▶ │                                        │
       │ ◀══ Upload(file), its bytes ════════════ │                                        │
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── ShardsWritten ──────────────────── │ each, its part: to storage
-      │ all have, it is whole: ─── Tell ───────▶ │ ─── Settled(number) ─────────────────▶ │ writes what waits
+      │ ◀── Reported ─────────────────────────── │ ◀── ShardsWritten ──────────────────── │ each rank: shards in storage
+      │ committed: ─────────────── Tell ───────▶ │ ─── Settled(number) ─────────────────▶ │ may write the next one
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ here or on another node
+      │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node
       │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed
       │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
-      │ all have ended, the file is here         │
-      │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ another process
+      │ all have ended, file received            │
+      │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ a new process
       │ ◀══ Download(file); its bytes ═════════▶ │ ─── Arrived ─────────────────────────▶ │ load returns
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │
       │                                          │                                        │
-      │ a worker leaves: ─── Tell(Hold) ───────▶ │ ─── Hold ────────────────────────────▶ │ its next should_stop waits
+      │ a worker leaves: ─── Tell(Hold) ───────▶ │ ─── Hold ────────────────────────────▶ │ next should_stop blocks
       │ ◀── Reported ─────────────────────────── │ ◀── Held(num_calls) ────────────────── │
       │ ─── Tell(Release(last_call)) ──────────▶ │ ─── Release ─────────────────────────▶ │ all stop at the same call
       │ nothing moves: ─── Tell(Locate) ───────▶ │ ─── Locate ──────────────────────────▶ │
       │ ◀── Reported ─────────────────────────── │ ◀── Located(stacks) ────────────────── │
-      │ ◀── Reported ─────────────────────────── │ ◀── Remembered(collectives) ────────── │ or, if it does not answer:
+      │ ◀── Reported ─────────────────────────── │ ◀── Remembered(collectives) ────────── │ or, without an answer:
       │ ─── Dump(ranks) ───────────────────────▶ │ ─── signal ──────────────────────────▶ │ writes stacks to a file
       │ ◀── Stacks ───────────────────────────── │                                        │
       │                                          │                                        │
