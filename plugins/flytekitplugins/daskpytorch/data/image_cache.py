@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
 """Pattern of the names of the cache's files, and of unfinished files of a process that has ended."""
+MAX_WRITING = 3600.0
+"""Seconds after which an unfinished file belongs to a process that has ended. Younger ones may be in use."""
 LOW_WATER = 0.9
 """Share of the cache's size that remains after the files that were used longest ago are removed."""
 SHARE_BETWEEN_LOOKS = 0.03
@@ -83,6 +86,8 @@ class ImageCache:
                         if not OURS.fullmatch(file.name):
                             continue
                         status = file.stat()
+                        if file.name.startswith(".") and time.time() - status.st_mtime < MAX_WRITING:
+                            continue
                         found.append((status.st_mtime, status.st_size, file.path))
         excess = sum(size for _, size, _ in found) - self._num_bytes
         if excess <= 0:
