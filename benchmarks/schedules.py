@@ -102,7 +102,7 @@ def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
     torch.set_num_threads(1)
     rank = current_rank()
     checkpoint = rank.checkpoint
-    attempt = checkpoint.attempt
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     state = checkpoint.load() or {{"step": 0, "value": 0, "last": last_step, "learner": None}}
     step, value, last = state["step"], state["value"], state["last"]
     learner = Learner(state["learner"]) if trains_model else None

@@ -42,8 +42,11 @@ def start(folder: str, step: int) -> None:
 def note_metrics(folder: str) -> None:
     """Leave a trace of what the best checkpoint was saved with, if the gang keeps one."""
     checkpoint = current_rank().checkpoint
-    if current_rank().is_main and getattr(checkpoint, "best_by", None) is not None:
-        checkpoint.load(best=True)
+    if current_rank().is_main:
+        try:
+            checkpoint.load(best=True)
+        except ValueError:  # the gang keeps no best one
+            return
         assert checkpoint.loaded is not None
         Path(folder, "best").write_text(json.dumps([checkpoint.loaded.step, dict(checkpoint.loaded.metrics)]))
 

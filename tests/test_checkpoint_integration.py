@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, Keep, current_rank
-from flytekitplugins.daskpytorch.node import agent, fork_client
+from flytekitplugins.daskpytorch.node import fork_client, transfers
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from gangs import on_this_machine
@@ -119,7 +119,7 @@ def test_agent_and_driver_of_one_machine_have_one_file_together_of_which_not_a_b
 
     monkeypatch.setattr(Connection, "read", counting)
     if is_elsewhere:  # the driver, as its agent sees it
-        monkeypatch.setattr(agent, "link_file", lambda *_: False)
+        monkeypatch.setattr(transfers, "link_file", lambda *_: False)
     gang = on_this_machine(train_until_kept, str(tmp_path), num_ranks=1, observers=[Watch()])
     [(mean, num_names)] = gang.result()
     assert (mean, num_names) == (3.0, 1 if is_elsewhere else 2)

@@ -367,7 +367,6 @@ def _identity(path: Path) -> Sequence[int]:
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) if os.access(path, os.R_OK) else ()
 
 
-@functools.cache
 def _can_pickle(value: object) -> bool:
     try:
         pickling.dumps(value)
