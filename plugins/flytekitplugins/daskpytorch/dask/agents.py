@@ -228,7 +228,7 @@ async def _end_as_the_nanny_says(worker: Worker) -> None:
 
     If both processes receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint.
     Without the delay, the worker would end too early. If only the worker receives SIGTERM, it ends after `NANNYS_TIME`
-    seconds, and the nanny starts a new worker. Dask signals only the worker if that takes too much memory.
+    seconds, and the nanny starts a new worker. Dask's memory limit, for example, signals only the worker.
     """
     loop = asyncio.get_running_loop()
 

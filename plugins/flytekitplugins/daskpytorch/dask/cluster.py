@@ -40,7 +40,7 @@ def current_client() -> Client:
     """Return the client of the cluster that this `DaskCluster` task runs on.
 
     Raises:
-        RuntimeError: The caller is no `DaskCluster` task.
+        RuntimeError: Called outside a `DaskCluster` task.
 
     Examples:
         >>> from flytekit import task

@@ -51,7 +51,7 @@ def run(
     *,
     start_method: str = "forkserver",
 ) -> None:
-    """Serve the driver until the gang or the driver ends. All ranks end before the return.
+    """Serve the driver until the gang or the driver ends. Kill the remaining ranks before the return.
 
     Args:
         order: The driver's address, and the agent's settings.
@@ -286,7 +286,7 @@ class _Agent:
     # ---- stacks
 
     def _dump(self, ranks: list[int]) -> None:
-        """Signal ranks that do not answer to write their stacks."""
+        """Ask silent ranks for their stacks, by a signal."""
         self._silent = [rank for rank in self._at_work() if rank.place is not None and rank.place.rank in ranks]
         for rank in self._silent:
             rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new

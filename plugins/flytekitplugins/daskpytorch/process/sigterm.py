@@ -1,8 +1,8 @@
 """Protects child processes from SIGTERM: fork servers, ranks and their loader workers.
 
 Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker should react:
-it stops the ranks after their last checkpoint. Until then its children must survive. SIGINT from a terminal does not
-reach fork servers and ranks, which have separate sessions.
+both stop their ranks after a last checkpoint. Until then all child processes must survive. SIGINT from a terminal does
+not reach fork servers and ranks, which have separate sessions.
 """
 
 import contextlib

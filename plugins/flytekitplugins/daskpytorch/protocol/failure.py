@@ -234,8 +234,8 @@ def describe_exit(error: SystemExit) -> str:
 def raisable(error: BaseException, raiser: str) -> Exception:
     """Return an exception that a future may raise: the error itself, or a `RuntimeError` in place of a `StopIteration`.
 
-    Python itself replaces a `StopIteration` from a generator or coroutine (PEP 479). Otherwise `list(map(future.result,
-    ...))` would end early in silence, and a future awaited by `asyncio` would never end.
+    After a `StopIteration`, `list(map(future.result, ...))` would end early in silence, and a future awaited by
+    `asyncio` would never end. Python itself replaces a `StopIteration` from a generator or coroutine (PEP 479).
 
     Args:
         error: Any error. Types in `SIGNALS_TO_CALLERS`, and types that do not derive from `Exception`, get replaced.

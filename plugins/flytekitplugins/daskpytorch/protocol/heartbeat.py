@@ -1,7 +1,7 @@
 """An agent's heartbeat, about every second: a frame with its ranks' signs of life that needs no unpickling.
 
-The driver of thousands of agents receives thousands of heartbeats a second. Most heartbeats are empty: only their
-arrival counts.
+The driver of thousands of agents receives thousands of heartbeats a second. Most heartbeats bring no new numbers: only
+their arrival matters.
 """
 
 import struct
@@ -17,7 +17,7 @@ def packed(num_moves: Mapping[int, int]) -> bytes:
     """Return an agent's heartbeat.
 
     Args:
-        num_moves: Rank -> number of signs of life so far. Ranks without news may be left out.
+        num_moves: Rank -> number of signs of life so far. Ranks without a report so far are left out.
 
     Examples:
         >>> from flytekitplugins.daskpytorch.protocol import heartbeat
