@@ -7,9 +7,10 @@ their parent.
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
                                                    another owner may come
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
-                                                   client's ranks, which are fresh interpreters where it asked for that
-    next owner    ──hand-over socket▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
-                                                   place of a killed one
+                                                   client's ranks, forks or fresh interpreters, as the client asks
+    next owner    ──hand-over socket▶ fork server: becomes the owner: for example the worker that a Dask nanny starts
+                                                   after a kill
+
 All sockets are Unix SOCK_SEQPACKET, so each message is one packet. Only the hand-over socket has a name.
 """
 
