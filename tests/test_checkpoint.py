@@ -555,7 +555,7 @@ def test_without_one_there_is_no_best(rank: Rank) -> None:
 
 
 def test_a_step_that_is_not_kept_is_an_error_that_says_which_are(keeper: Keeper) -> None:
-    with pytest.raises(LookupError, match=r"load\(step=7\): .* is not kept; those of these steps are: 1, 2, 3"):
+    with pytest.raises(LookupError, match=r"step=7: .* is not kept.* kept checkpoints: 1, 2, 3"):
         keeper.checkpoint().load(step=7)
 
 

@@ -71,7 +71,9 @@ def test_without_py_spy_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: py
     flame_graph.record(0, 1, tmp_path, lambda *_: None, notes.append)
     until(lambda: bool(notes), "a word")
     [note] = notes
-    assert note.startswith("was not watched by py-spy: that needs py-spy where the ranks run")
+    assert note.startswith(
+        "was not watched by py-spy: py-spy was not found. A flame graph needs py-spy where the ranks run"
+    )
     assert note.endswith('pip install "flytekitplugins-daskpytorch[profile]"')
 
 

@@ -155,6 +155,6 @@ def test_copies_in_a_folder_of_another_user_are_not_read(
     entry = Rank(stored, cache=cache).save(state(2.0), 1)
     give_away(cache / OWN_FOLDER, who)
     do_harm(entry, "changed")  # so that copies that are read would show
-    with pytest.raises(OSError, match="no sharded checkpoint is whole"):
+    with pytest.raises(OSError, match="are damaged, and reading them has changed the state"):
         Rank(stored, [entry], cache=cache).checkpoints.load(state())
     assert str(cache / OWN_FOLDER) in capsys.readouterr().err

@@ -203,7 +203,7 @@ def test_all_ranks_load_their_parts_of_the_best() -> None:
         assert result["found"] == [2, 2, 4]
         for key, value in result["then"].items():
             assert value.equal(result["best"][key]) if isinstance(value, torch.Tensor) else value == result["best"][key]
-        assert "the checkpoint of step 3 is not kept; those of these steps are: 2, 4" in result["refused"]
+        assert "Steps of kept checkpoints: 2, 4" in result["refused"]
 
 
 def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: Path) -> None:

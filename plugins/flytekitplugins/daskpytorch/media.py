@@ -99,7 +99,10 @@ def _image(pixels: Any) -> Any:
     if values.ndim == 3 and values.shape[-1] == 1:
         values = values.squeeze(-1)
     if values.ndim != 2 and not (values.ndim == 3 and values.shape[-1] in (3, 4)):
-        raise ValueError(f"Picture.of(...): pixels of shape {tuple(values.shape)}, must be height x width (x channels)")
+        raise ValueError(
+            f"Picture.of(...): pixels of shape {tuple(values.shape)}, must be height x width, or with 1, 3 or 4 "
+            "channels as the first or last dimension"
+        )
     if values.is_floating_point():
         values = values.float().nan_to_num().clamp(0, 1).mul(255).round()
     return Image.fromarray(values.to(torch.uint8).contiguous().numpy())

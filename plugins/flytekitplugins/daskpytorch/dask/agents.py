@@ -27,8 +27,8 @@ from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 
 HOW_TO_GET_WORKERS = (
-    "Start workers, or wait for them with client.wait_for_workers(n). An adaptive cluster starts none for a gang, "
-    "nor for that wait: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) before."
+    "Start workers, or wait for them with client.wait_for_workers(n). An adaptive cluster starts workers for tasks "
+    "alone: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) first."
 )
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_PRIORITY = 1_000
@@ -114,7 +114,10 @@ class DaskAgents:
         try:
             found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
         except (RuntimeError, AttributeError) as error:  # the client has closed itself after the scheduler's loss
-            raise ConnectionError(f"the Dask client has closed itself: {error}") from error
+            raise ConnectionError(
+                f"the Dask client has closed itself, probably after the loss of the scheduler: {error}. Check that the "
+                "scheduler runs, and make a new Client"
+            ) from error
         self._addresses |= (here := _addresses(self._client, found))
         self._paused = _paused(found)
         return list(here)

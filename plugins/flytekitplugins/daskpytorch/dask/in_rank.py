@@ -147,8 +147,8 @@ class RankWorker:
         data, _, failed, _ = await gather_from_workers(holders, self.client.rpc)
         if failed:
             raise TypeError(
-                f"partition {key!r} cannot be pickled, or not unpickled in this rank: see the logs of the rank and of "
-                "Dask's workers. Let Dask make plain data."
+                f"partition {key!r} cannot be pickled by its worker, or cannot be unpickled in this rank. The logs of "
+                "both have the error. Let the Dask task return plain data, such as NumPy arrays or pandas data frames."
             )
         return list(data.values())
 
@@ -181,8 +181,8 @@ def _check_coming(key: Key, state: str | None) -> None:
         )
     if state == "erred":
         raise LookupError(
-            f"partition {key!r} was lost with its worker, and computing it anew failed. The workers' logs say why; a "
-            "worker that is lost several times while it computes is one cause (allowed-failures)."
+            f"partition {key!r} was lost with its worker, and Dask failed to compute it again. The workers' logs have "
+            "the cause. If workers were lost several times, raise Dask's distributed.scheduler.allowed-failures."
         )
 
 

@@ -214,7 +214,9 @@ class Bucket:
                 num_listed += len(page.get("Contents", ()))
                 if time.monotonic() > noticed + NOTICE_INTERVAL:
                     noticed = time.monotonic()
-                    logger.warning("listing %s: %d objects in %.0f s", uri, num_listed, noticed - started)
+                    logger.warning(
+                        "the listing of %s goes on: %d objects in %.0f s so far", uri, num_listed, noticed - started
+                    )
         except Exception as error:
             raise _from_botocore(error, uri) from error
 

@@ -153,7 +153,9 @@ def _as_rgb(picture: Image) -> Image:
     if picture.mode.startswith("I;16"):  # PIL would clip all values above 255 of 65535
         return picture.point(lambda brightness: brightness / 256).convert("L").convert("RGB")
     if picture.mode in ("I", "F"):
-        raise ValueError(f"it is in PIL's mode {picture.mode}, whose range of brightness is not fixed")
+        raise ValueError(
+            f"PIL's mode {picture.mode} has no fixed range of brightness: save the picture as 8-bit grey or RGB"
+        )
     if picture.format == "JPEG" and picture.mode == "RGB":
         return picture  # convert() would copy it, as it must for other formats, whose file PIL may keep open
     return picture.convert("RGB")

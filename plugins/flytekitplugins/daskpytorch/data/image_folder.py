@@ -381,7 +381,10 @@ def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str
     client = options.get("client_kwargs") or {}
     unknown = [*(options.keys() - set(STORAGE_OPTIONS)), *(client.keys() - set(CLIENT_OPTIONS))]
     if unknown:
-        raise ValueError(f"storage_options has {', '.join(sorted(unknown))}: known are {', '.join(STORAGE_OPTIONS)}")
+        raise ValueError(
+            f"storage_options has {', '.join(sorted(unknown))}: known are {', '.join(STORAGE_OPTIONS)}, and in "
+            f"client_kwargs {', '.join(CLIENT_OPTIONS)}"
+        )
     if (options.get("key") is None) != (options.get("secret") is None):
         raise ValueError("storage_options has one of key and secret: name both, or neither")
     return {

@@ -120,7 +120,8 @@ class Checkpoints:
             take_file(connection, request.file, self._folder)
         elif (size := (self._folder / request.file.name).stat().st_size) != request.file.size:
             raise ValueError(
-                f"the checkpoint of step {request.file.step} has {size:,} bytes, not {request.file.size:,}"
+                f"the checkpoint of step {request.file.step} has {size:,} bytes, not {request.file.size:,}: its file "
+                "was cut short or changed"
             )
 
     def keep(self, file: CheckpointFile) -> None:

@@ -157,10 +157,9 @@ def dial(order: AgentOrder) -> Connection:
         return _dial_once(order)
     except ConnectionAbortedError as error:
         raise ConnectionError(
-            f"{':'.join(map(str, order.driver))}, which the worker at {order.worker} took for the driver, is not its "
-            f"gang's, or is crowded by other callers ({len(REDIAL_WAITS) + 1} calls, and the last time {error}). "
-            "Has the driver ended, and another process its port? The driver's log tells of callers that are not its "
-            "agents crowd there."
+            f"the worker at {order.worker} called {':'.join(map(str, order.driver))} {len(REDIAL_WAITS) + 1} times, "
+            f"and the driver of its gang is not there, or has too many other callers (the last time {error}). The "
+            "driver may have ended, and another program may use its port. The driver's log names other callers."
         ) from error
 
 
@@ -179,6 +178,6 @@ def _dial_once(order: AgentOrder) -> Connection:
         return introduce(sock, order.token)
     except ConnectionRefusedError as error:
         raise ConnectionError(
-            f"{host}:{port}, which the worker at {order.worker} took for the driver, is not its gang's ({error}). Has "
-            "the driver ended, and another process its port?"
+            f"the worker at {order.worker} called {host}:{port}, and the driver of its gang is not there ({error}). "
+            "The driver may have ended, and another program may use its port: check the driver, and start the run again"
         ) from error

@@ -123,7 +123,7 @@ class Files:
         if paths := self._ours(folder, is_ours):
             self.fs.rm(paths)
             if left := self._ours(folder, is_ours):
-                raise OSError(f"{left[0]} is still there")
+                raise OSError(f"{left[0]} still exists after its removal: the permission to delete may be missing")
         if self.is_local:
             with contextlib.suppress(OSError):  # the folder is not empty
                 Path(folder).rmdir()

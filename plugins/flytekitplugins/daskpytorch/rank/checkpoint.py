@@ -226,8 +226,11 @@ class RankCheckpoint(Checkpoint):
         self._link.send(Wanted(self._num_asked, step, is_sharded=kind is ShardedCheckpoint))
         chosen = self._await(self._num_asked, what, ", for which rank 0 has to ask, too,")
         if chosen is None and step is not None:
-            steps = ", ".join(str(kept.step) for kept in self.list()) or "no"
-            raise LookupError(f"checkpoint.load(step={step}): {what} is not kept; those of these steps are: {steps}")
+            steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
+            raise LookupError(
+                f"step={step}: {what} is not kept. It was never saved, or Gang(keep=...) has removed it. Steps of kept "
+                f"checkpoints: {steps}"
+            )
         return chosen if isinstance(chosen, kind) else None
 
     def _await(self, number: int, what: str, more: str = "") -> object:

@@ -62,7 +62,7 @@ def record(
 def _drawn(seconds: int, path: Path) -> bytes:
     command = shutil.which("py-spy", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}")
     if command is None:
-        raise RuntimeError(f"that {NEEDS}")
+        raise RuntimeError(f"py-spy was not found. A flame graph {NEEDS}")
     whom = ["--pid", str(os.getpid()), "--duration", str(seconds)]
     arguments = ["record", "--nonblocking", *whom, "--output", str(path)]
     with subprocess.Popen(

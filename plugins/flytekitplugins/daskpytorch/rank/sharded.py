@@ -140,8 +140,9 @@ class ShardedCheckpoints:
                 return checkpoint.step
         if is_touched:
             raise OSError(
-                "no sharded checkpoint is whole, and the state has been changed before that was found; rank 0's log "
-                "says what is damaged. Without the damaged ones the training starts afresh."
+                f"the sharded checkpoints of steps {', '.join(str(each.step) for each in checkpoints)} are damaged, "
+                "and reading them has changed the state. Rank 0's log names the damaged files. Delete these "
+                "checkpoints to start afresh."
             )
         return None
 

@@ -62,8 +62,9 @@ class Sweep:
         if self.trials is not None and self.trials.suggests and kept is not None:
             if kept.trial is None:
                 raise ValueError(
-                    f"dispatch.map(storage=...): what is kept of experiment {index} was in a list, not suggested by a "
-                    "study. Give this call a name of its own, or remove what is kept."
+                    f"dispatch.map(storage=...): the stored experiment {index} came from a list, and this call is a "
+                    "search, whose study suggests the experiments. Give this call another name=..., or delete the "
+                    "stored folder of this name."
                 )
             if not self.is_over(model):
                 self.trials.attach(index, kept)
