@@ -92,6 +92,7 @@ def test_states_are_read_as_weights_only_and_pickles_only_where_a_comment_says_w
                     "of this gang",
                     "this gang's driver",
                     "are trusted with",
+                    "two lines above",
                     "as above",
                 )
             )
