@@ -31,7 +31,7 @@ MAX_RECOVERY = 60.0
 MAX_UNACCOUNTED = 0.02
 """Largest share of the wall time that a gang's goodput may leave unexplained."""
 MAX_MEMORY_GROWTH = 128 << 20
-"""Most bytes by which a driver or a worker may grow over one gang, whose state has at most 8 MiB."""
+"""Maximum number of bytes by which a driver or a worker may grow over one gang, whose state has at most 8 MiB."""
 
 
 def expected(steps: int) -> int:

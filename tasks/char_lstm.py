@@ -33,7 +33,7 @@ CONTEXT = 8
 EVALUATION_BATCH = 4096
 """Windows per forward pass in evaluations."""
 MAX_DRAWS = 20
-"""Most draws of `sample_names` per requested name."""
+"""Maximum number of draws of `sample_names` per requested name."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from tasks.sweeps import Outcome, TimeToLoss, without_partner
 LOSS = "held-out loss (nats per character)"
 BIGRAM = "bigram model"
 MAX_LINES = 7
-"""Most experiments in a chart. One of the eight colours belongs to the bigram model."""
+"""Maximum number of experiments in a chart. One of the eight colours belongs to the bigram model."""
 
 
 def loss_charts(outcomes: Sequence[Outcome], baseline: float) -> str:

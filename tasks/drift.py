@@ -18,9 +18,9 @@ class Limits(StrictInputs):
     """Limits that new names must keep."""
 
     min_names: int = 500
-    """Least number of usable names. A smaller number means a failed export."""
+    """Minimum number of usable names. A smaller number means a failed export."""
     min_growth: float = 0.5
-    """Least number of names, as a multiple of the number that the champion was trained on."""
+    """Minimum number of names, as a multiple of the number that the champion was trained on."""
     max_dropped: float = 0.1
     """Largest share of entries that are empty or have characters outside the alphabet, from 0 to 1."""
     max_repeated: float = 0.9

@@ -21,7 +21,7 @@ BREEDS = (
 )
 """Breeds, one for each marking and coat: five plain, five striped, five spotted and five patched."""
 SIDES = (64, 96)
-"""Least and greatest width and height, in pixels."""
+"""Minimum and maximum width and height, in pixels."""
 JPEG_QUALITY = 85
 
 

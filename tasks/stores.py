@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch import url_to_fs
 NUM_RIVALS = 4
 """Number of simultaneous attempts to create an object, in the check that only one attempt succeeds."""
 MAX_TRIES = 5
-"""Most attempts to create an object if S3 answers 409, which asks for a retry."""
+"""Maximum number of attempts to create an object if S3 answers 409, which asks for a retry."""
 
 
 class Store(Protocol):

@@ -21,7 +21,7 @@ from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
 from tasks.checks import is_between, is_whole
 
 MAX_ERROR_LENGTH = 300
-"""Most characters of an error in a line."""
+"""Maximum number of characters of an error in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)

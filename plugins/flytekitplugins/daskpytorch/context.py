@@ -34,7 +34,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_BITS = sys.float_info.max_exp
-"""Most bits of a whole number that a float can hold."""
+"""Maximum number of bits of a whole number that a float can hold."""
 PLAIN = frozenset((int, float, bool, str))
 """Types of a metric's value that every process can unpickle."""
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 __all__ = ["MIN_TOTAL", "Goodput", "RankUsage"]
 
 MIN_TOTAL = 60.0
-"""Least seconds of a gang whose goodput is shown. A shorter gang spends most of its time on the start."""
+"""Minimum number of seconds of a gang whose goodput is shown. A shorter gang spends most of its time on the start."""
 
 
 @dataclass(frozen=True, kw_only=True)

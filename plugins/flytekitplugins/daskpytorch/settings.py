@@ -25,7 +25,7 @@ DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
 MODE = checks.one_of("min", "max")
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
-"""Least `hang_timeout`, in seconds. Ranks report five times as often, so a lower one would leave no time to train."""
+"""Minimum `hang_timeout`, in seconds. Ranks report five times as often, so a lower one would leave no time to train."""
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
 """Pattern of the run ids that Weights & Biases accepts."""
 
@@ -141,9 +141,10 @@ class Gang:
     uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is the rank's own GPU in both
     cases."""
     min_workers: int | None = None
-    """Least number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all workers."""
+    """Minimum number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all
+    workers."""
     max_restarts: int = 3
-    """Most restarts of a failed gang, each from its newest checkpoint. 0: never restart.
+    """Maximum number of restarts of a failed gang, each from its newest checkpoint. 0: never restart.
 
     Losses of infrastructure and errors of the function are counted apart, each up to this number. After an exception of
     the function, the gang restarts under three conditions:

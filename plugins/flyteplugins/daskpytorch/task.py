@@ -39,7 +39,7 @@ from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
 MAX_SYSTEM_RESTARTS = 3
-"""Most restarts of an attempt after failures of the infrastructure. Flyte 1 has the same default."""
+"""Maximum number of restarts of an attempt after failures of the infrastructure. Flyte 1 has the same default."""
 _attempts: dict[tuple[str | None, str], Path] = {}
 """Folders with the newest checkpoints of failed attempts in this process, by run and action."""
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-"""Most seconds between two requests for a partition that Dask is computing anew."""
+"""Maximum number of seconds between two requests for a partition that Dask is computing anew."""
 NOTICE_TIME = 10.0
 """Seconds after which a rank logs that it waits for a partition."""
 

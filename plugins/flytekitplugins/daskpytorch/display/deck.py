@@ -18,9 +18,9 @@ from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
 PACE_INTERVAL = 1.0
-"""Least seconds between two points of the curve of steps per second."""
+"""Minimum number of seconds between two points of the curve of steps per second."""
 MAX_SPOILT = 20
-"""Most metrics whose first NaN or infinity is shown as an event."""
+"""Maximum number of metrics whose first NaN or infinity is shown as an event."""
 
 
 class Recorder(Observer):

@@ -21,11 +21,11 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.report import Curve
 
 MAX_FIGURES = 6
-"""Most metrics among the key figures."""
+"""Maximum number of metrics among the key figures."""
 NUM_OPEN = 8
 """Number of charts that are open at first. Further charts unfold at a click."""
 MAX_PAGE_POINTS = 24_000
-"""Most points of all metrics' charts together. Each point takes 17 bytes."""
+"""Maximum number of points of all metrics' charts together. Each point takes 17 bytes."""
 MAX_SHOWN_RANKS = 1_000
 SPEEDS = re.compile(
     r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"

@@ -13,9 +13,9 @@ from flytekitplugins.daskpytorch.process.log import say
 
 Job = Callable[[], object]
 MAX_WAITING = 10_000
-"""Most records in the queue. Further records are dropped, with a notice."""
+"""Maximum number of records in the queue. Further records are dropped, with a notice."""
 INTERVAL = 2.0
-"""Least seconds between two flushes of the tracker."""
+"""Minimum number of seconds between two flushes of the tracker."""
 STALL = 10.0
 """Timeout, in seconds, for a silent server at the end. The rest of the queue is then dropped."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0

@@ -23,11 +23,11 @@ HIGH = re.compile(
 )
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
-"""Most metrics that are drawn. The bound limits memory and the size of the page."""
+"""Maximum number of metrics that are drawn. The bound limits memory and the size of the page."""
 MAX_VALUE = 1e200
 """Largest absolute value that can be drawn."""
 MAX_NEWEST = 200
-"""Most metrics whose newest value is kept."""
+"""Maximum number of metrics whose newest value is kept."""
 Points = list[tuple[float, float]]
 
 

@@ -37,9 +37,9 @@ REASON_TAG = "daskpytorch.reason"
 NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
 STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 MAX_METRICS, MAX_TAGS = 900, 100
-"""Most metrics and tags (or parameters) in one request."""
+"""Maximum number of metrics and tags (or parameters) in one request."""
 MAX_TEXT = 5_000
-"""Most characters of a tag or a parameter."""
+"""Maximum number of characters of a tag or a parameter."""
 MAX_NAME = 250
 CONNECT_TIMEOUT = 5.0
 """Timeout, in seconds, for a connection to the server."""

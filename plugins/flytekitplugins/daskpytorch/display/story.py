@@ -10,7 +10,7 @@ from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.report import Event, Span, Tone
 
 MAX_EVENTS = 2_000
-"""Most events that are kept. Each further event replaces one in the middle."""
+"""Maximum number of events that are kept. Each further event replaces one in the middle."""
 MAX_SPANS = 400
 WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
 

@@ -23,9 +23,9 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, current_executi
 from flytekitplugins.daskpytorch.protocol.observer import Training
 
 UPLOAD_INTERVAL = 15.0
-"""Least seconds between two uploads. An upload needs new events."""
+"""Minimum number of seconds between two uploads. An upload needs new events."""
 UPLOAD_SHARE = 10
-"""Least pause between two uploads, as a multiple of the last upload's duration. Each upload sends whole files."""
+"""Minimum pause between two uploads, as a multiple of the last upload's duration. Each upload sends whole files."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,27 +29,29 @@ from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
 PLAIN_INTERVAL = 10.0
-"""Least seconds between two plain lines. A new epoch or a metric that the last record lacked is shown at once."""
+"""Minimum number of seconds between two plain lines. A new epoch or a metric that the last record lacked is shown at
+once."""
 LEADING = ("epoch", "loss")
 RATE = "samples_per_second"
 MAX_NAME = 60
-"""Most characters of a metric's name."""
+"""Maximum number of characters of a metric's name."""
 MAX_LINE = 2_000
-"""Most characters of a record's line."""
+"""Maximum number of characters of a record's line."""
 MAX_METRICS = 200
-"""Most metrics whose newest values are kept for the end. Beyond, only the last record's metrics are kept."""
+"""Maximum number of metrics whose newest values are kept for the end. Beyond, only the last record's metrics are
+kept."""
 MAX_HELD = 10_000
-"""Most lines that wait until a debugger leaves the terminal. Older lines are dropped."""
+"""Maximum number of lines that wait until a debugger leaves the terminal. Older lines are dropped."""
 LARGE = 1e15
-"""Least number that is shown by its power of ten."""
+"""Smallest number that is shown by its power of ten."""
 WIDE = 100
-"""Least columns of a terminal for a bar, the leading metrics and the time since the start."""
+"""Minimum number of columns of a terminal for a bar, the leading metrics and the time since the start."""
 LARGE_RATE = 10.0
-"""Least steps per second that are shown without a fraction."""
+"""Minimum number of steps per second that are shown without a fraction."""
 MINUTE = 60.0
 DAY = 86_400.0
 MAX_LEFT = 1e9
-"""Most seconds of an estimate of the time left. Longer estimates are not shown."""
+"""Maximum number of seconds of an estimate of the time left. Longer estimates are not shown."""
 
 
 class Echo(Observer):

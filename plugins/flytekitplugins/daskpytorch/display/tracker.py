@@ -28,7 +28,7 @@ CLOSE_TIMEOUT = 60.0
 PREEMPTED_TIMEOUT = 3.0
 """Timeout, in seconds, for the queued jobs at a preemption."""
 MAX_RANKS = 8
-"""Most ranks whose CPU, memory and GPU are recorded. Larger gangs have the first ranks recorded."""
+"""Maximum number of ranks whose CPU, memory and GPU are recorded. Larger gangs have the first ranks recorded."""
 
 
 class Run:

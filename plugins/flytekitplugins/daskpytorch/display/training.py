@@ -15,15 +15,16 @@ from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
 
 MAX_CONFIG_ITEMS = 20
-"""Most items of a list or dictionary in a run's configuration. A longer one is represented by its length."""
+"""Maximum number of items of a list or dictionary in a run's configuration. A longer one is represented by its
+length."""
 MAX_TEXT = 500
-"""Most characters of an input."""
+"""Maximum number of characters of an input."""
 MAX_ID = 120
 LINK_VARIABLE = "FLYTE_EXECUTION_URL"
 WINDOW = 10.0
 """Seconds of reports that the pace counts. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
-"""Least seconds between two kept reports."""
+"""Minimum number of seconds between two kept reports."""
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:

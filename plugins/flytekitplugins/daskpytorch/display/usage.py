@@ -9,9 +9,10 @@ from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.report import Curve
 
 MAX_LINES = 4
-"""Most ranks with a line each. Larger gangs have lines for the lowest, the middle and the highest value."""
+"""Maximum number of ranks with a line each. Larger gangs have lines for the lowest, the middle and the highest
+value."""
 MAX_POINTS = 400
-"""Most points of a line."""
+"""Maximum number of points of a line."""
 GIB = float(1 << 30)
 STEPS = "optimizer steps per second"
 """Name of the chart of optimizer steps. Logged steps have the user's own numbers, and another chart."""

@@ -17,15 +17,15 @@ from flytekitplugins.daskpytorch.report.html import element, text_of
 from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
 
 MAX_SHORT = 200
-"""Most characters of a text in one line."""
+"""Maximum number of characters of a text in one line."""
 MAX_OPEN = 20
-"""Most rows of a table that is open at first. Longer tables unfold at a click."""
+"""Maximum number of rows of a table that is open at first. Longer tables unfold at a click."""
 MAX_ROWS = 500
-"""Most rows that are written of a table."""
+"""Maximum number of rows that are written of a table."""
 MAX_FRAME_ROWS = 10
 MAX_FRAME_COLUMNS = 50
 MAX_DEPTH = 4
-"""Most levels of nested tables."""
+"""Maximum number of levels of nested tables."""
 PLAIN = (dt.date, dt.time, dt.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 
 

@@ -23,7 +23,7 @@ TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
 """Name of the console link in Flyte's configuration. Its template ends in {{ .executionName }}-{{ .nodeId }}."""
 MAX_ID_PART = 60
-"""Most characters of each of the two parts of a model's run id. wandb allows 128 characters for an id."""
+"""Maximum number of characters of each of the two parts of a model's run id. wandb allows 128 characters for an id."""
 
 
 class WandbObserver(Observer):

@@ -74,7 +74,7 @@ class Agents:
     token: bytes = field(repr=False)
     """Secret that authenticates agents to the driver."""
     num_least: int = 1
-    """Least number of workers for an attempt."""
+    """Minimum number of workers for an attempt."""
     num_gpus: int = 0
     """Number of GPUs in each worker's resource limits. 0 if unknown."""
     folder: Path | None = None

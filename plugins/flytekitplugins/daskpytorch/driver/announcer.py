@@ -6,7 +6,7 @@ from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
 NOTICE_INTERVAL = 10.0
-"""Least seconds between two reminders that the gang waits."""
+"""Minimum number of seconds between two reminders that the gang waits."""
 
 
 class Announcer:

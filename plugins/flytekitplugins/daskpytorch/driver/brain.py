@@ -35,7 +35,7 @@ MAX_LEAVE_WAIT = 75.0
 SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
-"""Most seconds between two decisions, as some changes cause no event."""
+"""Maximum number of seconds between two decisions, as some changes cause no event."""
 GROWS = "more workers have come"
 """Reason for a restart that adds workers. All other reasons are failures."""
 
@@ -109,7 +109,7 @@ class Brain:
 
     @property
     def patience(self) -> float:
-        """Most seconds until the next call of `decide` without an event."""
+        """Maximum number of seconds until the next call of `decide` without an event."""
         return max(0.0, min(self._wake_at - self._now(), TICK))
 
     def _wait(self, *moments: float | None) -> Phase | None:

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.messages import Download, Fetch, Uploa
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
-"""Most retries of a checkpoint's fetch whose connection broke."""
+"""Maximum number of retries of a checkpoint's fetch whose connection broke."""
 
 
 class Checkpoints:

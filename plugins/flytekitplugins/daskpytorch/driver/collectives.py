@@ -18,7 +18,7 @@ NOT_THE_USERS = re.compile(
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
-"""Most user frames per collective in the report."""
+"""Maximum number of user frames per collective in the report."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {

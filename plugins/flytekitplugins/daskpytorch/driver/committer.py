@@ -38,7 +38,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_COMMIT_ATTEMPTS = 10
-"""Most tries to commit a checkpoint, over some five minutes."""
+"""Maximum number of tries to commit a checkpoint, over some five minutes."""
 LANE = "shards"
 
 

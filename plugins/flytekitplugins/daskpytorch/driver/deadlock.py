@@ -32,7 +32,8 @@ from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Co
 LOOK_INTERVAL = 3.0
 """Seconds between two looks at the ranks, the two of a proof included."""
 MAX_INTERVAL = 30.0
-"""Most seconds between two looks. The pause grows while looks find ranks at work, as in steps of several minutes."""
+"""Maximum number of seconds between two looks. The pause grows while looks find ranks at work, as in steps of several
+minutes."""
 NEEDS_ALL = re.compile(r"barrier|_?all_?reduce|_?all_?gather|_?reduce_?scatter")
 """Matches operations that complete only after every rank has called them."""
 POINT_TO_POINT = re.compile(r'torch/distributed/distributed_c10d\.py", line \d+ in (recv|send)$')

@@ -17,14 +17,14 @@ NUM_INNER_FRAMES = 2
 """Number of innermost frames in which `collective_of` looks for a frame of a collective."""
 FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
 LEAST_TIMEOUT = 300.0
-"""Least hang timeout with `auto`, in seconds."""
+"""Minimum hang timeout with `auto`, in seconds."""
 SLOWNESS = 10.0
 """Hang timeout with `auto`, as a multiple of `Stillness.slowest`. `LEAST_TIMEOUT` is the lower bound."""
 AUTO_PULSE = 10.0
 """Seconds between a rank's reports with `auto`. Far shorter than `LEAST_TIMEOUT`, but too long to slow down training
 steps."""
 LOOK_INTERVAL = 30.0
-"""Least seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
+"""Minimum number of seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
 MAX_FRAMES = 10
 """Maximum number of frames per rank in the report. The log contains all frames."""
 

@@ -43,7 +43,8 @@ the listener's thread, which costs more than reading them."""
 BEAT_INTERVAL = 0.05
 """Seconds of heartbeats combined into one call, because each call wakes the supervisor."""
 MAX_STRANGERS = 256
-"""Most unauthenticated callers. Further callers wait in the kernel's queue, where they use no descriptors here."""
+"""Maximum number of unauthenticated callers. Further callers wait in the kernel's queue, where they use no descriptors
+here."""
 PATIENCE = 20.0
 """Timeout, in seconds, for a caller's authentication."""
 GRACE = 1.0

@@ -14,7 +14,8 @@ from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
 from flytekitplugins.daskpytorch.protocol.segments import MappedReturn
 
 MAX_IN_MEMORY = 1 << 20
-"""Most bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few descriptors."""
+"""Maximum number of bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few
+descriptors."""
 
 
 @dataclass(frozen=True)

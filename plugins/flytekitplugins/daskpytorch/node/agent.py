@@ -37,9 +37,10 @@ from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
 MAX_HEARTBEATS = 5_000
-"""Most heartbeats per second of all agents of a gang together. The agents of larger gangs send fewer each."""
+"""Maximum number of heartbeats per second of all agents of a gang together. The agents of larger gangs send fewer
+each."""
 MAX_HEARTBEAT_INTERVAL = 3.0
-"""Most seconds between heartbeats: a fifth of the driver's timeout for silent agents."""
+"""Maximum number of seconds between heartbeats: a fifth of the driver's timeout for silent agents."""
 DUMP_TIME = 0.3
 """Seconds in which signal handlers of silent ranks write their stacks."""
 

@@ -1,4 +1,4 @@
-"""Starts or finds this process's fork server, and asks the server for ranks. Runs in a Dask worker or in the task.
+"""Starts or finds this process's fork server, and asks the fork server for ranks. Runs in a Dask worker or in the task.
 
 The server lives as long as this process. So later gangs start in 0.1 s.
 """
@@ -42,10 +42,10 @@ class ForkServerClient:
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket = sock
         self._process = process
-        """Process of the server. None if another process has started the server."""
+        """Process of the fork server. None if another process has started the fork server."""
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the server sends an event or ends."""
+        """Return a descriptor that becomes readable when the fork server sends an event or ends."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, output: int) -> None:
@@ -59,7 +59,7 @@ class ForkServerClient:
         _ranks.add((id(self), key))
         try:
             socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
-        except ConnectionError:  # the server may have sent an error event before
+        except ConnectionError:  # the fork server may have sent an error event before
             while True:
                 self._next_event()
 
@@ -101,7 +101,7 @@ class ForkServerClient:
     def _next_event(self) -> dict[str, int]:
         try:
             packet = self._socket.recv(fork_server.MAX_PACKET)
-        except ConnectionResetError:  # the server ended with requests unread, but its last events can still be read
+        except ConnectionResetError:  # the fork server ended with unread requests; its last events can be read
             packet = self._socket.recv(fork_server.MAX_PACKET)
         if not packet:
             raise self._ended()
@@ -113,7 +113,7 @@ class ForkServerClient:
     def _ended(self) -> Exception:
         """Return the error for a server that ended without an error event."""
         exitcode = None
-        if self._process is not None and _owned is not None:  # else this process ends the server without a wait
+        if self._process is not None and _owned is not None:  # else this process ends the fork server without a wait
             with contextlib.suppress(subprocess.TimeoutExpired):
                 exitcode = self._process.wait(1.0)
         if exitcode in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
@@ -131,29 +131,29 @@ class ForkServerClient:
 @dataclass
 class _Owned:
     process: subprocess.Popen[bytes] | None
-    """Process of the server. None if the previous owner has started the server."""
+    """Process of the fork server. None if the previous owner has started the fork server."""
     control: socket.socket
 
     def has_ended(self) -> bool:
-        """Return True if the server has ended. The control socket may tell a little late during a fork."""
+        """Return True if the fork server has ended. The control socket may tell a little late during a fork."""
         if self.process is not None and self.process.poll() is not None:
             return True
-        return bool(wait([self.control], 0))  # readable only at its end, since the server sends nothing
+        return bool(wait([self.control], 0))  # readable only at its end, since the fork server sends nothing
 
 
 _ranks: set[tuple[int, int]] = set()
 """Client's ID and key of each rank whose exit no client has received."""
 _owned: _Owned | None = None
 _hand_over: str | None = None
-"""Name of the abstract socket at which the next owner finds the server. None without a hand-over."""
+"""Name of the abstract socket at which the next owner finds the fork server. None without a hand-over."""
 _imported_ahead: list[str] = []
 _lock = threading.Lock()
 
 
 def connect(start_method: str = "forkserver") -> ForkServerClient:
-    """Return a new client of this process's fork server, and start the server if it does not run.
+    """Return a new client of this process's fork server, and start the fork server if it does not run.
 
-    A running server answers in milliseconds. Otherwise the first rank waits for the server's imports.
+    A running server answers in milliseconds. Otherwise the first rank waits for the fork server's imports.
 
     Args:
         start_method: `forkserver` forks ranks. `spawn` starts ranks as fresh interpreters, which import all modules.
@@ -185,8 +185,8 @@ def import_ahead(module: str) -> None:
 def hand_over(key: str) -> None:
     """Let this process's fork server survive a kill of this process, for the successor that its parent starts.
 
-    The successor calls this function with the same key, and finds the server with its imports done. Without a successor
-    the server ends after a minute. The server ends at once if the parent ends or this process exits normally.
+    The successor calls this function with the same key, and finds the fork server with its imports done. Without a
+    successor the fork server ends after a minute, or at once if the parent ends or this process exits normally.
 
     Without a hand-over, a gang whose worker was killed needs 15 times as long to resume after the new worker registers.
 
@@ -204,14 +204,14 @@ def shutdown() -> None:
     with _lock:
         ended, _owned = _owned, None
         if ended is not None:
-            with ended.control, contextlib.suppress(OSError):  # the server may have ended
+            with ended.control, contextlib.suppress(OSError):  # the fork server may have ended
                 ended.control.send(fork_server.END)
                 if _ranks:  # a server without ranks may be busy with imports: no wait, just the kill below
                     ended.control.settimeout(END_TIMEOUT)
-                    ended.control.recv(1)  # returns at the server's end
+                    ended.control.recv(1)  # returns at the fork server's end
             _ranks.clear()
             if ended.process is not None:
-                ended.process.kill()  # the server has ended its ranks, or is suspended
+                ended.process.kill()  # the fork server has ended its ranks, or is suspended
                 ended.process.wait()
 
 
@@ -222,7 +222,7 @@ def _shutdown_at_exit() -> None:
 
 
 def _let_go() -> None:
-    """Close a forked child's copy of the control socket. Otherwise the server would live until the child's end, too."""
+    """Close a forked child's copy of the control socket. Otherwise the fork server would outlive this process."""
     global _owned, _lock
     if _owned is not None:
         _owned.control.close()
@@ -233,7 +233,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _running() -> _Owned:
-    """Return this process's fork server, and start the server if it does not run. The caller holds the lock."""
+    """Return this process's fork server, and start the fork server if it does not run. The caller holds the lock."""
     global _owned
     if _owned is None or _owned.has_ended():
         control = _inherit()

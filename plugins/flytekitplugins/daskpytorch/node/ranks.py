@@ -13,11 +13,11 @@ from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 TAIL_LINES = 40
-"""Most lines of a rank's log in an error."""
+"""Maximum number of lines of a rank's log in an error."""
 TAIL_SIZE = 16 << 10
-"""Most characters of a rank's log in an error."""
+"""Maximum number of characters of a rank's log in an error."""
 MAX_LINE = 64 << 10
-"""Most characters of a line. A longer line becomes several lines of this size."""
+"""Maximum number of characters of a line. A longer line becomes several lines of this size."""
 
 
 class Lines:

@@ -12,7 +12,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
-"""Least limit of open files that a driver requests, for gangs side by side. Many systems begin with 1,024."""
+"""Minimum limit of open files that a driver requests, for gangs side by side. Many systems begin with 1,024."""
 OTHERS = 256
 """Open files of a driver in addition to its agents' connections: libraries, storage, checkpoints, user code."""
 

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 CHUNK = 1 << 20
-"""Most bytes per read from a connection."""
+"""Maximum number of bytes per read from a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)

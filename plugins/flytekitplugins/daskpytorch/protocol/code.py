@@ -29,11 +29,13 @@ from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Most bytes of a sent file other than code, from a package or beside a script. Data belongs in storage."""
+"""Maximum number of bytes of a sent file other than code, from a package or beside a script. Data belongs in
+storage."""
 MAX_BESIDE_BYTES = 4 << 20
-"""Most bytes, in total, of sent files other than code beside a script or another module without a package."""
+"""Maximum number of bytes, in total, of sent files other than code beside a script or another module without a
+package."""
 MAX_LEFT = 1000
-"""Most files in `Code.left`."""
+"""Maximum number of files in `Code.left`."""
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}

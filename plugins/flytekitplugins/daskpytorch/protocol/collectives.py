@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_COLLECTIVES = 32
-"""Most collectives that a rank reports, the newest. Ranks that differ stop at once, or a few collectives later."""
+"""Maximum number of collectives that a rank reports, the newest. Ranks that differ stop at once, or a few collectives
+later."""
 
 Shape = tuple[int, ...]
 

@@ -20,9 +20,10 @@ from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 MAX_TEXT = 32 << 10
-"""Most characters of an exception's message, and of its traceback."""
+"""Maximum number of characters of an exception's message, and of its traceback."""
 MAX_PICKLED = 1 << 20
-"""Most bytes of a pickled exception. The driver gets only the text of a larger exception, which may hold a batch."""
+"""Maximum number of bytes of a pickled exception. The driver gets only the text of a larger exception, which may hold a
+batch."""
 CONSEQUENCES = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
     r"|remote process|store->|tcpstore|timed out (after|waiting)",

@@ -17,7 +17,7 @@ from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
-"""Most bytes of one read, so that all peers get their turn."""
+"""Maximum number of bytes of one read, so that all peers get their turn."""
 
 
 class Frames:

@@ -26,7 +26,7 @@ STOPPED = 143
 DUMP_SIGNAL = signal.SIGQUIT
 """Signal on which a rank writes its main thread's stack to a file, as a Java VM does. Users may send it by hand."""
 MAX_STACKS = 64 << 10
-"""Most bytes of a rank's stacks."""
+"""Maximum number of bytes of a rank's stacks."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
 """Environment variable that, as a rule, only a Dask nanny sets."""
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -53,7 +53,7 @@ class Job:
     devices: Literal["own", "all"] = "own"
     """GPUs visible to a rank: its own, or all GPUs of its worker."""
     max_restarts: int = 0
-    """Most restarts of the gang, for user code that reads torchrun's variable."""
+    """Maximum number of restarts of the gang, for user code that reads torchrun's variable."""
     checkpoint: CheckpointFile | None = None
     """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
     sharding: Sharding | None = None

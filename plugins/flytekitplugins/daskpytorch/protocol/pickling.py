@@ -21,7 +21,7 @@ import cloudpickle
 from flytekitplugins.daskpytorch.protocol import driver_objects
 
 LARGE = 1 << 20
-"""Least bytes of an array or a tensor whose memory may stay outside the pickle."""
+"""Minimum number of bytes of an array or a tensor whose memory may stay outside the pickle."""
 
 
 def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], object] | None = None) -> bytes:

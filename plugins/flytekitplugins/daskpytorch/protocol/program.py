@@ -19,10 +19,11 @@ import psutil
 from flytekitplugins.daskpytorch.protocol import pickling
 
 MAX_SPARE_PART = 256 << 10
-"""Most bytes of each pickled class in `Program.spare_parts`."""
+"""Maximum number of bytes of each pickled class in `Program.spare_parts`."""
 STREAMS = ("stdout", "stderr")
 FIRST_OWN_SEED = 1 << 32
-"""Least seed that counts as drawn by torch itself. Torch's seeds have 53 random bits: one in two million is smaller."""
+"""Minimum seed that counts as drawn by torch itself. Torch's seeds have 53 random bits: one in two million is
+smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ NUM_MOVES = struct.Struct("!Q")
 """A rank's number of signs of life so far. Its agent reads this report for the heartbeat, and recognises the report by
 its size. All pickled reports are longer."""
 MAX_TOGETHER = 1 << 14
-"""Most bytes of small reports in one message. Larger messages would fill the driver's queues and save little time."""
+"""Maximum number of bytes of small reports in one message. Larger messages would fill the driver's queues and save
+little time."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PIECE_SIZE = 1 << 20
 """Bytes of a piece. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
-"""Most bytes of a pickled return value that travels within `reports.Returned`, without pieces."""
+"""Maximum number of bytes of a pickled return value that travels within `reports.Returned`, without pieces."""
 
 
 @dataclass(frozen=True)

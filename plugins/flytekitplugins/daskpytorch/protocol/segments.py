@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PIECE_SIZE = 1 << 20
-"""Most bytes of one read from a connection."""
+"""Maximum number of bytes of one read from a connection."""
 Segment = tuple[int, int]
 """Start and size of a part in a file, in bytes. Starts are multiples of the page size."""
 

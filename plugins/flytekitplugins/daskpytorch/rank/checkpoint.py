@@ -39,7 +39,7 @@ SHARDED = (
 )
 """Modules and names of sharded tensor types."""
 LARGE = 1 << 20
-"""Least bytes of a write whose digest a second thread computes."""
+"""Minimum number of bytes of a write whose digest a second thread computes."""
 T = TypeVar("T")
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MAX_DRAIN = 1.0
-"""Most seconds that a prompt waits for the rank's earlier output to be shown."""
+"""Maximum number of seconds that a prompt waits for the rank's earlier output to be shown."""
 HOST = "127.0.0.1"
 """Address at which an editor attaches. Only the loopback address: a client of the port can run any code."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_SIZE = 5_000_000_000
-"""Most bytes of one file's tensors, as in Hugging Face's tools."""
+"""Maximum number of bytes of one file's tensors, as in Hugging Face's tools."""
 
 
 def export_safetensors(

@@ -18,7 +18,7 @@ from pathlib import Path
 PR_SET_PTRACER = 0x59616D61
 """Option of `prctl` that lets py-spy, a child, trace the rank. Yama's ptrace_scope 1 allows only ancestors."""
 MAX_COMPLAINT = 500
-"""Most characters of py-spy's error output that the user gets."""
+"""Maximum number of characters of py-spy's error output that the user gets."""
 NEEDS = 'needs py-spy where the ranks run: pip install "flytekitplugins-daskpytorch[profile]"'
 
 

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Co
 from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)
-"""Least timeout of a gloo group whose members are reported. A program may expect shorter timeouts to expire."""
+"""Minimum timeout of a gloo group whose members are reported. A program may expect shorter timeouts to expire."""
 HOOK = 0x6461736B
 """Number of this module's abort hook among a backend's hooks. Torch's own hooks have small numbers."""
 

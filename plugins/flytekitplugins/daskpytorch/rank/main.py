@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 END_GRACE = 10.0
-"""Most seconds after the rank's function for threads, executors, child processes and exit functions to end."""
+"""Maximum number of seconds after the rank's function for threads, executors, child processes and exit functions to
+end."""
 FLUSH_SHARE = 0.6
 """Share of the grace period, from 0 to 1, in which an ending rank may finish writing its newest checkpoint."""
 

@@ -14,13 +14,13 @@ from flytekitplugins.daskpytorch.protocol.reports import Hint, Spent
 from flytekitplugins.daskpytorch.rank.hints import of_loss
 
 INTERVAL = 0.2
-"""Most seconds that a record of rank 0 waits. A rank that is killed loses its waiting records."""
+"""Maximum number of seconds that a record of rank 0 waits. A rank that is killed loses its waiting records."""
 INTERVAL_OF_OTHERS = 1.0
-"""Least limit, in seconds, for the wait of other ranks' records, which no display shows at once."""
+"""Minimum limit, in seconds, for the wait of other ranks' records, which no display shows at once."""
 MAX_MESSAGES = 500
-"""Most messages of all other ranks together per second, for the driver to read."""
+"""Maximum number of messages of all other ranks together per second, for the driver to read."""
 MAX_WAITING = 1 << 10
-"""Most records that wait. With more, the logging thread sends them itself, and so waits for the agent."""
+"""Maximum number of records that wait. With more, the logging thread sends them itself, and so waits for the agent."""
 
 
 def interval_of(rank: int, world_size: int) -> float:

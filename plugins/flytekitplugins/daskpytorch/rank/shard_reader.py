@@ -35,16 +35,16 @@ from flytekitplugins.daskpytorch.rank.tensor_kinds import check_fillable
 NUM_READERS = 8
 """Number of ranges that threads read and convert to tensors in parallel."""
 MAX_RANGE = 4 << 20
-"""Most bytes of a range with several items. A single item may be larger."""
+"""Maximum number of bytes of a range with several items. A single item may be larger."""
 PIECE, NUM_LARGE = 8 << 20, 2
 """Threshold in bytes for large items, which are read in pieces of this size, and number of large items read in
 parallel."""
 MAX_GAP = 64 << 10
-"""Most bytes between two items of one range. Reading these bytes costs less than another request."""
+"""Maximum number of bytes between two items of one range. Reading these bytes costs less than another request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry of a failed read."""
 MAX_TOLD = 8
-"""Most keys of each kind that an error names."""
+"""Maximum number of keys of each kind that an error names."""
 T = TypeVar("T")
 
 

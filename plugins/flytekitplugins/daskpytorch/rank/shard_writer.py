@@ -28,9 +28,9 @@ NUM_WRITERS = 2
 """Number of parts written at the same time. With four, two ranks on the host of their S3 server took 1.5 times as long.
 """
 SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
-"""Least bytes per part: the first while parts are at most `NUM_WRITERS`, the second with more parts."""
+"""Minimum number of bytes per part: the first while parts are at most `NUM_WRITERS`, the second with more parts."""
 CHUNK = 8 << 20
-"""Most bytes of one write to storage. A remote file holds the bytes in memory until they are sent."""
+"""Maximum number of bytes of one write to storage. A remote file holds the bytes in memory until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry of a part's write."""
 

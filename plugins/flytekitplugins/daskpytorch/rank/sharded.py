@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_TOLD = 8
-"""Most keys that a log line names."""
+"""Maximum number of keys that a log line names."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 
 INTERVAL = 2.0
-"""Least seconds between two samples of a rank."""
+"""Minimum number of seconds between two samples of a rank."""
 MAX_SAMPLES = 200
-"""Most samples of all ranks together per second, for the driver to read."""
+"""Maximum number of samples of all ranks together per second, for the driver to read."""
 
 
 @dataclass(slots=True)

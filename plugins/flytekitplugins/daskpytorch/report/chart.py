@@ -12,9 +12,9 @@ MAX_VALUE = 1e200
 """Largest absolute value that can be drawn."""
 NUM_COLOURS = 8
 NUM_ROWS = 12
-"""Most rows of a chart's table, counted separately for short lines and for all lines."""
+"""Maximum number of rows of a chart's table, counted separately for short lines and for all lines."""
 WIDE_RANGE = 100.0
-"""Least ratio of the largest to the smallest value for a logarithmic axis."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 MAX_MARKS = 100
 Points = list[tuple[float, float]]
 

@@ -3,7 +3,7 @@
 import operator
 
 MAX_POINTS = 2_000
-"""Most points of a curve. Longer curves are thinned."""
+"""Maximum number of points of a curve. Longer curves are thinned."""
 Point = tuple[int, float, float]
 """A point: step, x and y."""
 

@@ -9,9 +9,9 @@ from importlib.resources import files
 from flytekitplugins.daskpytorch.process.streams import one_line
 
 MAX_NAME = 60
-"""Most characters of a metric's name."""
+"""Maximum number of characters of a metric's name."""
 MAX_TEXT = 20_000
-"""Most characters of a text. A longer text loses its middle."""
+"""Maximum number of characters of a text. A longer text loses its middle."""
 URL = re.compile(r"https?://[^\s<>\"']+")
 ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
 

@@ -8,11 +8,11 @@ from flytekitplugins.daskpytorch.report.html import element, text_of, whole
 from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
 
 MAX_EVENTS = 300
-"""Most events that are shown. Of more, the first and the last half of this number are shown."""
+"""Maximum number of events that are shown. Of more, the first and the last half of this number are shown."""
 MAX_TEXT = 300
-"""Most characters of an event's text that are shown."""
+"""Maximum number of characters of an event's text that are shown."""
 MAX_DETAIL = 1_000
-"""Most characters of an event's detail that are shown, from its end."""
+"""Maximum number of characters of an event's detail that are shown, from its end."""
 MAX_SPANS = 400
 NUM_TICKS = 5
 NARROW = 4.0

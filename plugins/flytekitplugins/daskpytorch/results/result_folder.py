@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import IO
 
 MAX_FOLDERS = 100
-"""Most folders in a path. Functions that upload and remove folders recurse once per folder, at most 1,000 times."""
+"""Maximum number of folders in a path. Functions that upload and remove folders recurse once per folder, at most 1,000
+times."""
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
     *(errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT),

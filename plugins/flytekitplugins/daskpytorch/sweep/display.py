@@ -21,11 +21,11 @@ from flytekitplugins.daskpytorch.process.streams import one_line, without_secret
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 COUNT_INTERVAL = 5.0
-"""Least seconds between two plain lines with the number of ended models."""
+"""Minimum number of seconds between two plain lines with the number of ended models."""
 MAX_LABEL = 48
-"""Most characters of an experiment in its line."""
+"""Maximum number of characters of an experiment in its line."""
 MIN_TOTAL = 1.0
-"""Least seconds of a model's training whose goodput is shown."""
+"""Minimum number of seconds of a model's training whose goodput is shown."""
 
 
 class SweepDisplay:

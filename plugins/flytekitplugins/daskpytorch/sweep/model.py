@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
 MAX_SHOWN = 100
-"""Most characters of an experiment in a future's representation."""
+"""Maximum number of characters of an experiment in a future's representation."""
 
 
 class ModelFuture(GangFuture):

@@ -32,11 +32,12 @@ CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
 """Number of files that are read at the same time."""
 MAX_COMPARED = 1 << 16
-"""Most bytes of a pickled argument of a partial function. Larger arguments are not compared between calls."""
+"""Maximum number of bytes of a pickled argument of a partial function. Larger arguments are not compared between
+calls."""
 RETRY_AFTER = (1.0, 2.0, 4.0)
 """Seconds before each new attempt to write an outcome."""
 MAX_TOLD = 3
-"""Most differences between two calls that an error names."""
+"""Maximum number of differences between two calls that an error names."""
 ABSENT = object()
 
 

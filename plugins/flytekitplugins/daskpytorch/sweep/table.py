@@ -17,9 +17,9 @@ from flytekitplugins.daskpytorch.report.html import shared
 STATUSES = ("training", "failed", "finished", "stopped early", "cancelled", "waiting")
 """States of a model, most interesting first."""
 MAX_ROWS = 100
-"""Most models in a notebook's table."""
+"""Maximum number of models in a notebook's table."""
 MAX_CELL = 60
-"""Most characters of a cell."""
+"""Maximum number of characters of a cell."""
 REFRESH = 0.5
 """Seconds between two updates of a notebook's table."""
 

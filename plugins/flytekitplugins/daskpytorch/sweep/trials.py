@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MAX_NAMES = 20
-"""Most metrics in the notice of a missing metric."""
+"""Maximum number of metrics in the notice of a missing metric."""
 MODEL = "model"
 """Name of a trial's attribute with the model's index."""
 TAG = "daskpytorch"

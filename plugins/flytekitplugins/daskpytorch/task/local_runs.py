@@ -43,7 +43,7 @@ OURS = re.compile(
 MAX_AGE = 14 * 86_400.0
 """Seconds from a run's last checkpoint to the removal of its folder: two weeks."""
 MAX_BYTES = 10 << 30
-"""Most bytes of all runs together. Above, the oldest runs are removed."""
+"""Maximum number of bytes of all runs together. Above, the oldest runs are removed."""
 
 
 class LocalRun:
