@@ -77,7 +77,7 @@ class ImageCache:
         return self._folder / name[:2] / name
 
     def _make_room(self) -> None:
-        """Remove the files that were used longest ago, if there are too many. Other processes may do the same."""
+        """Remove the files that were used longest ago, if the cache is too large. Other processes may do the same."""
         found: list[tuple[float, int, str]] = []
         for shelf in os.scandir(self._folder):
             if shelf.is_dir():

@@ -17,7 +17,7 @@ MAX_WAITING = 10_000
 INTERVAL = 2.0
 """Minimum number of seconds between two flushes of the tracker."""
 STALL = 10.0
-"""Timeout, in seconds, for a silent server at the end. The rest of the queue is then dropped."""
+"""Timeout, in seconds, at the end for a server that cannot be reached. The rest of the queue is then dropped."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
 """First and longest pause, in seconds, before another attempt to reach a server."""
 
@@ -83,8 +83,8 @@ class Feeder:
     def end(self, job: Job, limit: float) -> None:
         """Queue the last job and wait for the end of the thread. Only the first call counts.
 
-        Returns after `limit` seconds at the latest, or when the server has been silent for `STALL` seconds. A notice
-        gives the number of jobs that were dropped or late.
+        Returns after `limit` seconds at the latest. Returns earlier if the newest call failed with a `ConnectionError`
+        and no job has ended for `STALL` seconds. A notice gives the number of jobs that were dropped or late.
         """
         if not self.is_feeding:
             return

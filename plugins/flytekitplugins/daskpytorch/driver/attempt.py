@@ -130,7 +130,7 @@ class Attempt:
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
     """Newest collectives of each rank that failed or answered a `Locate` order. None: no flight record."""
     standing: set[int] = field(default_factory=set)
-    """Ranks without a new collective for some seconds."""
+    """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
     """Time to send a `Locate` order after a failure that a collective may have caused."""
     stillness: Stillness | None = None

@@ -76,8 +76,9 @@ class Training:
     index: int | None = None
     """Index of the model in its `dispatch.map`, from 0. None outside of `dispatch.map`."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """The task's inputs, the function's arguments or the model's experiment: numbers, strings and booleans. Values with
-    the name of a secret are left out."""
+    """The task's inputs, the function's arguments or the model's experiment, as numbers, strings, booleans and None.
+    A dataclass is replaced by its fields, and a long collection by its length, as `num_<name>`. Other values become
+    strings. A value with the name of a secret is `(hidden)`."""
     link: str | None = None
     """Address of the execution in Flyte's console."""
 
@@ -212,7 +213,11 @@ class Observer:
         """Called with a line that a user should read."""
 
     def ended(self, error: Exception | None) -> None:
-        """Called when all ranks are gone, with the error of a failed gang."""
+        """Called when all ranks are gone, with None if all ranks' functions have returned.
+
+        Otherwise the argument is the error that ended the gang. The error need not be a failure: it may be a
+        `StoppedEarlyError`, a `GangCancelledError` or a `PreemptedError`.
+        """
 
 
 class Observers:

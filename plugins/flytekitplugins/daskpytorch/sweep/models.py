@@ -221,7 +221,7 @@ class ModelFutures(Futures[ModelFuture]):
         return True
 
     def _restore(self, model: Model) -> None:
-        """Restore a completed model's records and result from storage."""
+        """Settle a completed model with the records and the result that were read from storage."""
         if (kept := model.kept) is not None:
             self._sweep.recall(model)
             model.log.cut(kept.records)
