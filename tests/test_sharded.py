@@ -224,7 +224,7 @@ def test_where_none_is_whole_and_nothing_was_changed_the_start_is_fresh(
 def test_where_none_is_whole_and_the_state_was_changed_that_is_an_error(tmp_path: Path) -> None:
     entry = Rank(tmp_path).save(state(1.0), 1)
     do_harm(entry, "changed")
-    with pytest.raises(OSError, match="the state has been changed"):
+    with pytest.raises(OSError, match="has changed the state"):
         Rank(tmp_path, [entry]).checkpoints.load(state())
 
 
