@@ -156,7 +156,7 @@ def look_at_files(files: Mapping[str, Path], folder: Path, widths: Sequence[int]
 
 
 def _report_in(dom: str) -> Any:
-    """What a page says of itself."""
+    """Return the report that a page wrote into its own DOM."""
     found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
     assert found, dom[-2000:]
     return json.loads(html.unescape(found[1]))

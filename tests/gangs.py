@@ -26,7 +26,7 @@ from processes import nothing_left_behind
 
 
 class Notes(Observer):
-    """What was said of a gang, by whom ever."""
+    """Keeps the notes of a gang, and the steps of its checkpoints and restarts."""
 
     def __init__(self) -> None:
         self.kept_steps: list[int] = []
@@ -105,7 +105,7 @@ class Logged(Link):
 
 
 def order_for(**job: Any) -> RankOrder:
-    """What the only rank of a gang is told."""
+    """Return the order for the only rank of a gang."""
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
     [[place]] = place_ranks([node], 1)
     return RankOrder(

@@ -69,7 +69,7 @@ def committed(profile: str) -> Any:
 
 
 KINDS = {"1": ("task", TaskSpec), "2": ("workflow", WorkflowSpec), "3": ("launch plan", LaunchPlan)}
-"""What is in a file of a package, by the end of its name."""
+"""Kind and message type of a file in a package, by the last character of its name."""
 LEFT_OUT = {"description", "resourceType", "runtime"}
 """Docstrings, what a name is of, and the version of flytekit."""
 WRAPPERS = {"promise", "primitive", "scalar", "simple", "stringValue", "type", "value", "variables"}

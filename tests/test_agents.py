@@ -29,7 +29,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture
 def calls() -> list[Call]:
-    """What the gang's thread is to call."""
+    """The calls that wait for the gang's thread."""
     return []
 
 

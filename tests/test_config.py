@@ -342,7 +342,7 @@ PODS = {"image": st.sampled_from([None, "image:v1"]), "requests": RESOURCES, "li
 
 
 def tried(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What comes of it, or the text of the refusal."""
+    """Return the result of a call and "", or None and the text of the refusal."""
     try:
         return call(), ""
     except ValueError as error:
@@ -350,7 +350,7 @@ def tried(call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def built(kind: Any, values: dict[str, Any]) -> Any | None:
-    """What is made of them, or None where they are refused, as they should be."""
+    """Return the config of these values, or None if the config refuses them with a `ValueError`."""
     made, refusal = tried(lambda: kind(**values))
     if refusal:
         named = re.findall(r"(?:^|; )[\w.]+\((\w+)", refusal)

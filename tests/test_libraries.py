@@ -1,4 +1,4 @@
-"""What libraries that guess their place in the world are told; test_libraries_integration.py has what they refuse."""
+"""Libraries that guess rank and world size get the gang's. test_libraries_integration.py has the refusals."""
 
 from __future__ import annotations
 

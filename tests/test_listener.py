@@ -65,7 +65,7 @@ def dial(ear: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[]
 
 
 def heard(events: queue.SimpleQueue[Call]) -> Any:
-    """What has happened next, as `Heard` has it."""
+    """Return the next call of the listener, as a record of `Heard`."""
     return events.get()()
 
 

@@ -33,7 +33,7 @@ STOPPED = StoppedEarlyError("experiment 0 was stopped early", epoch=2, metric="l
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Of what Optuna and we warn of, only what a test expects."""
+    """Turn off Optuna's and our own warnings, except those that a test expects."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():

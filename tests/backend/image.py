@@ -31,7 +31,7 @@ NODE = ("--read-only", "--tmpfs", "/tmp:exec", "--network", "none", "--cap-drop"
 
 
 def is_docker_there() -> bool:
-    """Whether its daemon answers."""
+    """Return True if Docker's daemon answers."""
     try:
         return subprocess.run(["docker", "info"], capture_output=True, timeout=60, check=False).returncode == 0
     except FileNotFoundError:
