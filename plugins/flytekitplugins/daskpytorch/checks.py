@@ -164,7 +164,7 @@ COUNT = whole(1)
 SECONDS = must_be(f"seconds above 0 and at most {MAX_SECONDS}", is_seconds)
 BOOLEAN = must_be("True or False", lambda value: isinstance(value, bool))
 KEY = must_be(
-    "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
+    "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', without '.' or '-' at the beginning",
     lambda value: isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None,
 )
 """Rule for parts of paths and names."""

@@ -176,8 +176,8 @@ class RankWorker:
 def _check_coming(key: Key, state: str | None) -> None:
     if state is None:
         raise LookupError(
-            f"Dask knows partition {key!r} no more. Either what was scattered, and not computed, was lost with its "
-            "worker; or the driver closed its client, or released the futures, before the gang had ended."
+            f"Dask no longer knows partition {key!r}. Likely causes: the partition was scattered data, which were lost "
+            "with their worker, or the driver closed its client or released the futures before the gang had ended."
         )
     if state == "erred":
         raise LookupError(
