@@ -62,7 +62,7 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "start_timeout", [0, -3.5, float("nan"), float("inf"), "600"], SECONDS),
     (Gang, "grace_period", [0, None, float("nan")], SECONDS),
     (Gang, "hang_timeout", [0, True, 1e-9, float("inf")], "'auto', None or seconds from 0.1 to 1209600"),
-    (Gang, "key", ["", "../other", 7], "None or up to 100 of the characters"),
+    (Gang, "key", ["", "../other", 7], "None, up to 100 of the characters"),
     (Gang, "keep", [3, None], "a Keep"),
     (Gang, "profile", [(1, 2)], "None or a Profile"),
     (Gang, "checkpoint_uri", NO_URIS, A_URI),

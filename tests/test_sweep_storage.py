@@ -287,7 +287,7 @@ def test_classes_go_by_reference_where_that_is_possible() -> None:
     [
         ({"storage": 5}, r"storage=5\): must be None, a folder or a URL"),
         ({"storage": ""}, r"storage=''\): must be"),
-        ({"storage": "kept", "name": "a/b"}, r"name='a/b'\): must be None or up to 100"),
+        ({"storage": "kept", "name": "a/b"}, r"name='a/b'\): must be None, up to 100"),
         ({"name": "grid"}, r"name='grid'\): must be None without storage"),
     ],
 )
