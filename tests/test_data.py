@@ -57,8 +57,12 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
             },
             r"\(decoder='cv2'\): .*\(on_error='ignore'.*\(max_pixels=0\).*num_connections=0.*timeout=0.*num_retries=-1",
         ),
-        (("b",), {"storage_options": {"kee": 1, "client_kwargs": {"verify": False}}}, "has kee, verify: known are"),
-        (("b",), {"storage_options": {"key": "k"}}, "one of key and secret"),
+        (
+            ("b",),
+            {"storage_options": {"kee": 1, "client_kwargs": {"verify": False}}},
+            "has kee, verify, which is unknown. Known are",
+        ),
+        (("b",), {"storage_options": {"key": "k"}}, "only one of key and secret"),
     ],
 )
 def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:
@@ -90,7 +94,7 @@ def test_an_unreachable_server_is_no_broken_picture(index: Path) -> None:
 
 
 def test_an_unknown_profile_is_named(index: Path) -> None:
-    with pytest.raises(ValueError, match=r"\(nope\) could not be found: add it to ~/.aws/config"):
+    with pytest.raises(ValueError, match=r"\(nope\) could not be found: add the profile to ~/.aws/config"):
         data.S3ImageFolder("b", "p", storage_options={"profile": "nope"}, endpoint_url="http://127.0.0.1:1")
 
 

@@ -158,7 +158,7 @@ def test_a_scheduler_that_never_answers_is_a_problem() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         [finding] = doctor.examine_cluster(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=0.5)
     assert (finding.what, finding.verdict) == ("scheduler", "problem")
-    assert "says nothing for 0.5 s" in finding.value
+    assert "did not answer as a scheduler within 0.5 s" in finding.value
 
 
 # ---- The command

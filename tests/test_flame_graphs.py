@@ -61,7 +61,7 @@ def test_command_says_whether_there_is_such_a_rank(
     assert __main__.main(["profile", "--rank", "3", "--seconds", "7", "--scheduler", "tcp://s:1"]) == exit_code
     assert asked == [(3, 7, "tcp://s:1")]
     told = "".join(capsys.readouterr())
-    assert ("there is no rank 3" in told) == (count == 0)
+    assert ("has a running rank 3" in told) == (count == 0)
     assert "on the workers of tcp://s:1" in told
 
 

@@ -284,7 +284,7 @@ def without_torchcodec(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-SAID = "torchcodec does not decode pictures here, so torchvision does: "
+SAID = "torchvision decodes the pictures, since torchcodec cannot: "
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("no torchcodec"), RuntimeError("undefined symbol: _ZN2at4")])

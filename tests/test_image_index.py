@@ -48,7 +48,7 @@ def test_parts_of_the_data_are_not_taken_for_classes() -> None:
 
 
 def test_a_folder_without_pictures_is_an_error_that_says_what_is_there() -> None:
-    with pytest.raises(FileNotFoundError, match=r"Looked for s3://b/p/CLASS/PICTURE .* no object at all"):
+    with pytest.raises(FileNotFoundError, match=r"Looked for s3://b/p/CLASS/PICTURE .* no object whose key"):
         index()
     with pytest.raises(FileNotFoundError, match=r"2 x file that is no picture by its name \(such as p/cat/a.txt\)"):
         index("p/cat/a.txt", "p/cat/b.csv")
@@ -65,7 +65,7 @@ def test_an_index_survives_its_file(tmp_path: Path) -> None:
 def test_another_file_is_no_index(tmp_path: Path, content: str) -> None:
     path = tmp_path / "index.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"index.json is not an index of a folder of pictures \(.*Delete it"):
+    with pytest.raises(ValueError, match=r"index.json is not an index of a folder of pictures \(.*Delete the file"):
         ImageIndex.load(path)
 
 

@@ -277,8 +277,8 @@ def test_dispatch_says_that_it_does_not_heed_the_variable_of_tasks(
     monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
     dispatch.run(mock.create_autospec(Client, instance=True), train, steps=1).result()
     assert (
-        "DASKPYTORCH_RESUME=1 has no effect on dispatch.run outside a task: with Gang(checkpoint_uri=...) a call goes "
-        "on from what an earlier one has left there\n"
+        "DASKPYTORCH_RESUME=1 has no effect on dispatch.run outside a task. To go on from an earlier call, give "
+        "both calls the same Gang(checkpoint_uri=...)\n"
     ) in capsys.readouterr().err
 
 

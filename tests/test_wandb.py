@@ -372,7 +372,7 @@ def test_wandb_that_cannot_be_asked_costs_a_line(
 ) -> None:
     monkeypatch.setattr(wandb_answers, "TIMEOUT", 0.01)
     assert settings().mode == "offline"
-    assert "wandb could not be asked" in capsys.readouterr().err
+    assert "wandb's settings could not be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from flytekitplugins.daskpytorch import doctor, flame_graphs
 from flytekitplugins.daskpytorch.doctor import Finding
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
 
@@ -34,28 +35,42 @@ def _profile(words: Sequence[str]) -> int:
     """Request a flame graph, and return the exit code: 0 if a rank has taken the request, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m flytekitplugins.daskpytorch profile",
-        description="Has py-spy watch a rank of the gangs that run on this machine, or on a Dask cluster, and draw "
-        "where its time went. The flame graph is among its gang's results, as profiles/rank-0-flame-graph-....svg, and "
-        "the gang says so. Exit code 1 if there is no such rank.",
+        description="Records a flame graph of a running rank with py-spy, on this machine or on a Dask cluster. The "
+        "picture is stored among the gang's results, as profiles/rank-0-flame-graph-....svg, and the gang's log names "
+        "it. Exit code 1 if no such rank runs.",
     )
-    parser.add_argument("--rank", type=int, default=0, help="whose (default: 0)")
+    parser.add_argument("--rank", type=int, default=0, help="rank to record (default: 0)")
     parser.add_argument(
-        "--seconds", type=int, default=10, choices=range(1, 601), metavar="1...600", help="for how long (default: 10)"
+        "--seconds",
+        type=int,
+        default=10,
+        choices=range(1, 601),
+        metavar="1...600",
+        help="length of the recording, in seconds (default: 10)",
     )
-    _add_scheduler(parser, "a rank on the workers of this Dask scheduler")
+    _add_scheduler(parser, "record a rank on the workers of this Dask scheduler")
     options = parser.parse_args(words)
     try:
         count = flame_graphs.ask(options.rank, options.seconds, options.scheduler)
-    except (OSError, TimeoutError) as error:
-        print(f"the scheduler at {options.scheduler} does not answer: {error}", file=sys.stderr)
+    except (OSError, GangStartError) as error:
+        print(
+            f"the scheduler at {options.scheduler} does not answer: {error}. Check the address, and the scheduler's "
+            "log.",
+            file=sys.stderr,
+        )
         return 1
     where = f"on the workers of {options.scheduler}" if options.scheduler else "on this machine"
     if count == 0:
-        print(f"there is no rank {options.rank} of this user's {where}", file=sys.stderr)
+        print(
+            f"no gang of this user has a running rank {options.rank} {where}. Start the command while the gang trains; "
+            "for ranks on a Dask cluster, give --scheduler ADDRESS.",
+            file=sys.stderr,
+        )
         return 1
     gangs = "1 gang" if count == 1 else f"{count} gangs"
     print(
-        f"rank {options.rank} of {gangs} {where} is watched for {options.seconds} s, and its log says what comes of it"
+        f"py-spy records rank {options.rank} of {gangs} {where} for {options.seconds} s. The gang's log then names the "
+        "flame graph, or the error."
     )
     return 0
 
@@ -72,21 +87,25 @@ def _add_scheduler(parser: argparse.ArgumentParser, what: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flytekitplugins.daskpytorch",
-        description="Looks for what would keep ranks from training, on this machine and on a Dask cluster: versions, "
-        "GPUs, commands, addresses; and has two ranks meet. Exit code 1 if there is a problem.",
+        description="Checks whether gangs can train on this machine and on a Dask cluster: versions, GPUs, commands, "
+        "addresses, and a test gang of two ranks. Exit code 1 if there is a problem.",
     )
-    _add_scheduler(parser, "also look at the cluster of this Dask scheduler")
+    _add_scheduler(parser, "also check the cluster of this Dask scheduler")
     parser.add_argument(
-        "--no-gang", dest="gang", action="store_false", help="do not have two ranks meet, which takes seconds"
+        "--no-gang", dest="gang", action="store_false", help="skip the test gang of two ranks, which takes seconds"
     )
     parser.add_argument(
         "--timeout",
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="for two ranks to meet, and, at most 10, for a scheduler to answer (default: 60)",
+        help="timeout for the test gang, and, up to 10 s, for the scheduler's answer (default: 60)",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list of what, value, verdict and advice")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the findings as a JSON list of objects with what, value, verdict and advice",
+    )
     return parser
 
 

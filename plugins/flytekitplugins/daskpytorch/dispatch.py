@@ -259,8 +259,8 @@ def _tell_of_resume(caller: str, place: str) -> None:
     asked = os.environ.get(local_runs.RESUME_VARIABLE)
     if asked and local_runs.local_run.get() is None:
         say(
-            f"{local_runs.RESUME_VARIABLE}={asked} has no effect on {caller} outside a task: with {place} a call goes "
-            "on from what an earlier one has left there"
+            f"{local_runs.RESUME_VARIABLE}={asked} has no effect on {caller} outside a task. To go on from an earlier "
+            f"call, give both calls the same {place}"
         )
 
 

@@ -104,7 +104,7 @@ def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fin
     try:
         yield from check()
     except Exception as error:
-        advice = "The check itself broke off here: mend what the error names, and run it again."
+        advice = "The check ended with this error. Mend what the error names, and run the check again."
         yield Finding(what, f"{type(error).__name__}: {error}", "problem", advice)
 
 

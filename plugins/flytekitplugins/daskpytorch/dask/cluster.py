@@ -109,7 +109,9 @@ def greet(address: str, seconds: float) -> None:
             async with asyncio.timeout(seconds):
                 comm = await connect(address, 0.8 * seconds, **Security().get_connection_args("client"))
         except TimeoutError as error:
-            raise TimeoutError(f"it lets this process connect, but says nothing for {seconds:g} s") from error
+            raise TimeoutError(
+                f"the process there accepts connections, but did not answer as a scheduler within {seconds:g} s"
+            ) from error
         await comm.close()
 
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop
@@ -131,7 +133,7 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
     except TimeoutError as error:
         raise GangStartError(
             f"the Dask scheduler at {client.scheduler.address} is connected, but did not say within {seconds:.1f} s "
-            "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
+            "which workers it has. The scheduler may be busy or suspended: see its log and its pod's CPU limit."
         ) from error
     return found
 
@@ -196,9 +198,9 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
             if time.monotonic() + 1.0 >= deadline:
                 raise GangStartError(
                     f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) in time: {error}. "
-                    "Look at the scheduler pod's log; an image without this package, and so without the command that "
-                    "Flyte starts (Flyte 1: dask-scheduler, Flyte 2: dask scheduler), does not start, and one with "
-                    "other TLS settings than here (DASK_DISTRIBUTED__COMM__...) hangs up."
+                    "See the scheduler pod's log. Likely causes: its image lacks this package, and so the command that "
+                    "Flyte starts (Flyte 1: dask-scheduler, Flyte 2: dask scheduler); or its TLS settings differ from "
+                    "this task's (DASK_DISTRIBUTED__COMM__...)."
                 ) from error
             notice.give(f"waiting for the Dask scheduler at {address}")
             time.sleep(min(1.0, max(0.0, left)))

@@ -130,7 +130,7 @@ class RankWorker:
             state = self.client.sync(self.scheduler.get_task_status, keys=[key])[key]
             _check_coming(key, state)
             if time.monotonic() >= notice_at:
-                logger.warning("still waiting for Dask to compute partition %r anew; it is %r", key, state)
+                logger.warning("still waiting for Dask to compute the lost partition %r again (state: %s)", key, state)
                 notice_at = time.monotonic() + NOTICE_TIME
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

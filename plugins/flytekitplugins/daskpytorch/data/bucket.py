@@ -33,17 +33,19 @@ NOTICE_INTERVAL = 10.0
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
 """Pattern of ETags that are checksums. Objects uploaded in parts, or encrypted by KMS keys, have other ETags."""
-CREDENTIALS = "Check the credentials: environment variables, profile, or the pod's role; anon=True asks without any"
-REGION = "Name it: storage_options={'region_name': ...}"
+CREDENTIALS = (
+    "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
+)
+REGION = "Name the region: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
-    "NoSuchKey": (FileNotFoundError, "does not exist: it was deleted after it had been listed"),
+    "NoSuchKey": (FileNotFoundError, "does not exist: the object was deleted after the listing. List the bucket again"),
     "NoSuchBucket": (FileNotFoundError, "does not exist: there is no such bucket. Check its name and the endpoint"),
     "AccessDenied": (PermissionError, f"may not be read with these credentials. {CREDENTIALS}"),
     "ExpiredToken": (PermissionError, f"may not be read: the credentials have expired. {CREDENTIALS}"),
     "InvalidToken": (PermissionError, f"may not be read: the session token is not valid. {CREDENTIALS}"),
     "InvalidAccessKeyId": (PermissionError, f"may not be read: the access key is not known there. {CREDENTIALS}"),
     "SignatureDoesNotMatch": (PermissionError, f"may not be read: the secret key is wrong. {CREDENTIALS}"),
-    "RequestTimeTooSkewed": (PermissionError, "may not be read: this machine's clock is wrong"),
+    "RequestTimeTooSkewed": (PermissionError, "may not be read: this machine's clock is wrong. Set the clock"),
     "PermanentRedirect": (PermissionError, f"is in another region. {REGION}"),
     "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
 }
@@ -134,7 +136,9 @@ class Access:
         try:
             session.get_scoped_config()
         except ProfileNotFound as error:
-            raise ValueError(f"{error}: add it to ~/.aws/config, or name another (profile, AWS_PROFILE)") from None
+            raise ValueError(
+                f"{error}: add the profile to ~/.aws/config, or name another (profile, AWS_PROFILE)"
+            ) from None
         if self.key is not None:
             session.set_credentials(self.key, self.secret, self.token)
         if not self.anon:
@@ -214,9 +218,7 @@ class Bucket:
                 num_listed += len(page.get("Contents", ()))
                 if time.monotonic() > noticed + NOTICE_INTERVAL:
                     noticed = time.monotonic()
-                    logger.warning(
-                        "the listing of %s goes on: %d objects in %.0f s so far", uri, num_listed, noticed - started
-                    )
+                    logger.warning("still listing %s: %d objects in %.0f s so far", uri, num_listed, noticed - started)
         except Exception as error:
             raise _from_botocore(error, uri) from error
 
@@ -246,7 +248,10 @@ class Bucket:
             else:
                 return body
         num_tries = self.access.num_retries + 1
-        raise type(failure)(f"{failure}. Tried {num_tries} times; timeout={self.access.timeout:g} s") from failure
+        raise type(failure)(
+            f"{failure}. Tried {num_tries} times with timeout={self.access.timeout:g} s: check the network and the "
+            "server"
+        ) from failure
 
     def _reader_of(self, key: str) -> _Obstore | _Botocore:
         plain = self._plainly()
@@ -266,10 +271,10 @@ class Bucket:
         if etag != listed.etag and etag and listed.etag:
             raise ChangedError(
                 f"{uri} has been overwritten since it was listed: it had {listed.size} bytes and the ETag "
-                f"{listed.etag}, now {etag}. List it again"
+                f"{listed.etag}, now {etag}. List the bucket again"
             )
         if len(body) != listed.size:
-            raise DamagedTransferError(f"{uri} arrived with {len(body)} bytes, but has {listed.size}")
+            raise DamagedTransferError(f"{uri} arrived with {len(body)} bytes instead of {listed.size}")
         if self._etags_are_checksums is False or not MD5.fullmatch(listed.etag):
             return
         checksum = hashlib.md5(body, usedforsecurity=False)
@@ -283,7 +288,11 @@ class Bucket:
             )
         if self._etags_are_checksums is None:
             self._etags_are_checksums = False
-            logger.warning("ETags of s3://%s are no checksums (%s): lengths alone are compared", self.name, uri)
+            logger.warning(
+                "ETags of s3://%s are no MD5 checksums (as %s shows), so only the lengths of downloads are checked",
+                self.name,
+                uri,
+            )
 
     def _is_checksum(self, listed: Listed) -> bool:
         """Return True if an ETag that differs from the same bytes twice is a checksum. KMS keys make other ETags."""
@@ -347,9 +356,9 @@ class _Botocore:
 def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _Botocore:
     if _inherited_threads:
         logger.warning(
-            "this process was forked from one that had read by obstore already, which cannot be used after that: it "
-            "reads by botocore, at about half the speed. Give the DataLoader multiprocessing_context='forkserver', or "
-            "read nothing before it starts its workers"
+            "this process reads with botocore, at about half the speed: it was forked from a process that had used "
+            "obstore, which does not work after a fork. Give the DataLoader multiprocessing_context='forkserver', or "
+            "read nothing before the DataLoader starts its workers"
         )
         return plain
     return _Obstore(bucket, access, plain)

@@ -65,7 +65,12 @@ class ImageCache:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write_whole(path, body + _digest(body))
         except OSError as error:
-            logger.warning("the cache of pictures in %s cannot be written: %s", self._folder, error)
+            logger.warning(
+                "the cache of pictures in %s cannot be written: %s. The picture is used, and read from S3 again next "
+                "time",
+                self._folder,
+                error,
+            )
             return
         self._num_written += len(body) + DIGEST_SIZE
         if self._num_written >= SHARE_BETWEEN_LOOKS * self._num_bytes:

@@ -73,8 +73,8 @@ def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
         return _torchvisions()
     except (ImportError, OSError, RuntimeError) as error:  # raised by torchcodec's shared libraries
         logging.getLogger(__name__).warning(
-            "torchcodec does not decode pictures here, so torchvision does: %s. Torchcodec does from 0.16 on, which is "
-            "for torch 2.11 and newer, and this is torch %s; its README has a table of what goes together",
+            "torchvision decodes the pictures, since torchcodec cannot: %s. torchcodec decodes pictures from 0.16 on, "
+            "which needs torch 2.11 or newer; this is torch %s. torchcodec's README lists the matching versions",
             str(error).splitlines()[0],
             torch.__version__,
         )

@@ -232,7 +232,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             keys = ", ".join(self._uri(index) for index in indices[:3])
             raise BrokenImageError(
                 f"all {len(indices)} pictures of a batch were skipped ({keys}{', ...' if len(indices) > 3 else ''}); "
-                "see the log for the reasons"
+                "the log has the reason for each"
             )
         return items
 
@@ -250,7 +250,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             if (found.bucket, found.prefix, found.nested) != wanted:
                 raise ValueError(
                     f"index={os.fspath(path)!r} is of s3://{found.bucket}/{found.prefix} (nested={found.nested}), not "
-                    f"of s3://{bucket.name}/{prefix} (nested={nested}): name another file"
+                    f"of s3://{bucket.name}/{prefix} (nested={nested}): name another file, or delete this one"
                 )
             return found
         index = ImageIndex.of(bucket.listing(f"{prefix}/" if prefix else ""), bucket.name, prefix, nested=nested)
@@ -273,9 +273,13 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         try:
             return image_decoder.decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except ImageTooLargeError as error:
-            return ImageTooLargeError(f"{self._uri(index)} is not decoded: {error}, or see on_error")
+            return ImageTooLargeError(
+                f"{self._uri(index)} is not decoded: {error}, or leave it out with on_error='skip'"
+            )
         except BrokenImageError as error:
-            return BrokenImageError(f"{self._uri(index)} cannot be decoded: {error}. Mend it, or see on_error")
+            return BrokenImageError(
+                f"{self._uri(index)} cannot be decoded: {error}. Mend it, or leave it out with on_error='skip'"
+            )
         except OF_ONE_PICTURE as error:
             return error
 
@@ -382,11 +386,11 @@ def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str
     unknown = [*(options.keys() - set(STORAGE_OPTIONS)), *(client.keys() - set(CLIENT_OPTIONS))]
     if unknown:
         raise ValueError(
-            f"storage_options has {', '.join(sorted(unknown))}: known are {', '.join(STORAGE_OPTIONS)}, and in "
-            f"client_kwargs {', '.join(CLIENT_OPTIONS)}"
+            f"storage_options has {', '.join(sorted(unknown))}, which is unknown. Known are "
+            f"{', '.join(STORAGE_OPTIONS)}, and in client_kwargs {', '.join(CLIENT_OPTIONS)}"
         )
     if (options.get("key") is None) != (options.get("secret") is None):
-        raise ValueError("storage_options has one of key and secret: name both, or neither")
+        raise ValueError("storage_options has only one of key and secret: give both, or neither")
     return {
         "anon": anon or bool(options.get("anon", False)),
         "key": options.get("key"),

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 """Extensions of pictures, in lower or upper case: torchvision's and .gif."""
 FORMAT = 1
-ANEW = "Delete it, and it is made anew"
+ANEW = "Delete the file, and the bucket is listed again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def _too_deep(uri: str, folder: str, count: int, example: str) -> str:
     first = example.removeprefix(folder).split("/")[0]
     return (
         f"{uri} has {count} pictures that lie deeper than class/picture, such as {example}. If {first!r} is a part of "
-        f"the data rather than a class, name it: {uri}{first}. If it is a class, say nested=True"
+        f"the data rather than a class, name it: {uri}{first}. If {first!r} is a class, pass nested=True"
     )
 
 
@@ -124,5 +124,5 @@ def _nothing(uri: str, others: Counter[str], examples: dict[str, str]) -> str:
     there = ", ".join(f"{count} x {kind} (such as {examples[kind]})" for kind, count in others.items())
     return (
         f"{uri} has no pictures. Looked for {uri}CLASS/PICTURE with the extensions {' '.join(IMAGE_EXTENSIONS)}; "
-        f"there is {there or 'no object at all whose key begins so'}. Check bucket, prefix and endpoint"
+        f"found {there or 'no object whose key begins so'}. Check bucket, prefix and endpoint"
     )

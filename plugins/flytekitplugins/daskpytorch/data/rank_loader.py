@@ -129,8 +129,8 @@ class RankLoader:
             yield batch
             if self._loop is not loop:  # whose items would come twice
                 raise RuntimeError(
-                    "this loop over a RankLoader cannot go on: another one has begun, or another state was loaded, and "
-                    "the position is there now. Leave the loop first, or make a second loader"
+                    "this loop over a RankLoader cannot go on, because another loop over the same RankLoader has "
+                    "begun, or load_state_dict() was called. End the first loop before, or make a second RankLoader"
                 )
         self.epoch, self.num_seen = self.epoch + 1, 0
 
@@ -155,16 +155,16 @@ class RankLoader:
         own = self.state_dict()
         if not isinstance(state, Mapping) or not own.keys() <= state.keys():
             raise ValueError(
-                f"state={shown(state)} is not what RankLoader.state_dict() returns: it has {', '.join(own)}. Was the "
-                "checkpoint saved with another loader?"
+                f"state={shown(state)} is not what RankLoader.state_dict() returns: a dictionary with "
+                f"{', '.join(own)}. Was the checkpoint saved with another loader?"
             )
         there = self._order()
         if changed := [name for name in there if state[name] != there[name]]:
             raise ValueError(
                 f"the state was saved with {', '.join(f'{name}={state[name]}' for name in changed)}, but now there is "
-                f"{', '.join(f'{name}={there[name]}' for name in changed)}: another order, in which the position means "
-                "nothing. The likely cause is that the data or the seed changed between two starts; give the same "
-                "ones, or start from the beginning."
+                f"{', '.join(f'{name}={there[name]}' for name in changed)}: the order of the items differs, so the "
+                "saved position is of no use. The likely cause is that the data or the seed changed between two "
+                "starts; give the same ones, or start from the beginning."
             )
         self._batches.set_epoch(state["epoch"], state["num_seen"])
         self.epoch, self.num_seen, self._loop = state["epoch"], state["num_seen"], object()

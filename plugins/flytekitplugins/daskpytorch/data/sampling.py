@@ -78,7 +78,8 @@ def split_by_class(
         raise ValueError(
             f"held_out={held_out} of {len(labels)} items in {len(by_class)} classes leaves nothing to "
             f"{'test' if sides[0] else 'train'} on: the largest class has "
-            f"{max(sum(map(len, equal.values())) for equal in by_class.values())} items"
+            f"{max(sum(map(len, equal.values())) for equal in by_class.values())} items. "
+            f"{'Raise' if sides[0] else 'Lower'} held_out, or give more items"
         )
     return sides
 

@@ -92,9 +92,11 @@ class Feeder:
         self._wait(limit)
         self._is_given_up.set()
         if self.is_feeding:
-            self._say(f"{self._waiting.qsize() + 1} of the last records and notes were not taken in time")
+            self._say(
+                f"the last {self._waiting.qsize() + 1} records and notes could not be written in time, and are missing"
+            )
         if self._num_dropped:
-            self._say(f"too slow; {self._num_dropped} records were dropped")
+            self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
 
     def _wait(self, limit: float) -> None:
         deadline = time.monotonic() + limit

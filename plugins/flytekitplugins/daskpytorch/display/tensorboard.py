@@ -141,7 +141,7 @@ class _EventFiles(Run):
             for file in self._folder.iterdir():
                 files.put(file, f"{files.path(where)}/{file.name}")
         except Exception as error:  # a storage's client may raise anything
-            raise ConnectionError(f"{where} takes no files ({type(error).__name__}: {error})") from error
+            raise ConnectionError(f"{where} cannot be written to ({type(error).__name__}: {error})") from error
         self._has_news = False
         self._upload_at = time.monotonic() + max(UPLOAD_INTERVAL, UPLOAD_SHARE * (time.monotonic() - began_at))
 

@@ -114,7 +114,7 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Cal
     if wandb.id is not None:
         raise ValueError(
             f"Wandb(id={wandb.id!r}): must be left out for many models, since each has a run of its own; "
-            "Wandb(group=...) names what holds them together"
+            "Wandb(group=...) names the group of these runs"
         )
     is_named = execution and execution != "local"
     name = wandb.name or function.rpartition(".")[2]

@@ -64,13 +64,13 @@ class Asking:
             )
             answers = json.loads(asked.stdout.rpartition(MARK)[2]) if asked.returncode == 0 else None
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            self._answers.set_exception(OSError(f"wandb could not be asked ({error})"))
+            self._answers.set_exception(OSError(f"wandb's settings could not be read ({error})"))
             return
         if answers is not None:
             self._answers.set_result(answers)
         else:
             why = asked.stderr.strip().rpartition("\n")[2] or f"exit code {asked.returncode}"
-            self._answers.set_exception(OSError(f"wandb could not be asked ({why})"))
+            self._answers.set_exception(OSError(f"wandb's settings could not be read ({why})"))
 
 
 def _answers(mode: str | None) -> dict[str, Any]:

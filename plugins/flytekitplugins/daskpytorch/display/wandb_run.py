@@ -154,7 +154,7 @@ class Tracker(RankObserver):
         if self._num_late:
             say(
                 f"{LABEL}: wandb.finish() had ended the run; {self._num_late} records that were logged after it are "
-                "not in it. Leave it out: the run ends with the task."
+                "not in it. Remove the call of wandb.finish(): the run ends with the task."
             )
 
     def _record(self, record: LogRecord) -> None:
