@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import queue
@@ -357,6 +358,7 @@ def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> Non
         raise BrokenPipeError("the fork server is gone")
 
     order = AgentOrder(worker="w", num_ranks=1, driver=("127.0.0.1", 1), token=b"")
+    gc.collect()  # earlier tests may have left files to the garbage collector
     num_before = psutil.Process().num_fds()
     made = agent._Agent(order, tmp_path, None, None, "forkserver")
     made._server.spawn = spawn  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import heartbeat
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection
+from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello, Leaving, Lines, OnFailure, Reported, Upload
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
@@ -133,6 +133,32 @@ def test_agents_wait_while_too_much_has_not_been_taken(
         assert events.qsize() <= 5
     ear.close()  # nobody will take what is left, and nobody waits for that
     until(lambda: events.qsize() == 30, "all the rest")
+
+
+@pytest.mark.timeout(60)
+def test_a_caller_that_comes_while_the_listener_closes_is_hung_up_on_at_once() -> None:
+    """The agent keeps the listener's thread running. Each round closes at another moment of a caller's handshake."""
+    for number in range(30):
+        events: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        ear = listening(TOKEN, events)
+        agent = transfers.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN))
+        agent.send(Leaving())
+        heard(events)
+        calling = threading.Thread(target=ear.close)
+        callers = [socket.create_connection(ear.address) for _ in range(number % 5)]
+        calling.start()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                callers.append(socket.create_connection(ear.address))
+        calling.join()
+        for caller in callers:
+            watch_peer(caller)  # as agents do: the kernel may lose a caller without a reset
+            caller.settimeout(20)
+            with caller, contextlib.suppress(ConnectionResetError):
+                while caller.recv(READ_SIZE):
+                    pass
+        agent.close()
+        ear.end()
 
 
 def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(

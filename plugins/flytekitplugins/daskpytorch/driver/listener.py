@@ -11,7 +11,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.state import GangState
@@ -170,10 +171,12 @@ class Listener:
         """Accept callers until `close`, and read from agents until the last agent has gone."""
         accepting = self._loop.create_task(self._accept())
         await self._is_closed.wait()
-        meeting = [accepting, *self._strangers, *self._guests]
-        for task in meeting:
-            task.cancel()
-        await asyncio.wait(meeting)
+        # The shutdown ends `_accept` by an error. A cancelled `sock_accept` may have accepted a caller, and forgets it.
+        self._server.shutdown(socket.SHUT_RDWR)
+        while not accepting.done() or self._strangers or self._guests:
+            for caller in (*self._strangers, *self._guests):
+                caller.cancel()
+            await asyncio.wait([accepting, *self._strangers, *self._guests], return_when=asyncio.FIRST_COMPLETED)
         self._server.close()
         while self._agents:
             self._has_changed.clear()
@@ -182,14 +185,14 @@ class Listener:
     # ---- callers
 
     async def _accept(self) -> None:
-        while True:
+        while not self._is_closing:
             await self._make_room()
             try:
                 sock, address = await self._loop.sock_accept(self._server)
             except OSError:  # the caller has gone, or descriptors or memory are short
                 await asyncio.sleep(ACCEPT_PAUSE)
                 continue
-            stranger = self._loop.create_task(self._meet(sock))
+            stranger = self._start(self._meet(sock), sock)
             self._strangers[stranger] = str(address[0]), time.monotonic() + GRACE
             stranger.add_done_callback(self._strangers.pop)
 
@@ -215,28 +218,40 @@ class Listener:
 
     async def _meet(self, sock: socket.socket) -> None:
         """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
-        with _closed_on_failure(sock):
-            async with asyncio.timeout(PATIENCE):
-                watch_peer(sock)
-                connection, challenge = Connection(sock), handshake.challenge()
-                connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
-                answer = await self._frame(sock, Frames(only=handshake.ANSWER_SIZE))
-                connection.send_frame(handshake.prove(self._token, challenge, answer))
-            guest = self._loop.create_task(self._greet(sock, connection))
-            self._guests.add(guest)
-            guest.add_done_callback(self._guests.discard)
+        async with asyncio.timeout(PATIENCE):
+            watch_peer(sock)
+            connection, challenge = Connection(sock), handshake.challenge()
+            connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
+            answer = await self._frame(sock, Frames(only=handshake.ANSWER_SIZE))
+            connection.send_frame(handshake.prove(self._token, challenge, answer))
+        guest = self._start(self._greet(sock, connection), sock)
+        self._guests.add(guest)
+        guest.add_done_callback(self._guests.discard)
 
     async def _greet(self, sock: socket.socket, connection: Connection) -> None:
         """Read an agent's first message, which requests a transfer or begins the agent's stream of messages."""
-        with _closed_on_failure(sock):
-            async with asyncio.timeout(FIRST_WORD_PATIENCE):
-                first_word = await self._frame(sock, Frames())
-            message = pickle.loads(first_word)  # noqa: S301 - from our own agent, which has proved to be one
-            sock.setblocking(True)
-            if isinstance(message, Transfer):
-                self._transfer(connection, message)
-            else:
-                self._take_in(connection, message)
+        async with asyncio.timeout(FIRST_WORD_PATIENCE):
+            first_word = await self._frame(sock, Frames())
+        message = pickle.loads(first_word)  # noqa: S301 - from our own agent, which has proved to be one
+        sock.setblocking(True)
+        if isinstance(message, Transfer):
+            self._transfer(connection, message)
+        else:
+            self._take_in(connection, message)
+
+    def _start(self, meeting: Coroutine[Any, Any, None], sock: socket.socket) -> asyncio.Task[None]:
+        """Start a part of meeting a caller. Close the caller's socket if the part fails or is cancelled."""
+
+        def close_on_failure(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                _complain(error)
+            if error is not None or task.cancelled():
+                sock.close()
+
+        started = self._loop.create_task(meeting)
+        started.add_done_callback(close_on_failure)
+        return started
 
     async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
         """Return the next frame, and leave the bytes after the frame in the socket."""
@@ -336,20 +351,8 @@ class Listener:
             self._calls.put(functools.partial(self._state.note_upload, request.file, error))
 
 
-@contextlib.contextmanager
-def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
-    """Close a caller's socket on any error, and suppress every `Exception`, so other callers continue."""
-    try:
-        yield
-    except BaseException as error:
-        sock.close()
-        _complain(error)
-        if not isinstance(error, Exception):
-            raise
-
-
 def _complain(error: BaseException) -> None:
     """Print the traceback of an error, unless the end of a connection explains the error."""
-    if not isinstance(error, (EOFError, OSError, asyncio.CancelledError)):
+    if not isinstance(error, (EOFError, OSError)):
         with contextlib.suppress(Exception):  # a closed standard error must not end this thread
-            traceback.print_exc()
+            traceback.print_exception(error)
