@@ -189,8 +189,8 @@ class Listener:
             await self._make_room()
             try:
                 sock, address = await self._loop.sock_accept(self._server)
-            except OSError:  # the caller has gone, or descriptors or memory are short
-                await asyncio.sleep(ACCEPT_PAUSE)
+            except OSError:  # the listener closes, the caller has gone, or descriptors or memory are short
+                await asyncio.sleep(0 if self._is_closing else ACCEPT_PAUSE)
                 continue
             stranger = self._start(self._meet(sock), sock)
             self._strangers[stranger] = str(address[0]), time.monotonic() + GRACE
