@@ -189,9 +189,11 @@ def main() -> None:
     """Measure and update the table after each benchmark, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices={each[0] for each in COMMANDS}, metavar="SCRIPT")
-    parser.add_argument("--gpu", action="store_true", help="also what needs GPUs: gpu.py")
-    parser.add_argument("--quick", action="store_true", help="all in the smallest size; prints its table")
-    parser.add_argument("--compare", action="store_true", help="measure nothing; show what differs from git's table")
+    parser.add_argument("--gpu", action="store_true", help="also run gpu.py, which needs GPUs")
+    parser.add_argument("--quick", action="store_true", help="run all in the smallest size, and print the table")
+    parser.add_argument(
+        "--compare", action="store_true", help="measure nothing, but show what differs from the committed table"
+    )
     arguments = parser.parse_args()
     kept: Kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if arguments.compare:

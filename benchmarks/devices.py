@@ -82,7 +82,7 @@ def ranges(numbers: list[int]) -> str:
 def main() -> None:
     """Form both kinds of gangs, and print the ranks' views."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="nothing is left out; for `gpu.py`")
+    parser.add_argument("--quick", action="store_true", help="accepted for `gpu.py`; leaves nothing out")
     parser.parse_args()
     from distributed import Client, LocalCluster
 

@@ -126,9 +126,15 @@ def page(outcomes: list[Outcome], on_what: str) -> str:
 def main() -> None:
     """Run all benchmarks, and print their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="for all of it (default: 10)")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="write the page there, too")
-    parser.add_argument("--quick", action="store_true", help="small: does it still run?")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="time for all benchmarks together, in minutes (default: 10)",
+    )
+    parser.add_argument("--to", type=Path, metavar="FILE", help="also write the page to this file")
+    parser.add_argument("--quick", action="store_true", help="smallest size, to check that the benchmarks still run")
     arguments = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

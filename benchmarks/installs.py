@@ -75,7 +75,9 @@ def table_of_sizes(folder: Path) -> dict[str, dict[str, int]]:
 def main() -> None:
     """Print the tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="processes of each kind whose median is taken")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="number of processes of each kind; the median counts (default: 7)"
+    )
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory(prefix="installs-") as temporary:
         folder = Path(temporary)

@@ -87,14 +87,23 @@ def asked(about: str | None, ways: Iterable[str] = (), **options: tuple[Any, Any
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smallest size: does it still run?")
+    parser.add_argument("--quick", action="store_true", help="smallest size, to check that the benchmark still runs")
     for name, (usual, _, text) in options.items():
         several = {"nargs": "+"} if isinstance(usual, list) else {}
         kind = type(usual[0] if isinstance(usual, list) else usual)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: {usual})", **several)  # type: ignore[arg-type]
     if names := list(ways):
-        parser.add_argument("--skip", nargs="+", default=[], choices=names, metavar="NAME", help=", ".join(names))
-        parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="measure these")
+        parser.add_argument(
+            "--skip",
+            nargs="+",
+            default=[],
+            choices=names,
+            metavar="NAME",
+            help=f"leave these out, of {', '.join(names)}",
+        )
+        parser.add_argument(
+            "--only", nargs="+", default=names, choices=names, metavar="NAME", help="measure only these"
+        )
     found = parser.parse_args()
     for name, (usual, quick, _) in options.items():
         if getattr(found, name) is None:
@@ -223,7 +232,7 @@ class Program:
         try:
             line = self._heard.get(timeout=timeout)
         except queue.Empty:
-            raise self.failure(f"said nothing for {timeout:g} s") from None
+            raise self.failure(f"printed nothing for {timeout:g} s") from None
         if line is None:
             raise self.failure("ended")
         return line.strip()

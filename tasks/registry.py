@@ -361,7 +361,9 @@ def _parser() -> argparse.ArgumentParser:
     promote.add_argument("--reason", required=True)
     promote.set_defaults(command=_promote)
     back = commands.add_parser("roll-back", help="make the champion before the champion again")
-    back.add_argument("--to", metavar="VERSION", help="make this one champion again")
+    back.add_argument(
+        "--to", metavar="VERSION", help="version to make the champion again (default: the one before the champion)"
+    )
     back.add_argument("--reason", required=True)
     back.set_defaults(command=_roll_back)
     return parser

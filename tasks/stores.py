@@ -152,7 +152,10 @@ class Bucket:
             paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
         except FileNotFoundError as error:
             if _code(error):  # S3's own answer: the bucket is missing
-                raise FileNotFoundError(f"the registry s3://{self._root} is in no bucket of S3's: {error}") from error
+                raise FileNotFoundError(
+                    f"the bucket of the registry s3://{self._root} does not exist: {error}. Create it, or give another "
+                    "registry"
+                ) from error
             return []
         return sorted(path.rpartition("/")[2] for path in paths)
 

@@ -97,7 +97,10 @@ def test_worker_whose_agent_cannot_start_is_not_asked_again(agents: Agents, erro
     agents.refuse(W1, error, 1)
     assert recruit(agents) == [W2]
     told = str(agents.too_few_came("train", 600.0))
-    assert told == f"1 of 2 workers could not take part in train; the first, {W1}: {type(error).__name__}: {error}"
+    assert told == (
+        f"1 of 2 workers could not take part in train; the first, {W1}: {type(error).__name__}: {error}. "
+        "That worker's log may say more."
+    )
 
 
 def test_worker_whose_agent_fails_again_and_again_is_not_asked_any_more(agents: Agents) -> None:

@@ -380,7 +380,7 @@ def test_request_to_end_survives_whatever_else_happens(
     assert REASON in str(error)
     assert len(world.starts) == num_starts
     if world.committed is not None:
-        assert f"the newest checkpoint was that of step {world.committed}" in str(error)
+        assert f"the newest checkpoint (step {world.committed}) is deleted" in str(error)
 
 
 @pytest.mark.parametrize("order", ["scheduler first", "worker first"])
@@ -447,7 +447,7 @@ def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept
     error = raised(world)
     assert isinstance(error, PreemptedError)
     assert world.committed == 4
-    assert "the newest checkpoint was that of step 4" in str(error)
+    assert "the newest checkpoint (step 4) is deleted" in str(error)
 
 
 @pytest.mark.parametrize(("heeds", "seconds"), [(True, 40.0), (False, 10.0)])
@@ -617,7 +617,7 @@ def test_shards_that_one_rank_cannot_write_are_given_up_once_all_have_said_so(wo
     assert world.settled == [Settled(0, 100, committed=False)]
     assert world.watcher.notes[-1] == (
         "train: the sharded checkpoint of step 100 was not kept: rank 1 could not write its part "
-        "(PermissionError: no rights)"
+        "(PermissionError: no rights); the training goes on"
     )
     assert folders(world) == []
     world.save_shards()
@@ -638,7 +638,8 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
     assert world.watcher.notes[-1] == (
-        "train: the sharded checkpoint of step 101 was not kept (OSError('the storage is not in the mood'))"
+        "train: the sharded checkpoint of step 101 was not kept (OSError('the storage is not in the mood')); "
+        "the training goes on"
     )
     assert world.watcher.kept_steps == [100]
     assert folders(world) == ["step-100/0-0"]
@@ -748,9 +749,9 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(world_of: Mak
         world.wait(30.0)
     told = str(raised(world))
     if arrives:
-        assert "; the newest checkpoint was that of step 101, and goes with this process" in told
+        assert "; the newest checkpoint (step 101) is deleted with this process" in told
     else:
-        assert "; the newest checkpoint was that of step 100, and goes with" in told
+        assert "; the newest checkpoint (step 100) is deleted with" in told
         assert told.endswith("; that of step 101 could not be committed in time")
 
 

@@ -576,7 +576,7 @@ def test_nobody_waits_for_ever_for_rank_0_to_ask(rank: Rank) -> None:
 def test_the_best_must_be_said_and_be_all_that_is_asked_for(keeper: Keeper, best_by: str | None, step: Any) -> None:
     checkpoint = keeper.checkpoint()
     checkpoint._best_by = best_by
-    with pytest.raises(ValueError, match=r"Gang\(keep=Keep\(best=1, metric=...\)\), where the metric is"):
+    with pytest.raises(ValueError, match=r"Gang\(keep=Keep\(best=1, metric=...\)\)\. The gang's metric is"):
         checkpoint.load(best=True, step=step)
 
 

@@ -92,7 +92,7 @@ def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_outside_a_task_a_folder_must_be_named() -> None:
-    with pytest.raises(ValueError, match="outside a Flyte task name the folder"):
+    with pytest.raises(ValueError, match="outside a Flyte task, name the folder"):
         export_safetensors({"weight": torch.ones(1)})
 
 

@@ -101,4 +101,4 @@ def test_an_error_that_cannot_be_put_aside_is_told(
     monkeypatch.setattr(MemoryFileSystem, "mv", refuse)
     monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(output_path="memory://refused"))
     assert context.earlier_system_errors() == 0
-    assert "put it aside (PermissionError: not allowed)" in " ".join(capsys.readouterr().err.split())
+    assert "move the file aside (PermissionError: not allowed)" in " ".join(capsys.readouterr().err.split())

@@ -752,7 +752,7 @@ def test_server_that_crashes_is_told_from_one_that_is_killed(monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     fork_client.import_ahead("crashing")
     try:
-        assert "has ended by SIGABRT; the log of the worker" in str(error_of_first_rank())
+        assert "has ended with SIGABRT: the log of the worker" in str(error_of_first_rank())
     finally:
         fork_client._imported_ahead.remove("crashing")
     with contextlib.closing(fork_client.connect()) as client:

@@ -47,7 +47,7 @@ def test_who_takes_what_is_wanted_takes_nothing_of_what_follows(data: bytes) -> 
 
 @pytest.mark.parametrize("size", [0, 31, 33, 1 << 40])
 def test_a_frame_of_another_size_than_the_expected_is_refused_before_it_has_come(size: int) -> None:
-    with pytest.raises(ConnectionRefusedError, match=f"{size} bytes were announced instead of 32"):
+    with pytest.raises(ConnectionRefusedError, match=f"a message of {size} bytes instead of 32"):
         list(Frames(only=32).take(SIZE.pack(size)))
 
 

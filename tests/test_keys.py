@@ -72,13 +72,13 @@ def test_a_key_is_given_once_in_a_task() -> None:
     task, own = object(), Keys()
     assert [own.take(train, "mine") for _ in range(2)] == [["mine"]] * 2  # outside a task
     assert own.take(train, "mine", task=task) == ["mine"]
-    with pytest.raises(ValueError, match=r"Gang\(key='mine'\): must be given to one gang of a task only"):
+    with pytest.raises(ValueError, match=r"Gang\(key='mine'\): another gang of this task has this key"):
         own.take(train, "mine", task=task)
-    with pytest.raises(ValueError, match="another gang has it"):
+    with pytest.raises(ValueError, match="another gang of this task has this key"):
         own.take(train, "mine", ["-0"], task)
     assert own.take(train, "train-1", task=task) == ["train-1"]
     assert own.take(train, None, task=task) == ["train-2"]
-    with pytest.raises(ValueError, match="another gang has it"):
+    with pytest.raises(ValueError, match="another gang of this task has this key"):
         own.take(train, "train-2", task=task)
 
 

@@ -116,7 +116,9 @@ def test_a_training_under_fsdp2_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert_same(again[name], ranks[0]["saved"])
     assert_same(again["trained"], ranks[0]["trained"])
     assert_written_once([rank["alike"] for rank in ranks])
-    different = "ValueError: all ranks are to save the same step at the same time; they save rank 0 step 0, rank 1 step"
+    different = (
+        "ValueError: save_sharded needs the same step on all ranks, but the ranks gave rank 0 step 0, rank 1 step"
+    )
     assert all(rank["refused"][0] == f"{different} 1" for rank in ranks)
     assert ranks[0]["refused"][1].startswith("RuntimeError: rank 1 cannot save its part: TypeError: a of the state")
     assert ranks[1]["refused"][1].startswith("TypeError: a of the state")

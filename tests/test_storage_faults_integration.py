@@ -238,7 +238,7 @@ def test_38_the_newest_checkpoint_is_damaged(
     damage(next(tmp_path.glob(f"driver/daskpytorch-checkpoints-*/step-{SAVED_NEXT}-*")))
     (watched.folder / "damaged").touch()
     check_resumed(watched, ft.SAVED_AT)
-    assert f"the checkpoint of step {SAVED_NEXT} is damaged; the one before is taken" in capsys.readouterr().err
+    assert f"the checkpoint of step {SAVED_NEXT} is damaged; the gang uses the one before" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("driver_elsewhere")

@@ -95,4 +95,4 @@ def test_48_the_last_step_is_saved_at_a_signal_to_all_processes(
     _, said = driven(how, tmp_path, "preempted", act)
     [step] = {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)}
     assert "PreemptedError: " in said
-    assert f"the newest checkpoint was that of step {step}" in said
+    assert f"the newest checkpoint (step {step}) is deleted" in said

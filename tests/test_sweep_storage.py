@@ -159,7 +159,7 @@ def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.C
     torn.write_bytes(torn.read_bytes()[:-9])
     kept = SweepStorage(str(tmp_path), "grid").open(train, [1])
     assert kept[0].has_ended == (file != "outcome.pkl")
-    assert f"{torn} is not whole" in capsys.readouterr().err
+    assert f"{torn} is cut short" in capsys.readouterr().err
 
 
 def test_a_file_that_was_begun_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_storage_that_fails_is_tried_again_and_harms_no_result(tmp_path: Path, m
     assert storage.open(train, [1])[0].result == "a result"
     monkeypatch.setattr(storage.files, "write", lambda *_: _raise(OSError("full")))
     model_of(storage, 1, 1).note_end("a result", None, said.append)
-    assert said[-1].endswith("(OSError: full); the same call would train the model again")
+    assert said[-1].endswith("(OSError: full); the same call will train the model again")
 
 
 def _raise(error: Exception) -> None:
@@ -223,7 +223,7 @@ def test_equal_experiments_are_equal_however_they_compare(tmp_path: Path, kept: 
 @pytest.mark.parametrize(
     ("kept", "given", "said"),
     [
-        ({"lr": 0.1, "n": 1}, {"lr": 0.2, "n": 1}, r"experiment 0: lr was 0\.1, and is 0\.2\. Models"),
+        ({"lr": 0.1, "n": 1}, {"lr": 0.2, "n": 1}, r"experiment 0: lr was 0\.1, and is 0\.2\. Experiments"),
         ({"lr": 0.1}, {"lr": 0.1, "n": 2}, r"experiment 0: n was not there, and is 2"),
         (Experiment(0.1), Experiment(0.3), r"experiment 0: lr was 0\.1, and is 0\.3"),
         (Experiment(0.1), {"lr": 0.1, "tags": frozenset()}, r"experiment 0 is another"),
@@ -240,7 +240,9 @@ def test_other_experiments_are_refused_and_told(tmp_path: Path, kept: Any, given
 
 def test_of_many_differences_some_are_told(tmp_path: Path) -> None:
     leave(SweepStorage(str(tmp_path), "grid"), list(range(6)))
-    with pytest.raises(ValueError, match=r"experiment 2: experiment was 2, and is 12; and 3 more\. Models that have"):
+    with pytest.raises(
+        ValueError, match=r"experiment 2: experiment was 2, and is 12; and 3 more\. Experiments whose models"
+    ):
         SweepStorage(str(tmp_path), "grid").open(train, [number + 10 for number in range(6)])
 
 
@@ -252,7 +254,7 @@ def test_only_what_has_begun_must_be_the_same(tmp_path: Path) -> None:
 
 def test_another_function_is_refused_and_told(tmp_path: Path) -> None:
     leave(SweepStorage(str(tmp_path), "grid"), [1])
-    with pytest.raises(ValueError, match=f"{tmp_path}/grid is of another call: the function was train, and is other"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/grid are of another call: the function was train, and is other"):
         SweepStorage(str(tmp_path), "grid").open(other, [1])
 
 
@@ -269,7 +271,9 @@ def test_arguments_that_are_bound_to_the_function_belong_to_it(tmp_path: Path) -
 def test_what_needs_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(SweepStorage(str(tmp_path), "grid"), [Opaque(1)])
     monkeypatch.delattr(f"{__name__}.Opaque")
-    with pytest.raises(ValueError, match=r"grid/0/outcome\.pkl cannot be read \(AttributeError: .*is a class that it"):
+    with pytest.raises(
+        ValueError, match=r"grid/0/outcome\.pkl cannot be read \(AttributeError: .*does its class still exist"
+    ):
         SweepStorage(str(tmp_path), "grid").open(train, [1])
 
 

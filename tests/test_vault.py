@@ -265,7 +265,7 @@ def test_a_newest_that_is_not_whole_gives_way_to_the_one_before(
         checkpoints = task.attempt(1, previous=0)
         assert checkpoints.restore() == (checkpoint(1, attempt=0)[0] if file == files[1] else None)
         assert checkpoints.flush(PATIENCE)
-    assert "the previous attempt's checkpoint of step 2 is not whole" in capsys.readouterr().err
+    assert "the previous attempt's checkpoint of step 2 is incomplete or damaged" in capsys.readouterr().err
 
 
 def test_folder_that_was_never_written_is_a_fresh_start(task: Task, capsys: pytest.CaptureFixture[str]) -> None:

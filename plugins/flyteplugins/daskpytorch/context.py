@@ -114,8 +114,8 @@ def earlier_system_errors() -> int:
             files.mv(path, f"{aside}-{number}.pb")
     except Exception as error:  # whatever a store's client raises
         say(
-            f"cannot see whether an earlier start of this attempt has left {path}, or put it aside "
-            f"({type(error).__name__}: {error}); if it is there, Flyte takes it for what becomes of this one"
+            f"cannot look for {path} of an earlier start of this attempt, or move the file aside "
+            f"({type(error).__name__}: {error}). If the file is there, Flyte takes it for this start's outcome"
         )
         return 0
     return number
@@ -126,7 +126,7 @@ def _is_there(path: str) -> bool:
     try:
         return bool(_opened(path, storage()).exists(path))
     except Exception as error:  # whatever a store's client raises
-        say(f"cannot see whether {path} is there ({type(error).__name__}: {error})")
+        say(f"cannot look for {path} ({type(error).__name__}: {error})")
         return False
 
 

@@ -55,7 +55,10 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         check_function(self.func, may_be_async=True)
         if self.reusable is not None:
             kind = type(self.plugin_config).__name__
-            raise ValueError(f"{self.name}: {kind} has a cluster or ranks of its own, and cannot be reusable")
+            raise ValueError(
+                f"{self.name}: {kind} has a cluster or ranks of its own, and cannot be reusable: leave reusable out of "
+                "its environment"
+            )
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task. Failures of the infrastructure become system errors."""

@@ -321,7 +321,7 @@ class Agents:
             kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
             return kind(
                 f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {worker}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {str(error).rstrip('.')}. That worker's log may say more.",
                 worker=worker,
                 cause=str(error),
             )

@@ -305,8 +305,8 @@ class Attempt:
         tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
-            f"{', '.join(map(str, sorted(missing)))}. They may not reach each other, or importing the function's "
-            "module takes too long.\n" + "\n".join(tails),
+            f"{', '.join(map(str, sorted(missing)))}. They may not reach each other: check network policies. Or "
+            "importing the function's module takes too long: raise Gang(start_timeout=...).\n" + "\n".join(tails),
             rank=min(missing),
         )
 

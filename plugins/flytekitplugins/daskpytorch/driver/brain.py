@@ -162,7 +162,9 @@ class Brain:
             else:
                 self._agents.note_absences()
         except ConnectionError as error:
-            raise WorkerLostError(f"{self._request.name} cannot go on: {error}", cause=str(error)) from error
+            raise WorkerLostError(
+                f"{self._request.name} cannot go on: {error}. See the scheduler's log", cause=str(error)
+            ) from error
 
     def _too_few_left(self, count: int) -> Exception:
         failures = "\n".join(failure.what for failure in self._policy.failures)

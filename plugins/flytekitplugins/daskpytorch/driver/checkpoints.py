@@ -61,7 +61,7 @@ class Checkpoints:
                 newest = self._kept[-1]
                 if self._is_whole(newest):
                     return newest
-                say(f"the checkpoint of step {newest.step} is damaged; the one before is taken")
+                say(f"the checkpoint of step {newest.step} is damaged; the gang uses the one before")
                 self._kept.pop()
             return None
 

@@ -130,7 +130,8 @@ class Claim:
                 else:
                     self.loss = GangStartError(
                         f"{self._folder} was taken over by {_told(holder)}, since this gang had not renewed its claim "
-                        f"for {STALE_AFTER:g} s: was its driver suspended? Nothing more is written there."
+                        f"for {STALE_AFTER:g} s: was its driver suspended? Nothing more is written there. If both "
+                        "gangs are to train, give each a Gang(key=...) of its own."
                     )
                     say(str(self.loss))
                     self.on_loss()
@@ -178,8 +179,8 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
         raise
     except Exception as error:  # any error of a store's client: the gang works without a claim
         say(
-            f"{paths.own} could not be claimed ({type(error).__name__}: {error}); see that no other gang has the same "
-            "key and checkpoint_uri: they would remove each other's checkpoints."
+            f"{paths.own} could not be claimed ({type(error).__name__}: {error}). Make sure that no other gang has the "
+            "same key and checkpoint_uri: two such gangs would remove each other's checkpoints."
         )
     try:
         yield claim

@@ -255,6 +255,7 @@ def _metadata_of(layout: bytes) -> bytes | None:
         return torch_metadata.metadata_of(layout)
     except Exception as error:  # any error of another version of torch: a gang reads the layout
         say(
-            f"the checkpoint can be read by gangs only, not by plain torch: {type(error).__name__}: {error}",
+            "this sharded checkpoint cannot be read by plain torch, but by checkpoint.load_sharded in a gang: "
+            f"{type(error).__name__}: {error}",
         )
         return None

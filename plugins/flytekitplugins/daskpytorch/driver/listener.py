@@ -210,8 +210,8 @@ class Listener:
                 self._has_told_of_crowd = True
                 say(
                     f"{len(self._strangers)} callers at {self.address[0]}:{self.address[1]}, many of them from "
-                    f"{crowded}, have not proved to be agents of this gang; the oldest make room. Who else calls "
-                    "this port: a scanner, a monitor, another gang's agents?"
+                    f"{crowded}, have not proved to be agents of this gang. The oldest callers are dropped. Find out "
+                    "who else calls this port: a scanner, a monitor, or another gang's agents"
                 )
             oldest.cancel()
             await asyncio.wait([oldest])

@@ -124,14 +124,17 @@ def check_function(function: Callable[..., Any], *, may_be_async: bool = False) 
     """
     name = name_of(function)
     if hasattr(function, "__dask_graph__"):
-        raise TypeError(f"{name} is a dask.delayed object, which a call only makes longer: give the function itself")
+        raise TypeError(f"{name} is a dask.delayed object, whose call trains nothing: give the function itself")
     if isinstance(function, type):
-        raise TypeError(f"{name} is a class, which a call makes an object of: give a function that trains")
+        raise TypeError(f"{name} is a class, whose call only makes an object: give a function that trains")
     called = function if inspect.isroutine(function) or isinstance(function, partial) else type(function).__call__
     if inspect.iscoroutinefunction(called) and not may_be_async:
-        raise TypeError(f"{name} is a coroutine function: give a function that runs it, by asyncio.run({name}(...))")
+        raise TypeError(
+            f"{name} is a coroutine function, whose call trains nothing: give a function that runs it, by "
+            f"asyncio.run({name}(...))"
+        )
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise TypeError(f"{name} is a generator function, which does nothing until somebody asks for its values")
+        raise TypeError(f"{name} is a generator function, whose call trains nothing: give a function without yield")
 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -245,8 +248,8 @@ class Keys:
                     self._taken.update([base, *keys])
                     return keys
         raise ValueError(
-            f"Gang(key={asked!r}): must be given to one gang of a task only, since the next attempt finds a gang's "
-            "checkpoints by it, and another gang has it. Give each a key of its own, or none."
+            f"Gang(key={asked!r}): another gang of this task has this key, by which the next attempt finds a gang's "
+            "checkpoints. Give each gang a key of its own, or none."
         )
 
     def note_unfinished(self, call: object, keys: list[str]) -> None:

@@ -57,7 +57,10 @@ class Saving:
             self._fetches.note_end(file)
             self._count_as_kept(attempt, file.attempt, file.step)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
-            self._announcer.note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
+            self._announcer.note(
+                f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); the training goes "
+                "on"
+            )
 
     def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
         """Record a rank's written shards or failure. After the last rank, commit or discard the checkpoint."""
@@ -74,7 +77,7 @@ class Saving:
         failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
         self._announcer.note(
             f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
-            f"({why.reason})"
+            f"({why.reason}); the training goes on"
         )
         self._committer.sweep(attempt.number, said.number)
         attempt.tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
@@ -85,7 +88,9 @@ class Saving:
         if commit.error is None:
             self._count_as_kept(attempt, commit.attempt, commit.step)
         else:
-            self._announcer.note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
+            self._announcer.note(
+                f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); the training goes on"
+            )
         self._committer.sweep(commit.attempt, commit.number)
         if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
             attempt.note_stirring()
@@ -190,8 +195,8 @@ class Saving:
             told = "there is no checkpoint, so the next attempt starts afresh"
         elif storage is None:
             told = (
-                f"the newest checkpoint was that of step {step}, and goes with this process: "
-                "Gang(checkpoint_uri=...) names a place that stays"
+                f"the newest checkpoint (step {step}) is deleted with this process: "
+                "Gang(checkpoint_uri=...) names storage that stays"
             )
         elif not is_stored:
             told = f"the checkpoint of step {step} did not reach {storage.own} in time"

@@ -128,7 +128,10 @@ class Vault:
                     found.insert(0, file)
                 else:
                     damaged.add(file.name)
-                    say(f"the previous attempt's checkpoint of step {file.step} is not whole")
+                    say(
+                        f"the previous attempt's checkpoint of step {file.step} is incomplete or damaged, and is not "
+                        "used"
+                    )
         except Exception as error:  # storage clients raise errors of any class
             goes_on = f"goes on from step {found[-1].step}" if found else "starts afresh"
             say(

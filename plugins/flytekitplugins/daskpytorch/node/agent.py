@@ -143,7 +143,7 @@ class _Agent:
             EOFError: The driver has ended.
         """
         if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
-            raise EOFError("the driver has gone")
+            raise EOFError("the driver has closed the connection")
         with contextlib.suppress(fork_client.ForkServerLostError):  # `serve` notes the loss after the `Hello`
             self._server.take_readiness()
 

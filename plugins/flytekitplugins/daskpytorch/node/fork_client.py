@@ -120,7 +120,7 @@ class ForkServerClient:
             return ForkServerLostError("the fork server ended")
         how = f"exit code {exitcode}" if exitcode > 0 else signal.Signals(-exitcode).name
         return ForkServerFailedError(
-            f"the process that ranks are forked from has ended by {how}; the log of the worker or task has its words"
+            f"the process that ranks are forked from has ended with {how}: the log of the worker or task has its output"
         )
 
     def close(self) -> None:

@@ -151,7 +151,9 @@ def _look() -> FoundGpus:
     """Count GPUs with torch in a separate process, since this process and the fork server must not touch CUDA."""
     exitcode, said = _ask([sys.executable, "-P", "-c", QUESTION], LOOK_TIMEOUT)
     if exitcode is None:
-        raise _LookError(f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang")
+        raise _LookError(
+            f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang: does nvidia-smi answer?"
+        )
     if exitcode != 0:
         raise _LookError(f"torch could not count the GPUs (exit code {exitcode}): {said[-1000:]}")
     found, problem = json.loads(said.rpartition("\n")[2])

@@ -55,7 +55,7 @@ class Frames:
             return None
         (size,) = SIZE.unpack_from(self._buffer)
         if self.only not in (None, size):
-            raise ConnectionRefusedError(f"{size} bytes were announced instead of {self.only}")
+            raise ConnectionRefusedError(f"the caller announced a message of {size} bytes instead of {self.only}")
         return SIZE.size + int(size)
 
 

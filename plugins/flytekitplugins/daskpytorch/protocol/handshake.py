@@ -33,7 +33,7 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
     """
     theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
     if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
-        raise ConnectionRefusedError("whoever called does not know the gang's token")
+        raise ConnectionRefusedError("the caller does not know the gang's token")
     return _proof(token, DRIVER, challenge, theirs)
 
 
@@ -52,10 +52,14 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
         seconds = time.monotonic() - begun_at
         match error:
             case ConnectionRefusedError():
-                raise ConnectionRefusedError("whoever is there does not know the gang's token") from error
+                raise ConnectionRefusedError("the process there does not know the gang's token") from error
             case TimeoutError():
-                raise ConnectionRefusedError(f"whoever is there did not prove anything for {seconds:.0f} s") from error
-        raise ConnectionAbortedError(f"whoever is there hung up after {seconds:.1f} s, and proved nothing") from error
+                raise ConnectionRefusedError(
+                    f"the process there did not prove within {seconds:.0f} s that it is the gang's driver"
+                ) from error
+        raise ConnectionAbortedError(
+            f"the process there hung up after {seconds:.1f} s, without a proof that it is the gang's driver"
+        ) from error
     sock.settimeout(None)
     return connection
 
@@ -65,7 +69,7 @@ def _meet(connection: Connection, token: bytes) -> None:
     theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), challenge()
     connection.send_frame(mine + _proof(token, AGENT, theirs, mine))
     if not hmac.compare_digest(connection.recv_frame(PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
-        raise ConnectionRefusedError("a wrong proof")
+        raise ConnectionRefusedError("the proof is wrong")
 
 
 def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> bytes:

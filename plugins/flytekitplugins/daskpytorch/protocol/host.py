@@ -78,7 +78,9 @@ class Execution:
         Raises:
             ValueError: The host has no secret of this name.
         """
-        raise ValueError(f"there is no secret {name.group}/{name.key}: nothing here keeps secrets")
+        raise ValueError(
+            f"there is no secret {name.group}/{name.key}: only a Flyte task has secrets. Leave it out here"
+        )
 
 
 class RankHost(Protocol):

@@ -191,8 +191,8 @@ class RankCheckpoint(Checkpoint):
     def _check_wish(self, method: str, best: bool, step: int | None) -> None:
         if best and (self._best_by is None or step is not None):
             raise ValueError(
-                f"checkpoint.{method}(best=True, step={step}): the best is had by itself, and with "
-                f"Gang(keep=Keep(best=1, metric=...)), where the metric is {self._best_by!r}"
+                f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "
+                f"Gang(keep=Keep(best=1, metric=...)). The gang's metric is {self._best_by!r}"
             )
 
     def _choose_sharded(self, step: int | None) -> ShardedCheckpoint | None:
@@ -237,7 +237,9 @@ class RankCheckpoint(Checkpoint):
         try:
             arrived = self._link.arrival(number).result(self._timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"{what}{more} did not arrive within {self._timeout:g} s") from error
+            raise TimeoutError(
+                f"{what}{more} did not arrive within {self._timeout:g} s. See the driver's log"
+            ) from error
         if arrived.failure is not None:
             raise OSError(f"{what} did not arrive: {arrived.failure}")
         return arrived.value

@@ -96,7 +96,7 @@ class Prompt:
     def _in_place(self) -> Iterator[None]:
         terminal = self.debugging.terminal.open() if self.debugging.terminal is not None else None
         if terminal is None:
-            raise NoDebuggerError("the terminal has gone")
+            raise NoDebuggerError("the terminal was closed")
         fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
         kept = [os.dup(number) for number in range(3)]
         for number in range(3):

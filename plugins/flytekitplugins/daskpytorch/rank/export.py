@@ -85,14 +85,17 @@ def _check(state: Mapping[str, object]) -> None:
     names = gathered(list(state))
     for rank, others in enumerate(names):
         if differing := sorted(set(names[0]) ^ set(others)):
-            raise ValueError(f"export_safetensors: ranks 0 and {rank} differ in {', '.join(differing[:5])}")
+            raise ValueError(
+                f"export_safetensors: ranks 0 and {rank} differ in {', '.join(differing[:5])}. Give tensors of the "
+                "same names on all ranks"
+            )
 
 
 def _folder(uri: str | os.PathLike[str] | None) -> str:
     """Return rank 0's folder on all ranks."""
     made: list[str | None] = gathered(os.fspath(uri) if uri is not None else host.current_execution().new_folder())
     if made[0] is None:
-        raise ValueError("export_safetensors: outside a Flyte task name the folder, uri=...")
+        raise ValueError("export_safetensors: outside a Flyte task, name the folder with uri=...")
     return made[0].rstrip("/")
 
 

@@ -72,7 +72,9 @@ def _drawn(seconds: int, path: Path) -> bytes:
         _, complaint = process.communicate()
     if process.returncode != 0 or not path.exists():
         told = complaint.decode(errors="replace").strip()[-MAX_COMPLAINT:]
-        raise RuntimeError(f"it ended with code {process.returncode}: {told} (a container may lack CAP_SYS_PTRACE)")
+        raise RuntimeError(
+            f"py-spy ended with exit code {process.returncode}: {told} (a container may lack CAP_SYS_PTRACE)"
+        )
     data = path.read_bytes()
     path.unlink()
     return data

@@ -204,7 +204,7 @@ class GangLink(Link):
         """
         arrived = self.arrival(orders.LARGE_ARGUMENTS).result()
         if not isinstance(arrived.value, Address):
-            raise OSError(f"the large arguments of the call did not come: {arrived.failure}")
+            raise OSError(f"the large arguments of the call did not arrive: {arrived.failure}")
         return arrived.value.mapped()
 
     def arrival(self, number: int) -> Future[orders.Arrived]:

@@ -218,8 +218,8 @@ def _check(member: _Membership, backend: str | None, world_size: int, rank: int)
         differing.append(f"this is rank {place.rank}, not {rank}: pass no rank, or that of the variable RANK")
     if differing:
         raise ValueError(
-            "init_process_group asks for another process group than that of this rank's gang, which has been formed "
-            f"before the function was called: {'; '.join(differing)}"
+            "init_process_group asks for another process group than the gang's, which was formed before this function "
+            f"was called: {'; '.join(differing)}"
         )
 
 

@@ -95,7 +95,9 @@ class SavePlans:
         try:
             plan = ranks.reduce_scatter("plan", lambda: self._looked_at, self._divide)
         except CheckpointException as error:  # not derived from Exception
-            raise ValueError(f"the state's shards do not fit together: {error}") from None
+            raise ValueError(
+                f"the ranks' shards do not make up one whole state; do all ranks pass the same state? {error}"
+            ) from None
         self._agreed, self._own, self._copies = self._looked_at, plan.items, []
 
     def stage(self, number: int, step: int, metrics: Mapping[str, float]) -> Staged:

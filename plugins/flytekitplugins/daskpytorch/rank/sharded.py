@@ -265,7 +265,7 @@ def _check(heard: Sequence[_Said]) -> None:
             raise RuntimeError(f"rank {rank} cannot save its part: {said.problem}")
     if len({said.step for said in heard}) > 1:
         steps = ", ".join(f"rank {rank} step {said.step}" for rank, said in enumerate(heard))
-        raise ValueError(f"all ranks are to save the same step at the same time; they save {steps}")
+        raise ValueError(f"save_sharded needs the same step on all ranks, but the ranks gave {steps}")
 
 
 def _told(error: Exception | None) -> str | None:

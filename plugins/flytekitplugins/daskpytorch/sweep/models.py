@@ -309,7 +309,10 @@ class ModelFutures(Futures[ModelFuture]):
                 self._pool.update(present)
                 self._give_up_the_too_large()
             elif not self._pool.is_in_use:
-                self._give_up(self._waiting, WorkerLostError("the model was not trained: the Dask scheduler was lost"))
+                self._give_up(
+                    self._waiting,
+                    WorkerLostError("the model was not trained: the Dask scheduler was lost. See its log"),
+                )
 
     def _give_up_the_too_large(self) -> None:
         too_large = [model for model in self._waiting if max(1, model.num_workers) > self._pool.num_workers]
@@ -319,7 +322,8 @@ class ModelFutures(Futures[ModelFuture]):
         elif now - self._enough_at >= self._sweep.settings.start_timeout:
             wanted, there = max(1, *(model.num_workers for model in too_large)), self._pool.num_workers
             text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
-            self._give_up(too_large, GangStartError(f"{text}{self._sweep.settings.start_timeout:g} s"))
+            text += f"{self._sweep.settings.start_timeout:g} s. Start more, or raise Gang(start_timeout=...)"
+            self._give_up(too_large, GangStartError(text))
 
     def _give_up(self, models: Sequence[Model], error: Exception) -> None:
         for model in list(models):

@@ -93,8 +93,8 @@ class SweepStorage:
                 f"; and {len(differences) - MAX_TOLD} more" * (len(differences) > MAX_TOLD)
             )
             raise ValueError(
-                f"dispatch.map(storage=...): what is kept in {self.folder} is of another call: {told}. Models that "
-                "have begun must be given the same again, at the same places; others may follow them. Give this call a "
+                f"dispatch.map(storage=...): the models in {self.folder} are of another call: {told}. Experiments "
+                "whose models have begun must stay the same, in the same order; new ones may follow. Give this call a "
                 "name of its own, or remove that folder."
             )
         if call is None:
@@ -115,11 +115,11 @@ class SweepStorage:
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
         except (EOFError, pickle.UnpicklingError):
-            say(f"{self.folder}/{name} is not whole, and is passed over")
+            say(f"{self.folder}/{name} is cut short, and is not used")
         except Exception as error:  # unpickling a user's class may raise anything
             raise ValueError(
-                f"{self.folder}/{name} cannot be read ({type(error).__name__}: {error}): is a class that it needs "
-                "gone, or called otherwise? Bring it back, give another name, or remove that file."
+                f"{self.folder}/{name} cannot be read ({type(error).__name__}: {error}): does its class still exist "
+                "under the same name? Restore the class, give this call another name, or remove that file."
             ) from error
 
 
@@ -151,8 +151,10 @@ class ModelStorage:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a store's client and the pickling of a result may raise anything
-                again = f"trying again in {wait_for:g} s" if wait_for else "the same call would train the model again"
-                say(f"its outcome could not be kept in {self.folder} ({type(error).__name__}: {error}); {again}")
+                again = f"trying again in {wait_for:g} s" if wait_for else "the same call will train the model again"
+                say(
+                    f"the model's outcome could not be kept in {self.folder} ({type(error).__name__}: {error}); {again}"
+                )
                 time.sleep(wait_for or 0.0)
         return None
 

@@ -107,7 +107,9 @@ class Sweep:
         try:
             storage.note_progress()
         except Exception as error:  # a store's client may raise anything, and the next checkpoint writes again
-            model.line.noted(f"its records could not be kept in {storage.folder} ({type(error).__name__}: {error})")
+            model.line.noted(
+                f"the model's records could not be kept in {storage.folder} ({type(error).__name__}: {error})"
+            )
 
     def prepare(self, model: Model, experiment: Any) -> None:
         """Prepare a model's training, except for storage.
@@ -175,7 +177,7 @@ class Sweep:
             if self.trials is not None:
                 self.trials.tell(model.index, error, result, model.log.newest)
         except BaseException as failure:  # a study's storage may raise anything, and the model keeps its result
-            model.line.noted(f"the study could not be told how it ended ({type(failure).__name__}: {failure})")
+            model.line.noted(f"the study could not record how the model ended ({type(failure).__name__}: {failure})")
 
     @cached_property
     def _group(self) -> str:

@@ -47,10 +47,10 @@ class StrictInputs:
         """
         given = json.loads(text)
         if repeated := _repeated(text) or _repeated_where_typed(given):
-            raise ValueError(f"{cls.__name__}: {' and '.join(map(shown, repeated))} given twice; which one is meant?")
+            raise ValueError(f"{cls.__name__}: {' and '.join(map(shown, repeated))} given twice: leave one out")
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
         if not isinstance(given, dict):
-            raise ValueError(f"{cls.__name__} is given as a JSON object of {', '.join(known)}; got {shown(given)}")
+            raise ValueError(f"{cls.__name__}={shown(given)}: must be a JSON object with the keys {', '.join(known)}")
         if unknown := [_with_suggestion(key, known) for key in given if key not in known]:
             raise ValueError(f"{cls.__name__} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
         hints = get_type_hints(cls)

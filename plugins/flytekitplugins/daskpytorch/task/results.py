@@ -110,13 +110,13 @@ class TaskResults:
             try:
                 self._deliver(received, folder)
             except Exception as error:  # any exception of a storage's client
-                say(f"what the ranks have submitted did not all reach {self.folder} ({type(error).__name__}: {error})")
+                say(f"some results of the ranks did not reach {self.folder} ({type(error).__name__}: {error})")
 
         delivery = threading.Thread(target=deliver, name="daskpytorch-delivery", daemon=True)
         delivery.start()
         delivery.join(limit)
         if delivery.is_alive():
-            say(f"what the ranks have submitted did not all reach {self.folder} within {limit:g} s")
+            say(f"some results of the ranks did not reach {self.folder} within {limit:g} s")
 
     def _make_empty_folder(self) -> None:
         if self._is_remote:  # object stores have no folders, so an object marks the empty folder
