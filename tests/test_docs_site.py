@@ -50,6 +50,13 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert all(f"`{name.rpartition('.')[2]}`" in REFERENCE["docs/reference/tasks.md"] for name in OF_FLYTES_DASK_PLUGIN)
 
 
+def test_what_a_function_returns_is_one_value_in_the_reference(site: Path) -> None:
+    page = (site / "reference" / "dispatch.html").read_text()
+    returns = [part.partition("</ul>")[0] for part in page.split("Returns:</span>")[1:]]
+    assert len(returns) >= 2
+    assert [part.count("<li") for part in returns] == [1] * len(returns)
+
+
 def test_every_field_of_a_public_record_has_a_docstring() -> None:
     package = pytest.importorskip("griffe").load(PACKAGE, search_paths=[REPOSITORY / "plugins"])
     records = {value for value in named_objects().values() if dataclasses.is_dataclass(value)}

@@ -119,10 +119,13 @@ def pids_of(rank: Rank) -> list[int]:
 # ---- How ranks end --------------------------------------------------------------------------------------------------
 
 
-def test_server_is_not_started_with_a_nannys_setting_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+@pytest.mark.parametrize(("given", "kept"), [("65536", None), ("1048576", "1048576")])
+def test_server_is_started_with_the_users_setting_of_the_allocator_and_not_with_a_nannys(
+    given: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", given)
     with contextlib.closing(fork_client.connect("spawn")):  # imports nothing
-        assert "MALLOC_TRIM_THRESHOLD_" not in own_fork_server().environ()
+        assert own_fork_server().environ().get("MALLOC_TRIM_THRESHOLD_") == kept
     fork_client.shutdown()
 
 

@@ -45,8 +45,12 @@ def test_a_damaged_file_is_not_given(tmp_path: Path, damage: str) -> None:
 
 
 def test_what_was_used_longest_ago_goes_first_and_other_files_stay(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x" * 100_000)
     cache = ImageCache(tmp_path, 20_000)
+    mine = [tmp_path / "photos" / ("f" * 64), cache._path("b", listed()).with_name("thesis.tex")]
+    for file in mine:
+        file.parent.mkdir()
+        file.write_text("x" * 50_000)
+        os.utime(file, (0, 0))
     for number in range(100):
         cache.put("b", listed(number), BODY)
         os.utime(cache._path("b", listed(number)), (number, number))  # as if a second lay between them
@@ -54,7 +58,7 @@ def test_what_was_used_longest_ago_goes_first_and_other_files_stay(tmp_path: Pat
     kept = [number for number in range(100) if cache.get("b", listed(number)) is not None]
     assert kept == list(range(kept[0], 100))
     assert len(kept) > 20
-    assert (tmp_path / "thesis.tex").exists()
+    assert all(file.exists() for file in mine)
 
 
 def test_unfinished_files_of_other_writers_stay_until_their_writers_must_have_ended(tmp_path: Path) -> None:

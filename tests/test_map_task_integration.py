@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from flyteidl.core import literals_pb2
 from flytekit import FlyteContextManager
 from flytekit.core import utils
@@ -42,7 +43,15 @@ def on_dask(number: int) -> tuple[float, str]:
     return reduced(number), "from rank 0"
 
 
+@task(task_config=SpawnDDP(nproc=2), enable_deck=True)
+def fit(number: int, scale: float) -> torch.nn.Module:
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, number * scale)
+    return model
+
+
 mapped = map_task(functools.partial(train, scale=2.0), concurrency=2)
+models = map_task(functools.partial(fit, scale=2.0))
 
 
 @workflow
@@ -65,17 +74,18 @@ def test_elements_of_a_map_are_gangs_of_their_own(tmp_path: Path) -> None:
     assert by_hand == [11.0, "from rank 0"]
 
 
-def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
-    (tmp_path / "flows.py").write_text(FLOWS)
+def outputs_of_element(name: str, index: int, folder: Path) -> dict[str, literals_pb2.Literal]:
+    """Run one element of a map by its container's command, and return what the backend finds."""
+    (folder / "flows.py").write_text(FLOWS)
     settings = "flows.SerializationSettings(image_config=None)"
-    asked = f"import json, flows; print(json.dumps(flows.mapped.get_command({settings})))"
-    (tmp_path / "asks.py").write_text(asked)
-    found = run_program(["asks.py"], cwd=tmp_path)
+    asked = f"import json, flows; print(json.dumps(flows.{name}.get_command({settings})))"
+    (folder / "asks.py").write_text(asked)
+    found = run_program(["asks.py"], cwd=folder)
     ctx = FlyteContextManager.current_context()
     inputs = TypeEngine.dict_to_literal_map(
         ctx, {"number": [5, 7], "scale": 2.0}, {"number": list[int], "scale": float}
     )
-    utils.write_proto_to_file(inputs.to_flyte_idl(), str(tmp_path / "inputs.pb"))
+    utils.write_proto_to_file(inputs.to_flyte_idl(), str(folder / "inputs.pb"))
     places = {
         "{{.input}}": "inputs.pb",
         "{{.outputPrefix}}": "out",
@@ -87,9 +97,19 @@ def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
     with nothing_left_behind():
         done = run_program(
             [SCRIPTS / command, *(places.get(argument, argument) for argument in arguments)],
-            cwd=tmp_path,
-            env={"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"},
+            cwd=folder,
+            env={"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": str(index)},
         )
-    assert (tmp_path / "out/outputs.pb").exists(), done.stdout + done.stderr
-    outputs = literals_pb2.LiteralMap.FromString((tmp_path / "out/outputs.pb").read_bytes()).literals
+    assert (folder / "out/outputs.pb").exists(), done.stdout + done.stderr
+    return dict(literals_pb2.LiteralMap.FromString((folder / "out/outputs.pb").read_bytes()).literals)
+
+
+def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
+    outputs = outputs_of_element("mapped", 1, tmp_path)
     assert outputs["o0"].collection.literals[0].scalar.primitive.float_value == 154.0
+
+
+def test_a_model_that_the_driver_cannot_load_is_an_elements_output(tmp_path: Path) -> None:
+    written = outputs_of_element("models", 0, tmp_path)["o0"].scalar.blob.uri
+    model = torch.load(tmp_path / written, weights_only=False)
+    assert (type(model), model.weight.item()) == (torch.nn.Linear, 10.0)

@@ -6,6 +6,8 @@ import base64
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,30 @@ def test_one_rank_on_a_node_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     if gpus_here().names:
         pytest.skip("has GPUs")
     assert here(monkeypatch, "default_size").literals["o0"].scalar.primitive.integer == 1
+
+
+LONELY = """
+from flytekit import task
+from flytekitplugins.daskpytorch import SpawnDDP
+
+@task(task_config=SpawnDDP(nproc=2))
+def train() -> float:
+    return 1.0
+
+train()
+"""
+
+
+def test_a_machine_without_a_loopback_keeps_nobody_waiting() -> None:
+    """A store of torch's would wait for five minutes, and hold up the end of the process."""
+    apart = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("making a network namespace is not allowed here")
+    done = subprocess.run(
+        [*apart, sys.executable, "-c", LONELY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "cannot reach the driver at 127.0.0.1" in done.stderr
 
 
 def test_an_output_of_the_wrong_type_ends_the_task_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

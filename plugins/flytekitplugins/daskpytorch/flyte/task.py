@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,13 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.metadata import distributions
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
 from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
+from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.core.utils import ClassDecorator
@@ -196,16 +199,19 @@ class _InRanks(in_ranks.InRanks, _Resumable):
             raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
 
     def execute(self, **kwargs: Any) -> Any:
-        """Train, and return rank 0's outputs: literals to Flyte, values to `map_task` and to the user."""
+        """Train, and return rank 0's outputs: literals to Flyte, values to the user and to a local `map_task`."""
         if self._is_debugging:
             return self._train_here(kwargs)
         task, literals = _dispatched.get() or (None, None)
         if task is self:
             return self._train(kwargs, self._rank_host(literals))
         ctx = FlyteContextManager.current_context()
+        is_mapped = _is_on_backend(ctx) and _is_of_map_task(inspect.currentframe())
         literals = TypeEngine.dict_to_literal_map(ctx, kwargs, self.python_interface.inputs)
         with heeding_sigterm(), _retried_by_the_mapped():
             made = self._train(kwargs, self._rank_host(literals))
+        if is_mapped:
+            return made
         by_name = TypeEngine.literal_map_to_kwargs(ctx, made, self.python_interface.outputs)
         values = [by_name[name] for name in self.python_interface.outputs]
         if len(values) > 1 or self.python_interface.output_tuple_name:
@@ -338,6 +344,20 @@ def _is_local(ctx: FlyteContext) -> bool:
     return ctx.execution_state is not None and bool(ctx.execution_state.is_local_execution())
 
 
+def _is_on_backend(ctx: FlyteContext) -> bool:
+    return ctx.execution_state is not None and ctx.execution_state.mode == ExecutionState.Mode.TASK_EXECUTION
+
+
+def _is_of_map_task(frame: FrameType | None) -> bool:
+    """Return True if a `map_task` has called the method of this frame.
+
+    A `map_task` on a backend returns literals unchanged. Of values it makes literals again, and rank 0's model may not
+    load in the driver.
+    """
+    caller = frame.f_back if frame is not None else None
+    return caller is not None and isinstance(caller.f_locals.get("self"), ArrayNodeMapTask)
+
+
 def identities(inputs: LiteralMap) -> dict[str, bytes]:
     """Return bytes that identify each input's value, by the input's name."""
     return {name: _identity(literal) for name, literal in inputs.literals.items()}
@@ -386,7 +406,6 @@ def _retried_by_the_mapped() -> Iterator[None]:
     try:
         yield
     except INFRASTRUCTURE_ERRORS as error:
-        state = FlyteContextManager.current_context().execution_state
-        if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION:
+        if not _is_on_backend(FlyteContextManager.current_context()):
             raise
         raise FlyteRecoverableException(str(error), timestamp=getattr(error, "time", None)) from error

@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import sigterm
 from flytekitplugins.daskpytorch.process.system import check_system
+from flytekitplugins.daskpytorch.protocol.orders import NANNYS_MARK, without_nannys
 
 END_TIMEOUT = 10.0
 """Timeout, in seconds, for a fork server to end its ranks after the order. A suspended server is killed then."""
@@ -260,9 +261,10 @@ def _start() -> _Owned:
     with theirs, _open_hand_over() as hand_over:
         descriptors = [theirs.fileno(), *hand_over]
         command = fork_server.command("main", [*descriptors, *_imported_ahead], fork_server.path_here())
-        # A Dask nanny sets this variable, so that the C library returns freed memory at once. The price is thousands of
-        # page faults per training step. The C library reads the variable only when a process starts.
-        env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
+        # A Dask nanny makes the C library return freed memory at once. The price is thousands of page faults per
+        # training step. The C library reads the variable only when a process starts.
+        kept = without_nannys(os.environ)
+        env = {name: value for name, value in os.environ.items() if name != NANNYS_MARK or name in kept}
         _ranks.clear()  # ranks of an earlier server have ended with it
         with sigterm.held_back():
             process = subprocess.Popen(

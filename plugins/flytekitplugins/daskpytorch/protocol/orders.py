@@ -237,7 +237,7 @@ def environment(
         scratch: The agent's folder.
     """
     host, port = job.store or _own_store()
-    env = {**_without_nannys(base), **job.environment}
+    env = {**without_nannys(base), **job.environment}
     env |= {
         "RANK": str(place.rank),
         # Most code passes it to set_device. `torchrun --virtual-local-rank` sets 0, too, if a rank sees one GPU.
@@ -278,7 +278,7 @@ def _own_store() -> tuple[str, int]:
         return "127.0.0.1", server.getsockname()[1]
 
 
-def _without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
+def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that a Dask nanny has set.
 
     Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
