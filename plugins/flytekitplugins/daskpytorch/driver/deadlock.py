@@ -222,6 +222,9 @@ class DeadlockWatch:
         attempt = self._attempt
         if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged:
             return False
+        num_ended = len(attempt.results) + len(attempt.failures) + len(attempt.exits)
+        if attempt.has_delivered or len(attempt.standing) + num_ended < attempt.world_size:
+            return False  # without a loop over all ranks for each event
         running = attempt.running
         return bool(running) and attempt.standing.issuperset(running)
 
