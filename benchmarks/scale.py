@@ -61,7 +61,7 @@ import selectors
 from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial, heartbeat_interval
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import heartbeat, orders, reports
+from flytekitplugins.daskpytorch.protocol import framing, orders, reports
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.rank.usage import INTERVAL, MAX_SAMPLES
@@ -95,7 +95,7 @@ class Agent:
 
     def live(self):
         self.num_moves = {{rank: count + 1 for rank, count in self.num_moves.items()}}
-        self.connection.send_frame(heartbeat.packed(self.num_moves))
+        self.connection.send_frame(framing.heartbeat(self.num_moves))
         if self.num_moves and time.monotonic() >= self.usage_at:
             self.usage_at += self.usage_interval
             for rank, count in self.num_moves.items():

@@ -27,11 +27,10 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.driver.worker import Worker
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import heartbeat, messages
+from flytekitplugins.daskpytorch.protocol import framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.collectives import Recalled
-from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
@@ -486,7 +485,7 @@ class World:
         """It tells of its ranks' signs of life."""
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
-            self.feed(self.state.hear_beats, {agent: heartbeat.packed(num_moves)})
+            self.feed(self.state.hear_beats, {agent: framing.heartbeat(num_moves)})
 
     def leave(
         self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "", log_tail: str = ""

@@ -29,10 +29,9 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent, transfers
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
 from flytekitplugins.daskpytorch.node.transfers import Transfers
-from flytekitplugins.daskpytorch.protocol import code, heartbeat, messages
+from flytekitplugins.daskpytorch.protocol import code, framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.collectives import Recalled
-from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
@@ -113,7 +112,7 @@ class Driver:
         self.unheard.extend(said)
 
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
-        self.unheard.extend(dict(heartbeat.unpacked(beat)) for beat in newest.values())
+        self.unheard.extend(dict(framing.moves_in(beat)) for beat in newest.values())
 
     def note_upload(self, *_: object) -> None:
         """Take no files."""

@@ -31,9 +31,9 @@ from flytekitplugins.daskpytorch.errors import (
     StoppedEarlyError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.protocol import messages, result_frames
+from flytekitplugins.daskpytorch.protocol import messages, payload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
@@ -825,7 +825,7 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(worl
     world = world_of()
     world.form()
     stranger = world.join(world.new_worker())
-    (piece,) = result_frames.cut("", "a", b"of an older attempt")
+    (piece,) = payload.cut("", "a", b"of an older attempt")
     part = world.received.keep(0, piece)
     world.report(stranger, 0, part)
     assert not world.received.claim(lambda _: True)

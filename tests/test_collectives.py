@@ -6,7 +6,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named
 from flytekitplugins.daskpytorch.driver.hang_detector import explain_failure
-from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 
 ALL = "the default group (gloo)"
 ROW, COLUMN = "group 1 (gloo)", "group 2 (gloo)"

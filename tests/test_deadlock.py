@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch.errors import GangHungError
-from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Locate
 from flytekitplugins.daskpytorch.protocol.reports import Returned, Stands

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch import current_rank
-from flytekitplugins.daskpytorch.protocol import driver_objects, pickling
+from flytekitplugins.daskpytorch.protocol import pickling
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(DistributedSampler, "__iter__", DistributedSampler.__iter__)  # to be put back
-    monkeypatch.setattr(driver_objects, "_of_other_ranks", type(driver_objects._of_other_ranks)())
+    monkeypatch.setattr(pickling, "_of_other_ranks", type(pickling._of_other_ranks)())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, Frames, watch_peer
+from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
 from processes import ends
 
 DATA = [b"", b"x", os.urandom(3 * READ_SIZE), b"the end"]
@@ -90,3 +93,20 @@ def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection,
     theirs._sock.sendall(framed(b"x" * 32)[:-1])
     with pytest.raises(TimeoutError):
         ours.recv_frame(32, time.monotonic() + 0.05)
+
+
+@pytest.mark.parametrize("num_moves", [{}, {0: 0}, {7: 1 << 40, 8: 3}, {rank: rank for rank in range(8)}])
+def test_a_heartbeat_arrives_as_it_was_sent(num_moves: dict[int, int]) -> None:
+    frame = framing.heartbeat(num_moves)
+    assert framing.is_heartbeat(frame)
+    assert dict(framing.moves_in(frame)) == num_moves
+
+
+def test_a_heartbeat_of_eight_ranks_takes_a_hundred_bytes() -> None:
+    assert len(framing.heartbeat(dict.fromkeys(range(8), 1 << 40))) < 100
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_no_message_is_taken_for_a_heartbeat(protocol: int) -> None:
+    for message in (Leaving(), Lines(0, ["x"])):
+        assert not framing.is_heartbeat(pickle.dumps(message, protocol))

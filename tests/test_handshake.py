@@ -20,9 +20,8 @@ from flytekitplugins.daskpytorch.driver import listener as driver
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.node import transfers
-from flytekitplugins.daskpytorch.protocol import handshake
-from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
-from flytekitplugins.daskpytorch.protocol.handshake import introduce
+from flytekitplugins.daskpytorch.protocol import framing
+from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Leaving, Lines
 from processes import num_open_files
 
@@ -118,10 +117,10 @@ def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
     agents = threading.Thread(target=lambda: met.append(introduce(theirs, TOKEN)))
     agents.start()
     with ours:
-        sent = [handshake.challenge()]
+        sent = [framing.challenge()]
         ours.sendall(framed(sent[0]))
-        sent.append(take(ours, handshake.ANSWER_SIZE))
-        sent.append(handshake.prove(TOKEN, *sent))
+        sent.append(take(ours, framing.ANSWER_SIZE))
+        sent.append(framing.prove(TOKEN, *sent))
         ours.sendall(framed(sent[2]))
         agents.join()
         met[0].send("hello")
@@ -174,7 +173,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
     monkeypatch.setattr(driver, "PATIENCE", 1.0)
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
-        for byte in framed(b"x" * handshake.ANSWER_SIZE)[:-1]:
+        for byte in framed(b"x" * framing.ANSWER_SIZE)[:-1]:
             stranger.sendall(bytes([byte]))
             time.sleep(0.2)
         raise AssertionError("he is still connected")
@@ -246,7 +245,7 @@ def test_many_agents_that_call_at_once_all_get_in(
 def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> None:
     def play(called: socket.socket) -> None:
         called.sendall(framed(b"x" * 32))
-        take(called, handshake.ANSWER_SIZE)
+        take(called, framing.ANSWER_SIZE)
         called.sendall(framed(b"y" * 32) + framed(pickle.dumps(bomb)))
         called.recv(1)
 
@@ -276,9 +275,9 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 
     def play(first: socket.socket, second: socket.socket) -> None:
         first.sendall(framed(b"x" * 32))
-        answer = take(first, handshake.ANSWER_SIZE)
+        answer = take(first, framing.ANSWER_SIZE)
         second.sendall(framed(answer[:32]))
-        answer = take(second, handshake.ANSWER_SIZE)
+        answer = take(second, framing.ANSWER_SIZE)
         first.sendall(framed(answer[32:]))
         second.close()
         first.recv(1)
@@ -350,9 +349,9 @@ def test_an_agent_that_is_hung_up_on_calls_again() -> None:
         def serve() -> None:
             server.accept()[0].close()
             with server.accept()[0] as called:
-                challenge = handshake.challenge()
+                challenge = framing.challenge()
                 called.sendall(framed(challenge))
-                called.sendall(framed(handshake.prove(TOKEN, challenge, take(called, handshake.ANSWER_SIZE))))
+                called.sendall(framed(framing.prove(TOKEN, challenge, take(called, framing.ANSWER_SIZE))))
                 called.recv(1)
 
         thread = threading.Thread(target=serve)

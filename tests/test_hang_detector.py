@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     report_hang,
     waits_of,
 )
-from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import heartbeat
+from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello, Leaving, Lines, OnFailure, Reported, Upload
@@ -296,7 +296,7 @@ EXHAUSTED = """
 import os, queue, resource, socket, sys, time
 import ear as ears
 from flytekitplugins.daskpytorch.driver.agents import Call
-from flytekitplugins.daskpytorch.protocol import handshake
+from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.messages import Leaving
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -317,7 +317,7 @@ for file in hoard:
     os.close(file)
 for caller in callers[1:]:
     caller.connect(ear.address)
-agents = [handshake.introduce(caller, b"t") for caller in callers]
+agents = [framing.introduce(caller, b"t") for caller in callers]
 for agent in agents:
     agent.send(Leaving())
     assert events.get()() == Leaving()
@@ -363,7 +363,7 @@ def test_a_heartbeat_that_tells_of_no_rank_is_heard_and_nobody_is_told(
     connection = dial()
     [ours] = ear._agents
     before = ours.heard_at
-    connection.send_frame(heartbeat.packed({}))
+    connection.send_frame(framing.heartbeat({}))
     until(lambda: ours.heard_at > before, "it to be heard")
     connection.send(Leaving())
     assert heard(events) == Leaving()
@@ -375,8 +375,8 @@ def test_heartbeats_come_together_and_of_each_agent_the_newest(
     agents = [dial() for _ in range(20)]
     monkeypatch.setattr(listener, "BEAT_INTERVAL", 1.0)
     for number, each in enumerate(agents * 5):
-        each.send_frame(heartbeat.packed({number % 20: number, 20 + number % 20: number}))
-    newest = [heartbeat.packed({number: 80 + number, 20 + number: 80 + number}) for number in range(20)]
+        each.send_frame(framing.heartbeat({number % 20: number, 20 + number % 20: number}))
+    newest = [framing.heartbeat({number: 80 + number, 20 + number: 80 + number}) for number in range(20)]
     assert sorted(heard(events).values()) == sorted(newest)
 
 
@@ -385,10 +385,10 @@ def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
 ) -> None:
     monkeypatch.setattr(listener, "BEAT_INTERVAL", 3600.0)
     first, second = dial(), dial()
-    first.send_frame(heartbeat.packed({0: 1}))
-    second.send_frame(heartbeat.packed({1: 1}))
+    first.send_frame(framing.heartbeat({0: 1}))
+    second.send_frame(framing.heartbeat({1: 1}))
     second.send(Leaving())  # its rank may be another attempt's from here on
-    assert [dict(heartbeat.unpacked(beat)) for beat in heard(events).values()] == [{1: 1}]
+    assert [dict(framing.moves_in(beat)) for beat in heard(events).values()] == [{1: 1}]
     assert heard(events) == Leaving()
 
 

@@ -11,7 +11,7 @@ import pytest
 from flytekitplugins.daskpytorch.driver import received as receiving
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, Piece, Writer, cut
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, Writer, cut
 
 BIG = 3 * PIECE_SIZE
 

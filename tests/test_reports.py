@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.protocol import reports, result_frames
+from flytekitplugins.daskpytorch.protocol import payload, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Ready, Report, Returned, Saved
 
@@ -81,7 +81,7 @@ def test_what_a_rank_reported_before_it_was_killed_arrives(channel: tuple[Connec
 def test_what_is_large_stays_alone_and_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
     large = pickle.dumps(Returned(b"x" * reports.MAX_TOGETHER))
-    [piece] = map(pickle.dumps, result_frames.cut("key", "path", b"data"))
+    [piece] = map(pickle.dumps, payload.cut("key", "path", b"data"))
     log = pickle.dumps(record(0))
     sent = [log, log, piece, large, log, large, piece, log]
     for report in sent:

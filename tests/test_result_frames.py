@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.result_frames import (
+from flytekitplugins.daskpytorch.protocol.payload import (
     PIECE_SIZE,
     SMALL_SIZE,
     Piece,

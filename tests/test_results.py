@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch import context, results
 from flytekitplugins.daskpytorch.context import Link, RankContext
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
-from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, cut
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 

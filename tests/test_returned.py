@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Writer
+from flytekitplugins.daskpytorch.protocol.payload import Piece, Writer
 from flytekitplugins.daskpytorch.rank.returned import dump_returned, unwrapped
 
 

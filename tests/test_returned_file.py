@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flytekitplugins.daskpytorch.protocol.payload import SMALL_SIZE, MappedReturn, Piece, Segments, send_by_file
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
-from flytekitplugins.daskpytorch.protocol.result_frames import SMALL_SIZE, Piece
-from flytekitplugins.daskpytorch.protocol.segments import MappedReturn, Segments, send_by_file
 
 
 def sent(folder: Path, value: Any) -> tuple[bytes | None, list[Piece]]:

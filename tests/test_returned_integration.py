@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE
 from processes import nothing_left_behind, run_program
 
 SIZE = 100

@@ -14,8 +14,8 @@ import torch
 
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
-from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import ends
 

@@ -17,8 +17,8 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
-from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
 
 
 def add_up(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> tuple[int, int, list[int]]:

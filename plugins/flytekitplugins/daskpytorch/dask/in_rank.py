@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.protocol.worker_data import Contact, Key, WorkerData
+from flytekitplugins.daskpytorch.protocol.orders import Contact, Key, WorkerData
 
 if TYPE_CHECKING:
     from distributed import Client, Worker

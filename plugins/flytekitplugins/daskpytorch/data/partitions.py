@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData
 
 if TYPE_CHECKING:
     from distributed import Client, Future
+
+    from flytekitplugins.daskpytorch.protocol.orders import Key, WorkerData
 
 
 TOLERANCE = 1.1

@@ -17,8 +17,7 @@ from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.goodput import Goodput
-from flytekitplugins.daskpytorch.protocol.collectives import Recalled
-from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Exited, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Arrived
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 
 NOT_THE_USERS = re.compile(
     r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'

@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     report_deadlock,
 )
 from flytekitplugins.daskpytorch.protocol import messages, orders
-from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective
 
 LOOK_INTERVAL = 3.0
 """Seconds between two looks at the ranks, the two of a proof included."""

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.collectives import NOT_THE_USERS, Difference, compare, named, users_frames
-from flytekitplugins.daskpytorch.protocol.collectives import Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Frames of ranks waiting for peers. During `backward`, these frames are hooks of DistributedDataParallel."""

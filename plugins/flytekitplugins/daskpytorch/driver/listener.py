@@ -17,12 +17,12 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol import handshake, heartbeat
+from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.reports import unpack
-from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
 Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
@@ -220,10 +220,10 @@ class Listener:
         """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
         async with asyncio.timeout(PATIENCE):
             watch_peer(sock)
-            connection, challenge = Connection(sock), handshake.challenge()
+            connection, challenge = Connection(sock), framing.challenge()
             connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
-            answer = await self._frame(sock, Frames(only=handshake.ANSWER_SIZE))
-            connection.send_frame(handshake.prove(self._token, challenge, answer))
+            answer = await self._frame(sock, Frames(only=framing.ANSWER_SIZE))
+            connection.send_frame(framing.prove(self._token, challenge, answer))
         guest = self._start(self._greet(sock, connection), sock)
         self._guests.add(guest)
         guest.add_done_callback(self._guests.discard)
@@ -272,7 +272,7 @@ class Listener:
     def _hear(self, connection: Connection, frames: Frames) -> None:
         try:
             for frame in frames.take(connection.read(READ_SIZE)):
-                if heartbeat.is_heartbeat(frame):
+                if framing.is_heartbeat(frame):
                     self._note_beat(connection, frame)
                 else:
                     self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
@@ -286,7 +286,7 @@ class Listener:
 
     def _note_beat(self, connection: Connection, beat: bytes) -> None:
         """Keep a heartbeat until the next `_tell_beats`. Heartbeats without ranks only prove that the agent lives."""
-        if len(beat) > len(heartbeat.MARK):
+        if len(beat) > len(framing.BEAT):
             if not self._beats:
                 self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
             self._beats[connection] = beat

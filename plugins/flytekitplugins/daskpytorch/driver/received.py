@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
-from flytekitplugins.daskpytorch.protocol.segments import MappedReturn
+from flytekitplugins.daskpytorch.protocol.payload import MappedReturn, Piece, Reader
 
 MAX_IN_MEMORY = 1 << 20
 """Maximum number of bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few

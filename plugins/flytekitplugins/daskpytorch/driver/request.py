@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
-from flytekitplugins.daskpytorch.protocol.segments import SharedMemory
+from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_NAME = 100

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.saving import Saving
-from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -207,7 +207,7 @@ class GangState:
         """Record the ranks' signs of life from their agents' newest heartbeats."""
         for connection, beat in newest.items():
             if (peer := self.agents.find(connection)) is not None:
-                for rank, num_moves in heartbeat.unpacked(beat):
+                for rank, num_moves in framing.moves_in(beat):
                     if (attempt := self._attempt_of(peer, rank)) is not None:
                         attempt.note_moves(rank, num_moves)
 

@@ -26,13 +26,12 @@ from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_o
 from flytekitplugins.daskpytorch.node.ranks import Rank
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder, WorkerData
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
@@ -273,7 +272,7 @@ class _Agent:
         ranks = [(rank.place, rank.num_moves) for rank in self._ranks.values()]
         told = {place.rank: count for place, count in ranks if place is not None and count is not None}
         with self._lock:
-            self._driver.send_frame(heartbeat.packed(told))
+            self._driver.send_frame(framing.heartbeat(told))
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]

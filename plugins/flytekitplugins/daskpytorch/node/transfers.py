@@ -14,10 +14,9 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
-from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
-from flytekitplugins.daskpytorch.protocol.handshake import introduce
+from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
+from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 
 NUM_FILES_KEPT = 3
 """Number of checkpoints kept on this node, to spare restarts a download."""

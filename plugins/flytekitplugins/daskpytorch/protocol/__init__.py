@@ -12,11 +12,11 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
 If an agent can reach the driver's own folder, checkpoints do not travel. The file gets a hard link there
-(`checkpoint_file`). A large return value is a file that the rank writes to that folder (`segments`).
+(`checkpoint_file`). A large return value is a file that the rank writes to that folder (`payload`).
 
 Messages are frozen dataclasses, pickled, and the receiver matches on all their types. Signs of life are the exception:
-an agent gathers its ranks' signs of life and sends them unpickled in its `heartbeat`. Over TCP, messages travel in
-frames (`framing`). Each end unpickles messages only after both have proved knowledge of the gang's token (`handshake`).
+an agent gathers its ranks' signs of life and sends them unpickled in its heartbeat. Over TCP, messages travel in
+frames (`framing`). Each end unpickles messages only after both have proved knowledge of the gang's token.
 The driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an answer. A
 missing answer shows as a closed connection, or as an agent without heartbeats.
 

@@ -1,23 +1,43 @@
-"""Frames on the connections between driver and agents. Each frame begins with its size, in eight bytes.
+"""Connections between driver and agents: frames, the handshake, and heartbeats.
 
-A frame holds a pickled message, an agent's heartbeat, or a part of the handshake, whose size is fixed. Only files, such
-as checkpoints, travel without frames, right after their announcement.
+Each frame begins with its size, in eight bytes. A frame holds a pickled message, an agent's heartbeat, or a part of the
+handshake, whose size is fixed. Only files, such as checkpoints, travel without frames, right after their announcement.
+
+By the handshake, driver and agent prove that both belong to one gang, before any unpickling. The driver sends a
+challenge. The agent answers with its own challenge and proof. Then the driver sends its proof. A proof is an HMAC over
+role and both challenges, with the gang's token as key. The token itself is not sent. The role keeps an agent's proof
+from passing as the driver's. All sizes are fixed, so that a stranger cannot send more.
+
+An agent sends a heartbeat about every second: its ranks' signs of life, which need no unpickling. The driver of
+thousands of agents receives thousands of heartbeats a second. Most bring no new numbers: only their arrival matters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import os
 import pickle
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
 """Maximum number of bytes of one read, so that all peers get their turn."""
+AGENT, DRIVER = b"agent", b"driver"
+CHALLENGE_SIZE = 32
+PROOF_SIZE = 32
+ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
+PATIENCE = 60.0
+"""Timeout for the driver's proof, in seconds. The driver may have thousands of agents and some strangers to answer."""
+BEAT = b"\0"
+"""First byte of a heartbeat. No pickle begins with this byte."""
+RANK = struct.Struct("!IQ")
+"""A rank, and its number of signs of life so far."""
 
 
 class Frames:
@@ -150,3 +170,90 @@ def watch_peer(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+
+
+# ---- Handshake
+
+
+def challenge() -> bytes:
+    """Return random bytes that the peer's proof must cover."""
+    return os.urandom(CHALLENGE_SIZE)
+
+
+def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
+    """Check an agent's answer to the driver's challenge, and return the driver's proof.
+
+    Raises:
+        ConnectionRefusedError: The peer does not know the gang's token.
+    """
+    theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
+    if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
+        raise ConnectionRefusedError("the caller does not know the gang's token")
+    return _proof(token, DRIVER, challenge, theirs)
+
+
+def introduce(sock: socket.socket, token: bytes) -> Connection:
+    """Do the agent's side of the handshake. Return a connection that owns the socket.
+
+    Raises:
+        ConnectionAbortedError: The peer closed the connection before its proof. The socket is closed.
+        ConnectionRefusedError: The peer does not know the gang's token, or sent no proof in time. The socket is closed.
+    """
+    connection, begun_at = Connection(sock), time.monotonic()
+    try:
+        _meet(connection, token)
+    except (EOFError, OSError) as error:
+        connection.close()
+        seconds = time.monotonic() - begun_at
+        match error:
+            case ConnectionRefusedError():
+                raise ConnectionRefusedError("the process there does not know the gang's token") from error
+            case TimeoutError():
+                raise ConnectionRefusedError(
+                    f"the process there did not prove within {seconds:.0f} s that it is the gang's driver"
+                ) from error
+        raise ConnectionAbortedError(
+            f"the process there hung up after {seconds:.1f} s, without a proof that it is the gang's driver"
+        ) from error
+    sock.settimeout(None)
+    return connection
+
+
+def _meet(connection: Connection, token: bytes) -> None:
+    deadline = time.monotonic() + PATIENCE
+    theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), challenge()
+    connection.send_frame(mine + _proof(token, AGENT, theirs, mine))
+    if not hmac.compare_digest(connection.recv_frame(PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
+        raise ConnectionRefusedError("the proof is wrong")
+
+
+def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> bytes:
+    return hmac.digest(token, role + of_driver + of_agent, "sha256")
+
+
+# ---- Heartbeat
+
+
+def heartbeat(num_moves: Mapping[int, int]) -> bytes:
+    """Return an agent's heartbeat.
+
+    Args:
+        num_moves: Rank -> number of signs of life so far. Ranks without a report so far are left out.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch.protocol import framing
+        >>> frame = framing.heartbeat({8: 120, 9: 119})
+        >>> framing.is_heartbeat(frame), dict(framing.moves_in(frame))
+        (True, {8: 120, 9: 119})
+    """
+    return BEAT + b"".join(RANK.pack(*each) for each in num_moves.items())
+
+
+def is_heartbeat(frame: bytes) -> bool:
+    """Return True for a heartbeat, False for a message."""
+    return frame[:1] == BEAT
+
+
+def moves_in(frame: bytes) -> Iterator[tuple[int, int]]:
+    """Yield each rank in a heartbeat, with its number of signs of life so far."""
+    return RANK.iter_unpack(memoryview(frame)[1:])

@@ -22,7 +22,7 @@ class AgentOrder:
     num_ranks: int
     """Number of ranks that the agent will start. The agent forks them before `Start`, while the agents connect."""
     token: bytes = field(repr=False)
-    """Secret of the gang, by which agent and driver recognise each other (see `handshake`)."""
+    """Secret of the gang, by which agent and driver recognise each other (see `framing`)."""
     num_gpus: int = 0
     """Number of GPUs in the worker's resource limits. 0 if unknown."""
     folder: Path | None = None
@@ -136,7 +136,7 @@ class Stacks:
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Stacks
-"""All messages of an agent, except the `heartbeat` about every second."""
+"""All messages of an agent, except a heartbeat about every second."""
 
 
 # ---- ... and to it

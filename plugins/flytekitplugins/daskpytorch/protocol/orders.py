@@ -1,24 +1,26 @@
 """Orders from driver and agent to a rank, at its start and during its run."""
 
+import contextlib
+import importlib
 import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
-from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
+from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
-from flytekitplugins.daskpytorch.protocol.segments import Address
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
-from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.settings import Profile
 
 STOPPED = 143
@@ -27,6 +29,8 @@ DUMP_SIGNAL = signal.SIGQUIT
 """Signal on which a rank writes its main thread's stack to a file, as a Java VM does. Users may send it by hand."""
 MAX_STACKS = 64 << 10
 """Maximum number of bytes of a rank's stacks."""
+Key = str | tuple[Any, ...]
+"""Dask's key of a partition."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
 """Environment variable that, as a rule, only a Dask nanny sets."""
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -79,6 +83,55 @@ class Job:
     """Environment variables of the host. They may hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled observers for rank 0 (see `Observers.for_rank`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """Addresses by which a rank reaches Dask."""
+
+    name: Any
+    """Name of the worker."""
+    address: str
+    """Address of the worker."""
+    scheduler: str
+    """Address of the scheduler for other processes."""
+    reaches_workers: bool
+    """False if the workers are threads of one process. Other processes then reach only the scheduler."""
+    security: Any = field(repr=False)
+    """The worker's `Security` of Dask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerData:
+    """Connection details of a rank's Dask worker, for the rank and the processes that the rank starts."""
+
+    address: str
+    """Address of an abstract Unix socket."""
+    token: bytes = field(repr=False)
+    """First bytes of a connection: proof that the process is a rank beside this worker."""
+    guide: str
+    """Name of the module that has `enter`, for ranks that import Dask, and `worker_of`."""
+
+    def contact(self) -> Contact:
+        """Ask the worker for its address and its scheduler's.
+
+        Raises:
+            ConnectionError: The worker is ending.
+        """
+        try:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(self.address)
+                connection = Connection(sock.detach())
+            with contextlib.closing(connection):
+                connection.send_bytes(self.token)
+                contact: Contact = connection.recv()
+                return contact
+        except (EOFError, OSError) as error:
+            raise ConnectionError(f"this rank's Dask worker does not answer: it is ending ({error})") from error
+
+    def worker(self) -> Any:
+        """Return this process's stand-in for the worker, with a Dask client."""
+        return importlib.import_module(self.guide).worker_of(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,15 @@
 A class that is unpickled by value belongs to no module, so that plain `pickle` cannot name the class.
 `all_gather_object`, `torch.save` and DataLoader workers need a name. So unpickled functions have the namespace of the
 rank's `__main__` as their globals. All definitions that a pickle reaches are put there by name.
+
+Some objects of libraries hold the driver's rank and world size. The driver's `Accelerator`, for example, counts one
+process. With a copy, each rank would train separately. Ranks get other objects in their place, or an error.
 """
 
 import copyreg
 import functools
 import io
+import os
 import pickle
 import sys
 from collections import ChainMap
@@ -15,13 +19,25 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import cloudpickle
 
-from flytekitplugins.daskpytorch.protocol import driver_objects
-
 LARGE = 1 << 20
 """Minimum number of bytes of an array or a tensor whose memory may stay outside the pickle."""
+REFUSED = {
+    ("accelerate.accelerator", "Accelerator"),
+    ("accelerate.data_loader", "DataLoaderDispatcher"),
+    ("accelerate.data_loader", "DataLoaderShard"),
+    ("accelerate.state", "AcceleratorState"),
+    ("lightning.fabric.fabric", "Fabric"),
+    ("lightning_fabric.fabric", "Fabric"),
+    ("torch.distributed.device_mesh", "DeviceMesh"),
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+}
+"""Classes (module, name) whose objects keep a world size that no public call changes. `rank.libraries` refuses a
+`Trainer` of Lightning when it trains."""
 
 
 def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], object] | None = None) -> bytes:
@@ -95,6 +111,8 @@ def _code(file_name: str, *parts: Any) -> CodeType:
 
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
+_Reduced = tuple[Any, ...]
+"""How to pickle an object, as `__reduce_ex__` returns it."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -127,7 +145,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)
-        if (instead := driver_objects.reduce(obj) or _reduce_module(obj)) is not None:
+        if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
             return instead
         if self._max_size is not None and not isinstance(obj, type):
             size = getattr(obj, "nbytes", 0)
@@ -146,7 +164,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             attributes["__qualname__"] = obj.__qualname__  # cloudpickle drops the names of enclosing classes
         return reduced
 
-    def _reduce_named(self, obj: Any) -> tuple[Any, ...] | None:
+    def _reduce_named(self, obj: Any) -> _Reduced | None:
         """Pickle by value an object that pickle would look up in `__main__`. A rank's `__main__` starts empty.
 
         Returns:
@@ -177,7 +195,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return False
 
 
-def _reduce_module(value: object) -> tuple[Any, ...] | None:
+def _reduce_module(value: object) -> _Reduced | None:
     if isinstance(value, ModuleType) and type(value) is not ModuleType:
         for name, module in list(sys.modules.items()):
             if module is value:
@@ -220,3 +238,124 @@ class _Bounded(io.BytesIO):
         if self.tell() + len(data) > self._max_size:
             raise OverflowError
         return super().write(data)
+
+
+# ---- Objects that hold the driver's rank: in the driver
+
+
+def _reduce_object(value: Any) -> _Reduced | None:
+    """Return how to pickle an object that holds the driver's rank, as `__reduce_ex__` does. None for other objects."""
+    reducer = _reducer_of(type(value))  # type: ignore[arg-type]  # mypy takes no class for hashable
+    return None if reducer is None else reducer(value)
+
+
+@functools.lru_cache(1024)  # a pickle has many objects of few classes
+def _reducer_of(cls: type) -> Callable[[Any], _Reduced] | None:
+    reducers = (_REDUCERS.get((base.__module__, base.__qualname__)) for base in cls.__mro__)
+    return next((reducer for reducer in reducers if reducer is not None), None)
+
+
+def _reduce_refused(value: Any) -> _Reduced:
+    make, arguments, *rest = value.__reduce_ex__(2)
+    return _made_unless_in_gang, (type(value).__name__, make, arguments), *rest
+
+
+def _reduce_rank(_: Any) -> _Reduced:
+    return _current_rank, ()
+
+
+def _reduce_partial_state(value: Any) -> _Reduced:
+    return _partial_state, (type(value), vars(value).get("_cpu", False))
+
+
+def _reduce_training_arguments(value: Any) -> _Reduced:
+    def is_cached(name: str) -> bool:  # the prefix is that of transformers 4, whose cached properties differ
+        return name.startswith("__cached_") or isinstance(getattr(type(value), name, None), functools.cached_property)
+
+    kept = {name: part for name, part in vars(value).items() if not is_cached(name)}
+    return _training_arguments, (type(value), kept | {"distributed_state": None})
+
+
+def _reduce_sampler(value: Any) -> _Reduced:
+    make, arguments, *rest = value.__reduce_ex__(2)
+    return _sampler, (value.num_replicas, value.rank, make, arguments), *rest
+
+
+_REDUCERS: dict[tuple[str, str], Callable[[Any], _Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
+    ("accelerate.state", "PartialState"): _reduce_partial_state,
+    ("flytekitplugins.daskpytorch.context", "RankContext"): _reduce_rank,
+    ("torch.utils.data.distributed", "DistributedSampler"): _reduce_sampler,
+    ("transformers.training_args", "TrainingArguments"): _reduce_training_arguments,
+}
+
+
+# ---- ... and in a rank
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _refusal(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"this {name} was made in the driver, outside the gang's ranks: {what}. Make it inside the function that the "
+        "ranks call, not at the top of the script and not as an argument."
+    )
+
+
+def _made_unless_in_gang(name: str, make: Callable[..., Any], arguments: _Reduced) -> Any:
+    if _world_size() > 1:
+        raise _refusal(
+            name, f"it knows a world of one process, and each of the {_world_size()} ranks would train alone"
+        )
+    return make(*arguments)
+
+
+def _current_rank() -> Any:
+    from flytekitplugins.daskpytorch.context import current_rank
+
+    return current_rank()
+
+
+def _partial_state(cls: Any, cpu: bool) -> Any:
+    return cls(cpu=cpu)
+
+
+def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:
+    made = cls.__new__(cls)
+    vars(made).update(kept)
+    _ = made.device  # makes the arguments read the world size again
+    return made
+
+
+def _sampler(num_replicas: int, rank: int, make: Callable[..., Any], arguments: _Reduced) -> Any:
+    """Make the sampler, or raise if its world is one process.
+
+    A sampler of another rank raises when it is iterated. An argument may hold a list of samplers, one per rank.
+    """
+    if num_replicas == 1 < _world_size():
+        what = f"num_replicas=1 has each of the {_world_size()} ranks train on all samples"
+        raise _refusal("DistributedSampler", what)
+    sampler = make(*arguments)
+    if num_replicas == _world_size() and rank != int(os.environ["RANK"]):
+        _refuse_use(sampler)
+    return sampler
+
+
+def _refuse_use(sampler: Any) -> None:
+    if not _of_other_ranks:
+        cls = import_module("torch.utils.data.distributed").DistributedSampler
+        begin = cls.__iter__
+
+        def begin_own(sampler: Any) -> Any:
+            if sampler in _of_other_ranks:
+                what = f"it has the samples of rank {sampler.rank}, and rank {os.environ['RANK']} would train on them"
+                raise _refusal("DistributedSampler", what)
+            return begin(sampler)
+
+        cls.__iter__ = begin_own
+    _of_other_ranks.add(sampler)
+
+
+_of_other_ranks: WeakSet[Any] = WeakSet()
+"""Samplers that the driver made for other ranks."""

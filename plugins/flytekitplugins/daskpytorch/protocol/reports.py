@@ -12,9 +12,8 @@ from multiprocessing.connection import Connection
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.collectives import Recalled
-from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.result_frames import Piece
+from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
+from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 NUM_MOVES = struct.Struct("!Q")

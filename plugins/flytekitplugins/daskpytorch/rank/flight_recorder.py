@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective, Recalled
 from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flytekitplugins.daskpytorch.context import Link, LogRecord, Progress, SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
-from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
+from flytekitplugins.daskpytorch.protocol import orders, payload, reports
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.segments import Address, send_by_file
+from flytekitplugins.daskpytorch.protocol.payload import Address, send_by_file
 from flytekitplugins.daskpytorch.rank import flight_recorder, usage
 from flytekitplugins.daskpytorch.rank.records import Records, interval_of
 from flytekitplugins.daskpytorch.rank.returned import dump_returned
@@ -109,7 +109,7 @@ class GangLink(Link):
             OSError: The agent has ended, so the rank cannot reach the driver.
         """
         with self._submit_lock:
-            for piece in result_frames.cut(key, path, data):
+            for piece in payload.cut(key, path, data):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:
@@ -187,11 +187,11 @@ class GangLink(Link):
                 dump = functools.partial(dump_returned, value)
                 with contextlib.suppress(OSError):  # for example, the disk is full
                     return send_by_file(dump, Path(self._driver_folder), self._send_piece)
-            writer = result_frames.Writer(self._send_piece)
+            writer = payload.Writer(self._send_piece)
             dump_returned(value, writer)
             return writer.close()
 
-    def _send_piece(self, piece: result_frames.Piece) -> None:
+    def _send_piece(self, piece: payload.Piece) -> None:
         self._send_in_turn(pickle.dumps(piece))
 
     # ---- questions, and their answers

@@ -26,8 +26,7 @@ from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports
 from flytekitplugins.daskpytorch.protocol.code import Call, completed, ending_as_program, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
-from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, stacks_path
-from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
+from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.rank import (
     debugger,
     flight_recorder,

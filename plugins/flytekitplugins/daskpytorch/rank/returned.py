@@ -11,7 +11,7 @@ import cloudpickle
 if TYPE_CHECKING:
     import pickle
 
-    from flytekitplugins.daskpytorch.protocol.result_frames import Writer
+    from flytekitplugins.daskpytorch.protocol.payload import Writer
 
 
 SPREAD = (
