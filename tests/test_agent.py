@@ -168,7 +168,7 @@ def driver() -> Iterator[Driver]:
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
     driver.send(messages.Stop(grace=0.5, main_grace=0.5))
     driver.send(messages.Tell(Leave()))
-    driver.send(messages.Tell(Locate()))
+    driver.send(messages.Tell(Locate(1)))
     driver.send(messages.Dump([0]))
     driver.start()
     driver.next(Ready)
@@ -430,9 +430,9 @@ def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Drive
 def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_down(driver: Driver) -> None:
     driver.start(wait_for_ever)
     driver.next(Ready)
-    driver.send(messages.Tell(Locate()))
+    driver.send(messages.Tell(Locate(1)))
     while "wait_for_ever" not in (located := driver.next(Located)).stacks:  # it is on its way there
-        driver.send(messages.Tell(Locate()))
+        driver.send(messages.Tell(Locate(1)))
     assert "in follow" in located.stacks  # of the thread that answers, too
     group = "the default group (gloo)"
     assert driver.next(Remembered).recalled == Recalled(groups=[group], collectives=[], members={group: (0,)})

@@ -45,7 +45,7 @@ def leave(attempt: Attempt, rank: int, exitcode: int = 0, *, stopped: bool = Fal
 
 
 def test_ranks_that_failed_or_left_need_not_answer(attempt: Attempt) -> None:
-    attempt.located[0] = Located(12, "", 0)
+    attempt.located[0] = Located(12, "", 0, 0)
     fail(attempt, 1, OWN)
     attempt.lose(NODES[1].worker)
     assert attempt.have_answered(attempt.located)
@@ -53,10 +53,10 @@ def test_ranks_that_failed_or_left_need_not_answer(attempt: Attempt) -> None:
 
 def test_rank_whose_function_has_returned_can_still_answer(attempt: Attempt) -> None:
     for rank in range(3):
-        attempt.located[rank] = Located(12, "", 0)
+        attempt.located[rank] = Located(12, "", 0, 0)
     attempt.results[3] = None
     assert not attempt.have_answered(attempt.located)
-    attempt.located[3] = Located(12, "", 0)
+    attempt.located[3] = Located(12, "", 0, 0)
     assert attempt.have_answered(attempt.located)
 
 

@@ -931,7 +931,7 @@ def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world
 
 def locate(world: World, worker: str, rank: int, stacks: str, num_moves: int = 4) -> None:
     """A rank answers where it is."""
-    world.report(world.agent(worker), rank, Located(5, stacks, num_moves))
+    world.report(world.agent(worker), rank, Located(5, stacks, num_moves, world.brain._attempt.look))
     world.report(world.agent(worker), rank, Remembered(world.recalled.get(rank)))
 
 
@@ -1009,7 +1009,7 @@ def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> Non
     world.form()
     world.wait(10.0)
     for agent in world.connected():
-        assert agent.orders.pop() == messages.Tell(Locate())
+        assert agent.orders.pop() == messages.Tell(Locate(1))
     for rank, worker in ((0, W1), (1, W1), (3, W2)):
         locate(world, worker, rank, f"stack of {rank}", num_moves=-1)
     world.wait(0.5, beats=False)
@@ -1085,7 +1085,7 @@ def test_failed_collective_is_explained_by_what_the_other_ranks_say(world_of: Ma
     world.fail(world.agent(W1), 0, RuntimeError("gloo: timed out waiting 1800000ms for recv"))
     assert not world.agent(W2).orders  # the loss of a worker, which reads alike, is soon known
     world.wait(0.4, beats=False)
-    assert world.agent(W2).orders == deque([messages.Tell(Locate())])
+    assert world.agent(W2).orders == deque([messages.Tell(Locate(1))])
     world.obey_all()
     assert not world.is_over
     world.wait(0.4, beats=False)
@@ -1101,7 +1101,7 @@ def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_hav
     world.recalled = {1: recalled(1, 2, is_done=False), 2: recalled(1)}
     world.form()
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
-    assert world.agent(W2).orders == deque([messages.Tell(Locate())])
+    assert world.agent(W2).orders == deque([messages.Tell(Locate(1))])
     world.obey_all()  # they answer
     assert isinstance(world.agent(W2).orders[-1], messages.Stop)
     world.obey_all()
@@ -1332,7 +1332,7 @@ def test_looks_become_rare_as_silence_grows(world_of: MakeWorld) -> None:
     looks = []
     for minute in range(1, 300):
         world.wait(60.0)
-        if messages.Tell(Locate()) in world.agent(W1).orders:
+        if any(isinstance(getattr(order, "order", None), Locate) for order in world.agent(W1).orders):
             looks.append(minute)
         world.obey_all()
     assert looks[0] == 5

@@ -18,8 +18,8 @@ from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
-from flytekitplugins.daskpytorch.protocol.messages import Exited, ToAgent
-from flytekitplugins.daskpytorch.protocol.orders import Arrived
+from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
@@ -122,8 +122,10 @@ class Attempt:
     """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
     stopped_early: set[int] = field(default_factory=set)
     """Ranks whose `should_stop` has returned True."""
+    look: int = 0
+    """Number of the newest `Locate` order. Answers to earlier orders do not count."""
     located: dict[int, Located] = field(default_factory=dict)
-    """Stacks and progress of each rank, as the rank answered a `Locate` order."""
+    """Stacks and progress of each rank, in answer to the newest `Locate` order."""
     stacks: dict[int, str] = field(default_factory=dict)
     """Stacks of ranks that did not answer a `Locate` order and got a signal instead."""
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
@@ -224,6 +226,18 @@ class Attempt:
         """Send a message to the agents of the attempt's ranks. New workers' agents do not get the message."""
         for peer in self.carriers:
             peer.send(message)
+
+    def locate(self) -> None:
+        """Request all ranks' stacks, progress and newest collectives."""
+        self.look += 1
+        self.tell(Tell(Locate(self.look)))
+
+    def note_located(self, rank: int, located: Located) -> None:
+        """Record a rank's stacks and progress. The rank's newest collectives follow."""
+        if located.look == self.look:
+            self.located[rank] = located
+            self.remembered.pop(rank, None)  # the answer to an earlier order
+        self.note_moves(rank, located.num_moves)
 
     def note_ready(self, rank: int) -> None:
         """Record that a rank has joined the process group."""

@@ -223,7 +223,7 @@ class Brain:
             attempt.ask_at = attempt.stop_at - ANSWER_TIME
         if now >= attempt.ask_at:
             attempt.ask_at = math.inf
-            attempt.tell(messages.Tell(orders.Locate()))
+            attempt.locate()
         return is_earnest and attempt.have_answered(attempt.remembered)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
@@ -273,7 +273,7 @@ class Brain:
     def _stop(self) -> Phase:
         """Order the agents to stop every rank."""
         wish = None if self._state.is_cancelled else self._announcer.stopped_early
-        self._watch.stop_asking()
+        self._watch.stop_looking()
         self._accountant.enter("waiting")
         ends = self._deadlines
         close = (ends.close if self._is_last() else ends.reopen) if self._attempt.has_observers else ends.stop

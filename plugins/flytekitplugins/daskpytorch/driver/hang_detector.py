@@ -1,21 +1,38 @@
-"""Detection of silent ranks and of the rank that blocks other ranks. Pure functions. Runs in the driver."""
+"""Detection of silent ranks, of deadlocks, and of the rank that blocks other ranks. Pure functions, for the driver.
+
+A deadlock is proven if all ranks wait in collectives that can never complete. A rank whose function has returned calls
+no further collective. A rank whose main thread waits in one collective calls no other. If every rank is of either kind,
+flight recorders show which collectives lack a rank for ever. Two equal looks, a few seconds apart, prove the deadlock.
+If the state of any rank is unknown, `hang_timeout` decides instead.
+"""
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
-from flytekitplugins.daskpytorch.driver.collectives import NOT_THE_USERS, Difference, compare, named, users_frames
-from flytekitplugins.daskpytorch.protocol.failure import Recalled
+from flytekitplugins.daskpytorch.driver.collectives import (
+    NOT_THE_USERS,
+    Difference,
+    compare,
+    essence,
+    in_words,
+    named,
+    users_frames,
+)
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective, Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Frames of ranks waiting for peers. During `backward`, these frames are hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
-"""Number of innermost frames in which `collective_of` looks for a frame of a collective."""
-FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
+"""Number of innermost frames in which `_is_waiting` looks for a frame of a collective."""
+NEEDS_ALL = re.compile(r"barrier|_?all_?reduce|_?all_?gather|_?reduce_?scatter")
+"""Matches operations that complete only after every rank has called them."""
+POINT_TO_POINT = re.compile(r'torch/distributed/distributed_c10d\.py", line \d+ in (recv|send)$')
+PLACE = re.compile(r", line \d+ in ")
+
 LEAST_TIMEOUT = 300.0
 """Minimum hang timeout with `auto`, in seconds."""
 SLOWNESS = 10.0
@@ -23,7 +40,7 @@ SLOWNESS = 10.0
 AUTO_PULSE = 10.0
 """Seconds between a rank's reports with `auto`. Far shorter than `LEAST_TIMEOUT`, but too long to slow down training
 steps."""
-LOOK_INTERVAL = 30.0
+AUTO_INTERVAL = 30.0
 """Minimum number of seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
 MAX_FRAMES = 10
 """Maximum number of frames per rank in the report. The log contains all frames."""
@@ -110,9 +127,9 @@ def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
 def next_look(states: Mapping[int, RankState]) -> float:
     """Return the seconds until `auto` asks for the ranks' stacks again.
 
-    The pause equals 10 % of the shortest silence, but at least `LOOK_INTERVAL`: long work needs few requests.
+    The pause equals 10 % of the shortest silence, but at least `AUTO_INTERVAL`: long work needs few requests.
     """
-    return max(LOOK_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
+    return max(AUTO_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
@@ -171,8 +188,7 @@ def _doing(state: RankState) -> str:
     if not frames:
         return state.stacks.strip() or "which showed no stacks"
     users = users_frames(frames)
-    collective = collective_of(state.stacks)
-    title = f"in {collective}, called from" if collective else "in"
+    title = "waiting for other ranks, called from" if _is_waiting(state.stacks) else "in"
     return f"{title}:{_indented((users or frames)[:MAX_FRAMES])}"
 
 
@@ -184,9 +200,8 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
     1. A rank without an answer. Its process is suspended, or C code holds its interpreter.
     2. The rank whose recorded collectives differ from the other ranks'.
     3. The rank with the fewest entered collectives. Other ranks wait for this rank in the next collective.
-    4. A rank outside all collectives.
-    5. A rank whose collective differs from most ranks' collective.
-    6. The rank with the longest silence.
+    4. A rank that waits for no other rank.
+    5. The rank with the longest silence.
     """
     silent = [rank for rank, state in states.items() if state.num_collectives is None]
     if silent:
@@ -201,45 +216,15 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
         rank = behind[0]
         told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
         return rank, f"{told}; its function has returned" if states[rank].is_done else told
-    running = [rank for rank in behind if not states[rank].is_done]
-    within = {rank: collective_of(states[rank].stacks) for rank in running}
-    outside = [rank for rank in running if within[rank] is None]
-    most = Counter(within.values()).most_common(1)
-    apart = [rank for rank in running if within[rank] != most[0][0]]
-    rank = max(outside or apart or running or behind, key=lambda rank: states[rank].still_for)
-    if outside:
-        return rank, "it is not inside a collective"
-    if not apart:
-        return rank, "all ranks are inside the same collective"
-    return rank, f"the ranks are inside different collectives: {_in_words(within)}"
+    running = [rank for rank in states if not states[rank].is_done]
+    outside = [rank for rank in running if not _is_waiting(states[rank].stacks)]
+    rank = max(outside or running or states, key=lambda rank: states[rank].still_for)
+    return rank, "it is not inside a collective" if outside else "all ranks wait for each other"
 
 
-def _in_words(within: Mapping[int, str | None]) -> str:
-    ranks_in: dict[str | None, list[int]] = defaultdict(list)
-    for rank, collective in within.items():
-        ranks_in[collective].append(rank)
-    return ", ".join(f"{named(ranks)} in {collective}" for collective, ranks in ranks_in.items())
-
-
-def collective_of(stacks: str) -> str | None:
-    """Return the function in which the main thread waits for other ranks. None if the main thread works.
-
-    User code has called the function. Examples: `all_reduce`, `backward`, `DistributedDataParallel.forward`.
-    """
-    frames = main_frames(stacks)
-    if not any(COLLECTIVE_FILES.search(frame) for frame in frames[:NUM_INNER_FRAMES]):
-        return None
-    outermost = list(takewhile(NOT_THE_USERS.search, frames))
-    return next(_names(reversed(outermost)), None)
-
-
-def _names(frames: Iterable[str]) -> Iterator[str]:
-    for frame in frames:
-        if COLLECTIVE_FILES.search(frame) and (parts := FRAME.search(frame)) and "c10d_logger" not in parts["file"]:
-            if "nn/parallel" in parts["file"]:
-                yield f"DistributedDataParallel.{parts['function']}"
-            else:
-                yield "backward" if "autograd" in parts["file"] else parts["function"]
+def _is_waiting(stacks: str) -> bool:
+    """Return True if the main thread waits for other ranks, as in `all_reduce` or `backward`. False if it works."""
+    return any(COLLECTIVE_FILES.search(frame) for frame in main_frames(stacks)[:NUM_INNER_FRAMES])
 
 
 def main_frames(stacks: str) -> list[str]:
@@ -252,3 +237,124 @@ def other_frames(stacks: str) -> list[str]:
     """Return the frames of all threads but the main thread."""
     others, _, _ = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in others.splitlines() if line.strip().startswith("File ")]
+
+
+# ---- Proof of a deadlock
+
+
+@dataclass(frozen=True)
+class Look:
+    """Snapshot of the running ranks' waits."""
+
+    waits: Mapping[int, Collective | str]
+    """The collective of each rank. For `recv` and `send`, which the flight recorder lacks, the name."""
+    counts: Mapping[int, object]
+    """Counters and stacks of each rank, which change with its progress."""
+
+
+def look_at(states: Mapping[int, RankState]) -> Look | None:
+    """Return the ranks' waits. None: a rank may be working, or its state is unknown."""
+    if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
+        return None
+    running = {rank: state for rank, state in states.items() if not state.is_done}
+    waits = {rank: wait for rank, state in running.items() if (wait := _wait_of(state)) is not None}
+    if not running or len(waits) < len(running):
+        return None
+    counts: dict[int, object] = {
+        rank: (each.num_collectives, each.num_moves, each.stacks) for rank, each in running.items()
+    }
+    if any(isinstance(wait, str) for wait in waits.values()):  # recorders miss messages in transit
+        received = {rank: state.num_bytes for rank, state in states.items()}
+        if None in received.values():
+            return None
+        counts |= {rank: (counts.get(rank), num_bytes) for rank, num_bytes in received.items()}
+    return Look(waits, counts)
+
+
+def _has_other_threads(stacks: str) -> bool:
+    """Return True if a thread beside the main thread may call collectives, or stacks are incomplete."""
+    frames = other_frames(stacks)
+    if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
+        return True
+    return any(COLLECTIVE_FILES.search(frame) or not NOT_THE_USERS.search(frame) for frame in frames)
+
+
+def _wait_of(state: RankState) -> Collective | str | None:
+    frames, recalled = main_frames(state.stacks), state.recalled
+    if recalled is None or not COLLECTIVE_FILES.search(frames[0]):
+        return None
+    for collective in reversed(recalled.collectives):
+        if not collective.is_done and collective.group in recalled.members and _is_within(frames, collective.frames):
+            return collective
+    called = POINT_TO_POINT.search(frames[0])
+    return called[1] if called is not None and recalled.members else None
+
+
+def _is_within(frames: Sequence[str], recorded: Sequence[str]) -> bool:
+    """Return True if the main thread is still in the recorded call. Only the innermost line number may differ."""
+    if not recorded or len(recorded) > len(frames):
+        return False
+    return PLACE.split(frames[0]) == PLACE.split(recorded[0]) and list(frames[1 : len(recorded)]) == list(recorded[1:])
+
+
+def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState]) -> Difference | None:
+    """Return the reason for a deadlock, and the rank to blame. None: no proof of a deadlock.
+
+    Args:
+        before: Previous look. None: no earlier look.
+        look: The newest look. None: a rank may be working.
+        states: State of each rank at the newest look.
+    """
+    if before is None or look is None or before.counts != look.counts or before.waits != look.waits:
+        return None
+    if not all(_is_hopeless(rank, wait, look, states) for rank, wait in look.waits.items()):
+        return None
+    for rank, wait in look.waits.items():
+        if isinstance(wait, str):
+            return _unmatched(rank, wait, look, states)
+    recalled = {rank: state.recalled for rank, state in states.items() if state.recalled is not None}
+    return compare(recalled)
+
+
+def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]) -> Difference:
+    """Return the reason for a `recv` or `send` that no rank answers. Blames a rank that has returned, if any."""
+    done = [other for other, state in states.items() if state.is_done]
+    told = [f"{named(done)} returned"] if done else []
+    waits = {other: wait if isinstance(wait, str) else in_words(wait) for other, wait in look.waits.items()}
+    told += [f"rank {other} waits in {wait}" for other, wait in waits.items() if other != rank]
+    return Difference((done or [rank])[0], f"{', '.join(told)} while rank {rank} waits in {call}", "")
+
+
+def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
+    """Return True if this rank's wait cannot end, since no rank is left that could make the missing call."""
+    if isinstance(wait, str):
+        return True  # no message is in transit (`look_at`), and all other ranks wait or have returned
+    members = _members(rank, wait.group, states)
+    others = [member for member in members if member != rank]
+    if any(other not in states or _members(other, wait.group, states) != members for other in others):
+        return False
+    absent = [other for other in others if _has_not_called(states[other], wait)]
+    if absent and (NEEDS_ALL.match(wait.operation) or len(absent) == len(others)):
+        return True
+    return any(_cannot_meet(wait, look.waits.get(other)) for other in others)
+
+
+def _members(rank: int, group: str, states: Mapping[int, RankState]) -> tuple[int, ...]:
+    recalled = states[rank].recalled
+    return tuple(recalled.members.get(group, ())) if recalled is not None else ()
+
+
+def _has_not_called(state: RankState, wait: Collective) -> bool:
+    """Return True if the rank has certainly not called the collective.
+
+    A full flight record without this group's collectives proves nothing: other groups' calls may have displaced them.
+    """
+    collectives = state.recalled.collectives if state.recalled is not None else ()
+    numbers = [each.number for each in collectives if each.group == wait.group]
+    return max(numbers) < wait.number if numbers else len(collectives) < MAX_COLLECTIVES
+
+
+def _cannot_meet(one: Collective, other: Collective | str | None) -> bool:
+    if not isinstance(other, Collective) or (one.group, one.number) != (other.group, other.number):
+        return False
+    return essence(one, with_shapes=True) != essence(other, with_shapes=True)

@@ -1,22 +1,39 @@
-"""Hang detection for one attempt. Requests all ranks' stacks before declaring a hang. Runs in the driver."""
+"""Watch for hangs and deadlocks of one attempt, which asks all ranks before it declares either. Runs in the driver."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.deadlock import DeadlockWatch
-from flytekitplugins.daskpytorch.driver.hang_detector import RankState, next_look, report_hang, waits_of
+from flytekitplugins.daskpytorch.driver.hang_detector import (
+    Look,
+    RankState,
+    look_at,
+    next_look,
+    prove,
+    report_deadlock,
+    report_hang,
+    waits_of,
+)
 from flytekitplugins.daskpytorch.protocol import messages, orders
 
 ANSWER_TIME = 0.4
-"""Timeout, in seconds, for the ranks to send their stacks before silent ranks get a signal."""
+"""Timeout, in seconds, for the stacks of ranks that may hang, before silent ranks get a signal."""
 STACKS_WAIT = 1.5
-"""Timeout, in seconds, for all ranks' stacks. Includes `ANSWER_TIME` and the time after the signal."""
+"""Timeout, in seconds, for the stacks of ranks that may hang. Includes `ANSWER_TIME` and the time after the signal."""
+LOOK_INTERVAL = 3.0
+"""Seconds between two looks at ranks that stand still, the two of a deadlock's proof included."""
+MAX_INTERVAL = 30.0
+"""Maximum number of seconds between two looks. The pause grows while looks find ranks at work, as in steps of several
+minutes."""
 
 
 class HangWatch:
-    """Watch for hangs of one attempt."""
+    """Watch of one attempt, which looks at all ranks' stacks and collectives in two cases.
+
+    - The ranks have been silent for too long. The look decides whether the gang hangs.
+    - All running ranks stand still: they enter no collective and give no sign of life. Two looks may prove a deadlock.
+    """
 
     def __init__(
         self,
@@ -39,52 +56,48 @@ class HangWatch:
         self._timeout = timeout
         self._now = clock
         self._is_committing = is_committing
-        self._signal_at = math.inf
-        self._answers_until: float | None = None
+        self._is_looking = False
+        """True while ranks have yet to answer the newest look."""
+        self._signal_at = self._answers_until = math.inf
+        """Deadlines of the look that decides about a hang. Infinite for other looks."""
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
-        """Collectives in which the ranks waited at the last look. None if a rank was working."""
-        self._deadlocks = DeadlockWatch(attempt, clock, self._states)
+        """Collectives in which the ranks waited at the last look for a hang. None if a rank was working."""
+        self._before: Look | None = None
+        """Waits of the ranks at the last look for a deadlock. None if a rank was working."""
+        self._num_vain = 0
+        """Number of looks for a deadlock that have found a rank at work, since the ranks stand still."""
+        self._look_at = 0.0
 
     def is_hung(self) -> bool:
         """Return True if the attempt hangs or a deadlock is proven, and set `attempt.hang` then.
 
-        Once the silence is too long, a first call requests all ranks' stacks. A later call decides: call again after
-        each answer, and at `due`.
+        A first call requests all ranks' stacks. A later call decides: call again after each answer, and at `due`.
         """
-        attempt = self._attempt
-        if self._answers_until is None:
-            if self._is_due():
-                self._deadlocks.forget()
-                self._ask()
-                return False
-            return not self._is_committing() and self._deadlocks.is_proven()
-        if not attempt.have_answered(attempt.remembered):
-            if self._now() >= self._signal_at:
-                self._signal_silent()
-            if self._now() < self._answers_until:
-                return False
-        self.stop_asking()
-        attempt.hangs_at = 0.0  # ranks may have moved since
-        if not self._is_due():
+        is_due, all_stand = self._is_due(), self._all_stand()
+        if not all_stand:
+            self._before, self._num_vain = None, 0
+        if not self._is_looking:
+            if is_due or (all_stand and self._now() >= self._look_at):
+                self._look()
+        elif not all_stand and self._answers_until == math.inf:
+            self.stop_looking()
+        if not self._is_looking:
             return False
-        states = self._states()
-        if self._timeout == "auto" and not self._are_stuck(states):
-            attempt.hangs_at = self._now() + next_look(states)
-            return False
-        attempt.hang = report_hang(states, self._timeout or "auto")
-        attempt.tell(messages.Tell(orders.ShowStacks()))
-        return True
+        if is_due and self._answers_until == math.inf:
+            self._signal_at, self._answers_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
+        return self._has_looked() and self._is_proven()
 
-    def stop_asking(self) -> None:
-        """Ignore answers to the last request that arrive later."""
-        self._answers_until = None
+    def stop_looking(self) -> None:
+        """Ignore answers to the last look that arrive later."""
+        self._is_looking = False
+        self._signal_at = self._answers_until = math.inf
 
     @property
     def due(self) -> float | None:
         """Latest time for the next `is_hung` call, in seconds on the clock. None if no call is due."""
-        if self._answers_until is not None:
+        if self._answers_until < math.inf:
             return min(self._signal_at, self._answers_until)
-        moments = (self._hangs_at(), None if self._is_committing() else self._deadlocks.due)
+        moments = (self._hangs_at(), self._look_at if self._all_stand() and not self._is_looking else None)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _is_due(self) -> bool:
@@ -103,17 +116,32 @@ class HangWatch:
             attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, self._timeout)
         return attempt.hangs_at
 
-    def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
-        """Return True if all ranks still wait in the collectives of the previous look. Then no rank can continue."""
-        before, self._waits = self._waits, waits_of(states)
-        return self._waits is not None and self._waits == before
+    def _all_stand(self) -> bool:
+        """Return True if all running ranks stand still, and might wait for each other."""
+        attempt = self._attempt
+        if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged or self._is_committing():
+            return False
+        num_ended = len(attempt.results) + len(attempt.failures) + len(attempt.exits)
+        if attempt.has_delivered or len(attempt.standing) + num_ended < attempt.world_size:
+            return False  # without a loop over all ranks for each event
+        running = attempt.running
+        return bool(running) and attempt.standing.issuperset(running)
 
-    def _ask(self) -> None:
+    def _look(self) -> None:
         self._attempt.stacks.clear()
         self._attempt.located.clear()
         self._attempt.remembered.clear()
-        self._attempt.tell(messages.Tell(orders.Locate()))
-        self._signal_at, self._answers_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
+        self._attempt.locate()
+        self._is_looking = True
+
+    def _has_looked(self) -> bool:
+        """Return True if all ranks have answered the look, or had time to. Signal silent ranks that may hang."""
+        attempt = self._attempt
+        if attempt.have_answered(attempt.located) and attempt.have_answered(attempt.remembered):
+            return True
+        if self._now() >= self._signal_at:
+            self._signal_silent()
+        return self._now() >= self._answers_until
 
     def _signal_silent(self) -> None:
         """Have agents signal all ranks without an answer. The signal makes ranks write their stacks."""
@@ -122,6 +150,42 @@ class HangWatch:
         for peer in attempt.carriers:
             if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in attempt.located]:
                 peer.send(messages.Dump(silent))
+
+    def _is_proven(self) -> bool:
+        """Return True if the look shows a hang, or a deadlock together with the look before."""
+        attempt, states = self._attempt, self._states()
+        if self._answers_until < math.inf:
+            self._judge_silence(states)
+        else:
+            self._compare_with_last(states)
+        self.stop_looking()
+        if attempt.hang is None:
+            return False
+        attempt.tell(messages.Tell(orders.ShowStacks()))
+        return True
+
+    def _judge_silence(self, states: Mapping[int, RankState]) -> None:
+        attempt, self._before = self._attempt, None
+        self._look_at = self._now() + LOOK_INTERVAL
+        attempt.hangs_at = 0.0  # ranks may have moved since
+        if not self._is_due():
+            return
+        if self._timeout != "auto" or self._are_stuck(states):
+            attempt.hang = report_hang(states, self._timeout or "auto")
+        else:
+            attempt.hangs_at = self._now() + next_look(states)
+
+    def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
+        """Return True if all ranks still wait in the collectives of the previous look. Then no rank can continue."""
+        before, self._waits = self._waits, waits_of(states)
+        return self._waits is not None and self._waits == before
+
+    def _compare_with_last(self, states: Mapping[int, RankState]) -> None:
+        before, self._before = self._before, look_at(states)
+        self._num_vain = 0 if self._before is not None else self._num_vain + 1
+        self._look_at = self._now() + min(LOOK_INTERVAL * max(1, self._num_vain), MAX_INTERVAL)
+        if (difference := prove(before, self._before, states)) is not None:
+            self._attempt.hang, self._attempt.is_deadlock = report_deadlock(states, difference), True
 
     def _states(self) -> dict[int, RankState]:
         attempt = self._attempt

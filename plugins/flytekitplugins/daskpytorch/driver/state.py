@@ -263,10 +263,8 @@ class GangState:
                 attempt.held[rank] = num_calls
             case reports.Stands(is_still):
                 attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
-            case reports.Located(num_moves=num_moves):
-                attempt.located[rank] = report
-                attempt.remembered.pop(rank, None)  # the answer to an earlier request
-                attempt.note_moves(rank, num_moves)
+            case reports.Located():
+                attempt.note_located(rank, report)
             case reports.Remembered(recalled):
                 attempt.remembered[rank] = recalled
             case reports.StoppedEarly():

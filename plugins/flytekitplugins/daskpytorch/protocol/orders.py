@@ -201,8 +201,8 @@ class Kept:
 class Locate:
     """Report the rank's stacks and progress (`Located`), and its last collectives (`Remembered`)."""
 
-    look: int = 0
-    """Number of the deadlock search's look, which `Located` repeats. 0 if another part asks."""
+    look: int
+    """Number of the order in its attempt, which `Located` repeats."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Located:
     """Stacks of all threads of the rank."""
     num_moves: int
     """Number of the rank's signs of life so far."""
-    look: int = 0
+    look: int
     """`look` of the order `Locate`."""
     num_bytes: int | None = None
     """Bytes that the rank has received over TCP. None while its sockets hold unread or unsent bytes, or if unknown."""

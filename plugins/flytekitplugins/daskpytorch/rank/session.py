@@ -166,7 +166,7 @@ class Session:
                 num_collectives=num_collectives,
                 num_moves=num_moves,
                 look=look,
-                num_bytes=standstill.received_bytes() if look else None,
+                num_bytes=standstill.received_bytes(),
             )
         )
         self._link.send_collectives()
