@@ -43,7 +43,7 @@ LABELS = {
 }
 LABELS["far"] = LABELS["near"]
 """Labels of the peers, by place."""
-WHATS = {"stall": "the step waits", "committed": "committed", "restored": "restored"}
+PHASES = {"stall": "the step waits", "committed": "committed", "restored": "restored"}
 Found = dict[tuple[str, str], list[float]]
 """Seconds of each round, by way and phase."""
 
@@ -88,7 +88,7 @@ def measure(place: str, ways: list[str], size: int, ranks: int, folder: Path) ->
 def figures(title: str, place: str, found: Found) -> Iterator[Figure]:
     """Yield the rows of a place, beside the better of its peers."""
     peers = LABELS[place]
-    for what, text in WHATS.items():
+    for what, text in PHASES.items():
         best = [
             min(others) for others in zip(*(found[peer, what] for peer in peers if (peer, what) in found), strict=True)
         ]

@@ -84,7 +84,7 @@ def test_the_newest_is_all_that_stays_and_goes_with_the_gang(stored: Path, cache
 
 def test_copies_of_the_driver_before_are_read_and_go_with_the_first_new_ones(stored: Path, cache: Path) -> None:
     entry = Rank(stored, cache=cache, nonce="before").save(state(2.0), 1)
-    other = Rank(stored, cache=cache, nonce="anothers").save(state(5.0), 1)
+    other = Rank(stored, cache=cache, nonce="other").save(state(5.0), 1)
     do_harm(entry, "changed")
     rank, content = Rank(stored, [entry], cache=cache), state()
     assert rank.checkpoints.load(content) == 1
