@@ -161,7 +161,7 @@ import torch.distributed
 from rich.console import Console
 from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
@@ -253,7 +253,7 @@ class Memory(Observer):
 def log(count):
     memory = Memory(count // 10, count)
     screen = Console(file=open(os.devnull, "w"), force_terminal=True, width=120)
-    observers = [Recorder("log"), ProgressDisplay(screen, "log"), memory]
+    observers = [Recorder("log"), ProgressDisplay(Board(screen), "log"), memory]
     Supervisor(request_for(log_records, [count], {{}}, Gang()), OwnNode(), observers).run()
     return memory.found
 

@@ -19,7 +19,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.display import machine
-from flytekitplugins.daskpytorch.display.terminal import Echo
+from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL
@@ -319,7 +319,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class Watcher(Echo):
+    class Watcher(Display):
         watched: Watched
 
         def kept(self, step: int) -> None:
@@ -337,7 +337,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
             self.watched.formed_at.append(time.time())
 
     def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
-        watcher = Watcher()
+        watcher = Watcher(Board(is_quiet=True))
         watcher.watched = Watched(folder, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(machine, "echo", lambda: watcher)

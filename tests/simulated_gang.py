@@ -24,9 +24,9 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.driver.worker import Worker
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code

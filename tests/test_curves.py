@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flytekitplugins.daskpytorch.report.html import shared
+from flytekitplugins.daskpytorch.report.pieces import shared
 from made_outcomes import outcome, result
 from tasks.curves import experiments_table, loss_charts, time_chart, times_table
 from tasks.sweeps import Outcome, TimeToLoss, grid, time_to_loss

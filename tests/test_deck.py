@@ -20,14 +20,14 @@ from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, base_of, better
-from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.report import curve
-from flytekitplugins.daskpytorch.report.html import shared
+from flytekitplugins.daskpytorch.report import chart
+from flytekitplugins.daskpytorch.report.pieces import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of
 
 Points = list[tuple[float, float]]
@@ -119,7 +119,7 @@ ENTRIES = st.lists(st.tuples(st.integers(-5, 40), st.integers(-9, 9)), max_size=
 @given(ENTRIES)
 def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve, "MAX_POINTS", 8)
+        patch.setattr(chart, "MAX_POINTS", 8)
         recorder = Recorder()
         for step, value in entries:
             recorder.logged(record(step, loss=value))
@@ -135,7 +135,7 @@ def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
     attempts: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve, "MAX_POINTS", 8)
+        patch.setattr(chart, "MAX_POINTS", 8)
         recorder, kept = Recorder(), []
         for entries, resumed in [*attempts, (last, 40)]:
             for step, value in entries:
@@ -475,7 +475,7 @@ def test_an_attempts_first_sample_says_nothing_of_its_speed() -> None:
 def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown() -> None:
     """Two hundred steps in 0.8 s, after 8 s that the user's code takes before the first."""
     recorder, text = Recorder(clock=Clock()), io.StringIO()
-    display = ProgressDisplay(Console(file=text, width=200))
+    display = ProgressDisplay(Board(Console(file=text, width=200)))
     for observer in (recorder, display):
         observer.placed(shape(1, 2))
         observer.formed(1.0)
@@ -488,7 +488,7 @@ def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown(
     page = body(recorder)
     assert figures(page)["steps per second"] == "250"
     assert figures(page)["time left"].startswith("0.8 s")
-    assert "  250 steps/s  0.804 s left" in text.getvalue()
+    assert "  250 steps/s  0.8 s left" in text.getvalue()
     charts = {data["title"]: data["lines"][0]["y"] for data in chart_data(page)}
     assert charts["optimizer steps per second"][-1] == 250
     assert ["0", "200", "250"] in [row[:3] for row in rows_of(page)]

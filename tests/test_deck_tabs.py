@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from flytekitplugins.daskpytorch.flyte.tabs import tab_of
 from flytekitplugins.daskpytorch.process.streams import without_secrets
-from flytekitplugins.daskpytorch.report.html import shared
+from flytekitplugins.daskpytorch.report.pieces import shared
 
 SECRET = "hush"
 

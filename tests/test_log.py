@@ -14,7 +14,7 @@ import pytest
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.display.machine import MachineLog
-from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process import log
@@ -173,10 +173,11 @@ def test_a_sweep_says_what_its_models_do(capsys: pytest.CaptureFixture[str]) -> 
     model.placed(SHAPE)
     model.wrote(0, ["a line"])
     model.ended(None)
+    board.count(0, None)
     lines = said(capsys)
     assert [line["event"] for line in lines] == ["begun", "placed", "output", "ended", "note"]
     assert {line["model"] for line in lines[:-1]} == {0}
-    assert lines[-1]["text"] == "1 of 1 models have ended"
+    assert lines[-1]["text"] == "1 of 1 models have ended: 1 finished"
 
 
 def test_people_read_lines_and_their_logging_stays_as_it_is(
@@ -189,7 +190,7 @@ def test_people_read_lines_and_their_logging_stays_as_it_is(
     assert capsys.readouterr().err == "a notice\n"
     assert (log.logger.handlers, log.logger.propagate) == (before, True)
     assert isinstance(machine.progress("train"), ProgressDisplay)
-    assert isinstance(machine.echo(), Echo)
+    assert isinstance(machine.echo(), Display)
     monkeypatch.setenv(log.LEVEL_VARIABLE, "40")
     log.say("a notice")
     assert capsys.readouterr().err == ""

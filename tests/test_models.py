@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -12,12 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from rich.console import Console
 from traitlets.config import Config
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.sweep import table
+from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Log, ModelFuture
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -192,9 +190,9 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDispla
 def test_a_notebook_has_one_table_which_is_kept_up_to_date(
     models: ModelFutures, notebook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "REFRESH", 0.01)
-    assert table.is_notebook()
-    table.show_live(models, models._repr_html_)
+    monkeypatch.setattr(display, "REFRESH", 0.01)
+    assert display.is_notebook()
+    display.show_live(models)
     models[4]._log.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.125}))
     until(lambda: "0.125" in notebook.outputs[-1]["data"]["text/html"], "the newest value")
     end(models)
@@ -205,9 +203,8 @@ def test_a_notebook_has_one_table_which_is_kept_up_to_date(
     assert {output["transient"]["display_id"] for output in notebook.outputs} == {first["transient"]["display_id"]}
 
 
-def test_beside_the_table_only_its_news_are_written(notebook: Any) -> None:
-    text = io.StringIO()
-    board = SweepDisplay(3, Console(file=text, force_jupyter=True, width=160, highlight=False), is_quiet=True)
+def test_beside_the_table_only_its_news_are_written(notebook: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    board = SweepDisplay(3, is_quiet=True)
     for index, error in enumerate((None, STOPPED, FAILED)):
         line = board.line(index, {"lr": index})
         line.formed(0.1)
@@ -215,8 +212,9 @@ def test_beside_the_table_only_its_news_are_written(notebook: Any) -> None:
         line.wrote(0, ["hello"])
         line.noted("it goes on")
         line.ended(error)
+        board.count(index, error)
     lines = [line for index in range(3) for line in (f"[model {index}, rank 0] hello", f"model {index}, it goes on")]
-    assert text.getvalue().splitlines() == [*lines, "model 2 {'lr': 2} failed: LookupError: no good"]
+    assert capsys.readouterr().err.splitlines() == [*lines, "model 2 {'lr': 2} failed: LookupError: no good"]
     assert notebook.outputs == []
 
 
@@ -228,7 +226,7 @@ def test_a_table_shows_what_is_of_interest_and_no_secrets(models: ModelFutures) 
     many = [model(index, {"password": "hush", "<b>": "<i>"}) for index in range(150)]
     many[149].set_running_or_notify_cancel()
     html = models_of(*many)._repr_html_()
-    assert html.count("<tr>") == 1 + table.MAX_ROWS
+    assert html.count("<tr>") == 1 + display.MAX_ROWS
     assert ">149<" in html
     assert ">120<" not in html
     assert "and 50 more" in html

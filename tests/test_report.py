@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.report.curve import MAX_POINTS
-from flytekitplugins.daskpytorch.report.html import shared
+from flytekitplugins.daskpytorch.report.chart import MAX_POINTS
+from flytekitplugins.daskpytorch.report.pieces import shared
 from flytekitplugins.daskpytorch.report.timeline import MAX_EVENTS
 
 ODD_NAMES = [

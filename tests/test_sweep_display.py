@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import CancelledError
 
 import pytest
 from rich.console import Console
@@ -17,22 +18,28 @@ def record(step: int, rank: int = 0, **metrics: float) -> LogRecord:
     return LogRecord(rank=rank, step=step, num_steps=8, time=0.0, metrics=metrics)
 
 
+def board_of(num_models: int, text: io.StringIO, *, terminal: bool = False) -> SweepDisplay:
+    return SweepDisplay(num_models, Console(file=text, force_terminal=terminal, width=160, highlight=False))
+
+
 def shown(*, terminal: bool = False) -> str:
     """Three models: one ends well, one fails, and one is still there."""
     text = io.StringIO()
-    board = SweepDisplay(3, Console(file=text, force_terminal=terminal, width=160, highlight=False))
+    board = board_of(3, text, terminal=terminal)
     lines = [board.line(index, {"lr": 0.1 * index, "[tag]": "x" * 60}) for index in range(3)]
     for line in lines:
         line.formed(0.1)
     for step in range(4):
         lines[0].logged(record(step, epoch=1 + step // 2, loss=1.0))
         lines[0].logged(record(step, rank=1, epoch=1, loss=77.0))
-    board.bars.refresh()  # as its thread does ten times a second
+    board._board.bars.refresh()  # as its thread does ten times a second
     lines[0].wrote(1, ["[brackets] stay"])
     lines[0].ended(None)
     lines[1].noted("train: going on from step 4")
     lines[1].ended(ValueError("no good\nreally"))
-    return text.getvalue()
+    shown = text.getvalue()
+    lines[2].ended(None)  # takes the live display away
+    return shown
 
 
 def test_plain_lines() -> None:
@@ -48,39 +55,36 @@ def test_plain_lines() -> None:
 
 def test_the_last_line_of_a_model_that_took_its_time_says_where_that_went() -> None:
     text = io.StringIO()
-    board = SweepDisplay(3, Console(file=text, width=160))
-    for total in (0.5, 4.0):
+    board = board_of(3, text)
+    for total in (59.0, 80.0):
         line = board.line(1, 7)
         line.accounted(Goodput(total=total, stepping=total))
         line.ended(None)
-    assert text.getvalue().splitlines() == ["model 1 7: goodput 100 %: 4.0 s of 4.0 s stepping"]
+    assert text.getvalue().splitlines() == ["model 1 7: goodput 100 %: 80.0 s of 80.0 s stepping"]
 
 
-def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "COUNT_INTERVAL", 0.0)
-    lines = shown().splitlines()
-    assert [line for line in lines if "ended" in line] == [
-        "1 of 3 models have ended",
-        "2 of 3 models have ended, 1 of them failed",
-    ]
-
-
-def test_who_was_stopped_early_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_have_ended_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "COUNT_INTERVAL", 0.0)
     text = io.StringIO()
-    board = SweepDisplay(4, Console(file=text, width=160, highlight=False))
+    board = board_of(5, text)
     stopped = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)
-    for index, error in enumerate((None, stopped, stopped, ValueError("no good"))):
-        board.line(index, {"lr": index}).ended(error)
+    for index, error in enumerate((None, stopped, ValueError("no good"), None, CancelledError())):
+        for _ in range(2):  # each model counts once
+            board.count(index, error)
     assert text.getvalue().splitlines() == [
-        "1 of 4 models have ended",
-        "model 1 {'lr': 1} was stopped early, after epoch 3: loss 1.25",
-        "2 of 4 models have ended, 1 of them early",
-        "model 2 {'lr': 2} was stopped early, after epoch 3: loss 1.25",
-        "3 of 4 models have ended, 2 of them early",
-        "model 3 {'lr': 3} failed: ValueError: no good",
-        "4 of 4 models have ended, 2 of them early, 1 of them failed",
+        "1 of 5 models have ended: 1 finished",
+        "2 of 5 models have ended: 1 finished, 1 stopped early",
+        "3 of 5 models have ended: 1 failed, 1 finished, 1 stopped early",
+        "4 of 5 models have ended: 1 failed, 2 finished, 1 stopped early",
+        "5 of 5 models have ended: 1 failed, 2 finished, 1 stopped early, 1 cancelled",
     ]
+
+
+def test_a_model_that_was_stopped_early_has_not_failed() -> None:
+    text = io.StringIO()
+    error = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)
+    board_of(4, text).line(2, {"lr": 2}).ended(error)
+    assert text.getvalue() == "model 2 {'lr': 2} was stopped early, after epoch 3: loss 1.25\n"
 
 
 def test_a_terminal_has_a_line_for_each_model_that_trains() -> None:

@@ -117,7 +117,7 @@ def test_the_best_is_trained_to_its_end_and_the_hopeless_are_not(
     assert not models.cancel()
     results.DaskResultsHandler().process_results(tmp_path / "files", models)  # which raises errors
     text = capfd.readouterr().err
-    assert f"8 of 8 models have ended, {len(stopped)} of them early\n" in text
+    assert f"8 of 8 models have ended: {8 - len(stopped)} finished, {len(stopped)} stopped early\n" in text
     assert text.count("was stopped early, after epoch") == len(stopped)
     assert "failed" not in text
 

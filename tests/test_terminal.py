@@ -20,12 +20,11 @@ from rich.console import Console
 import any_records
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
-from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, describe_record
+from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
@@ -40,7 +39,7 @@ def record(step: int, rank: int = 0, num_steps: int | None = 8, time: float = 0.
 
 def shown(*records: LogRecord, terminal: bool = False) -> str:
     text = io.StringIO()
-    display = ProgressDisplay(Console(file=text, force_terminal=terminal, width=200, highlight=False))
+    display = ProgressDisplay(Board(Console(file=text, force_terminal=terminal, width=200, highlight=False)))
     display.placed(SHAPE)
     display.formed(0.5)
     for entry in records:
@@ -92,7 +91,7 @@ def console_of(text: io.StringIO, clock: list[float], **options: Any) -> Console
 
 def training(console: Console, clock: list[float], num_steps: int = 8) -> ProgressDisplay:
     """A display after four steps of two seconds each."""
-    display = ProgressDisplay(console)
+    display = ProgressDisplay(Board(console))
     display.placed(SHAPE)
     display.formed(0.5)
     for step in range(4):
@@ -109,12 +108,11 @@ def test_a_log_that_is_no_terminal_says_how_fast_it_goes_and_how_long_it_will_ta
     assert "train: step 4/8  loss 0.5  0.083 steps/s  36 s left" in text.getvalue().splitlines()
 
 
-@pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1:06:32"), (200_000, "4.6 days")])
+@pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1 h 6 min"), (200_000, "4.6 days")])
 def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[float], num_steps: int, left: str) -> None:
     console = console_of(io.StringIO(), clock, force_terminal=True, width=60)
     display = training(console, clock, num_steps)
-    assert display._bar is not None
-    live = display._bar.get_renderable()
+    live = display._board.bars.get_renderable()
     display.ended(None)
     with console.capture() as capture:
         console.print(live)
@@ -149,7 +147,7 @@ def test_the_very_last_line_says_where_the_time_went(clock: list[float]) -> None
 
 
 def test_of_a_run_of_seconds_no_goodput_is_said(clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
-    text, echo = io.StringIO(), terminal_display.Echo()
+    text, echo = io.StringIO(), Display(Board(is_quiet=True))
     display = training(console_of(text, clock, width=60), clock)
     echo.placed(SHAPE)
     for observer in (display, echo):
@@ -160,25 +158,25 @@ def test_of_a_run_of_seconds_no_goodput_is_said(clock: list[float], capfd: pytes
 
 
 def test_the_plain_echo_ends_with_where_the_time_went(capfd: pytest.CaptureFixture[str]) -> None:
-    echo = terminal_display.Echo()
+    echo = Display(Board(is_quiet=True))
     echo.placed(SHAPE)
     echo.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
-    echo.ended(GangError("rank 0 failed"))
+    echo.ended(GangError("rank 0 of 2 failed"))
     assert capfd.readouterr().err.splitlines() == [
-        "rank 0 failed",
+        "train failed: rank 0 of 2 failed",
         "train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s",
     ]
 
 
 def test_a_run_that_failed_before_it_was_placed_ends_with_a_line_of_its_name() -> None:
     text = io.StringIO()
-    ProgressDisplay(Console(file=text, width=60), name="flows.train").conclude("failed", {})
+    ProgressDisplay(Board(Console(file=text, width=60)), "flows.train").conclude("failed", {})
     assert text.getvalue().startswith("train: failed after ")
 
 
 def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
     text = io.StringIO()
-    display = ProgressDisplay(Console(file=text, width=200))
+    display = ProgressDisplay(Board(Console(file=text, width=200)))
     display.placed(SHAPE)
     display.formed(0.5)
     display.logged(record(3, loss=0.25))
@@ -193,7 +191,7 @@ def test_other_ranks_are_not_shown() -> None:
 
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
     text = io.StringIO()
-    display = ProgressDisplay(Console(file=text, force_terminal=True, width=200, highlight=False))
+    display = ProgressDisplay(Board(Console(file=text, force_terminal=True, width=200, highlight=False)))
     display.placed(SHAPE)
     display.formed(0.5)
     display.logged(record(3, loss=0.25))
@@ -240,9 +238,9 @@ def test_nothing_is_raised_where_nothing_can_be_written(
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setattr(terminal_display.Screen, "isatty", lambda _: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", file := broken())
-    display, board = ProgressDisplay(), SweepDisplay(1)
-    assert display._console.is_terminal == board._console.is_terminal == is_terminal
-    for observer in (display, board.line(0, {"lr": 0.1})):
+    board = Board()
+    assert board.is_live == is_terminal
+    for observer in (ProgressDisplay(board), Display(board, "model 0", "model 0, ")):
         observer.placed(SHAPE)
         observer.formed(0.5)
         observer.wrote(1, ["a line"])
@@ -260,7 +258,7 @@ def test_nothing_is_raised_where_nothing_can_be_written(
 
 
 def test_what_is_written_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay()
+    display = ProgressDisplay(Board())
     display.placed(SHAPE)
     assert capfd.readouterr().err.startswith("train: starting 2 ranks")
 
@@ -277,14 +275,14 @@ RECORDS = any_records.records(ODD_NAMES)
 @pytest.mark.parametrize("terminal", [False, True])
 def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200, highlight=False, color_system=None)
-    display, board = ProgressDisplay(console), SweepDisplay(1, console)
-    for observer in (display, board.line(0, None)):
+    board = Board(console)
+    for observer in (ProgressDisplay(board), Display(board, "model 0", "model 0, ")):
         observer.placed(SHAPE)
         observer.formed(0.5)
         try:
             for each in records:
                 observer.logged(each)
-                console.print(display._bar if observer is display else board.bars)  # as its thread does
+                console.print(board.bars)  # as its thread does
         finally:
             observer.ended(None)
 
@@ -311,32 +309,35 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
     own = ValueError("empty")
     own.__cause__ = gang_error
     for error in (gang_error, own, None, KeyError("something else")):
-        Echo().ended(error)
-    assert capsys.readouterr().err == "rank 1 of 2 failed on w (host h): ValueError: empty\n" * 2
+        Display(Board(is_quiet=True), "train").ended(error)
+    assert capsys.readouterr().err.splitlines() == [
+        *(["train failed: rank 1 of 2 failed on w (host h): ValueError: empty"] * 2),
+        "train failed: KeyError: 'something else'",
+    ]
 
 
 def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
     text = io.StringIO()
-    display = ProgressDisplay(Console(file=text, force_terminal=True, width=200, highlight=False))
+    display = ProgressDisplay(Board(Console(file=text, force_terminal=True, width=200, highlight=False)))
     display.placed(SHAPE)
     display.formed(0.5)
-    assert display._bar is not None
+    bars = display._board.bars
     display.debugging(1)
     shown = text.getvalue()
     display.wrote(0, ["said meanwhile"])
     display.logged(record(0, loss=1.0))
     assert text.getvalue() == shown
-    assert not display._bar.live.is_started
+    assert not bars.live.is_started
     display.debugging(None)
     assert "[rank 0] said meanwhile" in text.getvalue()
     display.logged(record(1, loss=1.0))
-    assert display._bar.live.is_started
+    assert bars.live.is_started
     display.ended(None)
 
 
 def test_what_was_said_while_a_debugger_was_there_is_shown_at_the_end() -> None:
     text = io.StringIO()
-    display = ProgressDisplay(Console(file=text, width=200))
+    display = ProgressDisplay(Board(Console(file=text, width=200)))
     display.debugging(0)
     display.noted("meanwhile")
     display.ended(None)
@@ -344,7 +345,7 @@ def test_what_was_said_while_a_debugger_was_there_is_shown_at_the_end() -> None:
 
 
 def test_the_plain_echo_keeps_quiet_for_a_debugger(capfd: pytest.CaptureFixture[str]) -> None:
-    echo = terminal_display.Echo()
+    echo = Display(Board(is_quiet=True))
     echo.debugging(1)
     echo.wrote(0, ["said meanwhile"])
     assert capfd.readouterr().err == ""

@@ -374,7 +374,7 @@ def test_mlflow_run_has_pictures(flow: Flow) -> None:
 def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_through(
     flow: Flow, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeder, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(feeder, "RETRY_AFTER", 0.01)
     monkeypatch.setattr(mlflow_run, "MAX_METRICS", 1)
     sent, send = [], MlflowClient.log_batch
 
@@ -391,7 +391,7 @@ def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_th
         if next(calls) == lost:
             raise ConnectionError("no route")
 
-    monkeypatch.setattr(mlflow_run, "_knock", knock)
+    monkeypatch.setattr(mlflow_run, "knock", knock)
     observer.logged(record(1, loss=1.0, one=PICTURE, other=PICTURE))
     observer.logged(record(2, loss=2.0))
     observer.ended(None)
@@ -477,13 +477,12 @@ def test_mlflow_behind_a_proxy_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv(variable, "http://proxy.example:3128")
-    mlflow_run._knock("http://mlflow.invalid:5000")  # only the proxy knows its address
+    feeder.knock("http://mlflow.invalid:5000")  # only the proxy knows its address
 
 
 def test_mlflow_server_that_comes_late_has_all(
     flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(feeder, "MAX_PAUSE", 0.5)
     monkeypatch.setattr(feeder, "STALL", 60.0)  # a busy machine
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     server = serve()

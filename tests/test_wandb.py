@@ -22,7 +22,7 @@ from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display import feeder, wandb_answers
+from flytekitplugins.daskpytorch.display import feeder
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display.training import inputs_of, run_config
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
@@ -50,20 +50,15 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
-class NoAnswers:
+def no_answers(mode: str | None) -> dict[str, Any]:
     """Stands for a machine on which wandb knows nothing; asking wandb itself takes a second each time."""
-
-    def __init__(self, mode: str | None) -> None:
-        self.mode = mode
-
-    def answers(self) -> dict[str, Any]:
-        return {"mode": self.mode or "online", "base_url": "https://api.wandb.ai"}
+    return {"mode": mode or "online", "base_url": "https://api.wandb.ai"}
 
 
 @pytest.fixture(autouse=True)
 def asks_nobody(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "asks_wandb" not in request.fixturenames:
-        monkeypatch.setattr(wandb_observer, "Asking", NoAnswers)
+        monkeypatch.setattr(wandb_observer, "_ask", no_answers)
 
 
 @pytest.fixture
@@ -370,7 +365,7 @@ def test_what_wandbs_variables_say_of_the_run_counts_unless_the_user_wrote_somet
 def test_wandb_that_cannot_be_asked_costs_a_line(
     asks_wandb: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_answers, "TIMEOUT", 0.01)
+    monkeypatch.setattr(wandb_observer, "TIMEOUT", 0.01)
     assert settings().mode == "offline"
     assert "wandb's settings could not be read" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.worker import Worker
+from flytekitplugins.daskpytorch.process.worker import Worker
 from processes import until
 
 PATIENCE = 300.0

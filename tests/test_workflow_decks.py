@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flytekitplugins.daskpytorch.report.html import shared
+from flytekitplugins.daskpytorch.report.pieces import shared
 from tasks import quality
 from tasks.cnn import Evaluation
 from tasks.digits import DigitSet

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, terminal
+from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process import log
@@ -19,12 +19,12 @@ def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | Machine
         name: Name of the task.
         is_plain: True for plain lines instead of a live display.
     """
-    return MachineLog(name) if log.is_for_machines() else ProgressDisplay(terminal(is_plain=is_plain), name=name)
+    return MachineLog(name) if log.is_for_machines() else ProgressDisplay(Board(is_plain=is_plain), name)
 
 
 def echo() -> Observer:
     """Return the display of `dispatch.run`."""
-    return MachineLog() if log.is_for_machines() else Echo()
+    return MachineLog() if log.is_for_machines() else Display(Board(is_quiet=True))
 
 
 class MachineLog(Observer):

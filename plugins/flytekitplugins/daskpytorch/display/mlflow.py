@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.feeder import knock, public
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.extras import require_extra
@@ -41,8 +40,6 @@ MAX_METRICS, MAX_TAGS = 900, 100
 MAX_TEXT = 5_000
 """Maximum number of characters of a tag or a parameter."""
 MAX_NAME = 250
-CONNECT_TIMEOUT = 5.0
-"""Timeout, in seconds, for a connection to the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,13 +210,13 @@ class _Run(Run):
         from mlflow.exceptions import MlflowException, RestException
 
         try:
-            _knock(self._client.tracking_uri)
+            knock(self._client.tracking_uri)
             return function(*args, **kwargs)
         except MlflowException as error:
             is_answer = isinstance(error, RestException) or error.error_code != "INTERNAL_ERROR"
             if is_answer and error.error_code != "TEMPORARILY_UNAVAILABLE":
                 raise
-            raise ConnectionError(_public(f"{self._client.tracking_uri} does not answer ({error})")) from error
+            raise ConnectionError(public(f"{self._client.tracking_uri} does not answer ({error})")) from error
 
 
 _one_at_a_time: dict[str, threading.Lock] = {}
@@ -258,33 +255,10 @@ def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Map
     return runs[0]
 
 
-def _knock(uri: str) -> None:
-    """Open a connection to the server, since MLflow itself would try for minutes before it gives up.
-
-    Raises:
-        ConnectionError: The server does not accept a connection.
-    """
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return
-    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.hostname):  # as in `requests`
-        return
-    try:
-        address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
-    except OSError as error:
-        raise ConnectionError(f"{_public(uri)} does not answer ({error})") from error
-
-
 def _place(uri: str, run: MlflowRun) -> str:
     if urlsplit(uri).scheme in ("http", "https"):
-        return f"{_public(uri)}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-    return f"run {run.info.run_id} in {_public(uri)}"
-
-
-def _public(uri: str) -> str:
-    """Return an address without user name and password."""
-    return re.sub(r"//[^/@]*@", "//", uri).rstrip("/")
+        return f"{public(uri)}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    return f"run {run.info.run_id} in {public(uri)}"
 
 
 def _key(name: str) -> str:

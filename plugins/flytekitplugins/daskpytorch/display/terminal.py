@@ -1,38 +1,31 @@
-"""Display of a gang's training: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
+"""Displays of gangs: a live line for each gang in a terminal, plain lines elsewhere. Run in the driver."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import replace
-from datetime import timedelta
 from typing import IO, cast
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
-from rich.text import Text
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left, size_of
-from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.report import duration
 
 PLAIN_INTERVAL = 10.0
 """Minimum number of seconds between two plain lines. A new epoch or a metric that the last record lacked is shown at
 once."""
-LEADING = ("epoch", "loss")
-RATE = "samples_per_second"
+LIVE = ("epoch", "loss", "samples_per_second")
+"""Metrics in a live line of a wide terminal. A narrow terminal shows the loss alone."""
 MAX_NAME = 60
 """Maximum number of characters of a metric's name."""
 MAX_LINE = 2_000
@@ -45,27 +38,114 @@ MAX_HELD = 10_000
 LARGE = 1e15
 """Smallest number that is shown by its power of ten."""
 WIDE = 100
-"""Minimum number of columns of a terminal for a bar, the leading metrics and the time since the start."""
+"""Minimum number of columns of a terminal for a bar, more metrics than the loss, and the time since the start."""
 LARGE_RATE = 10.0
 """Minimum number of steps per second that are shown without a fraction."""
-MINUTE = 60.0
-DAY = 86_400.0
 MAX_LEFT = 1e9
 """Maximum number of seconds of an estimate of the time left. Longer estimates are not shown."""
 
 
-class Echo(Observer):
-    """Writes each rank's output, marked with the rank, and the gang's notices to this process's standard error."""
+class Board:
+    """Standard error for the displays of one gang or many: permanent lines, and live lines in a terminal."""
 
-    def __init__(self, name: str = "") -> None:
-        self._name = _short(name)
-        self._goodput: Goodput | None = None
+    def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
+        """Prepare the lines.
+
+        Args:
+            console: Console for the lines. None: standard error. A notebook gets plain lines.
+            is_quiet: True for no values of the training, because no one asked for them or a table shows them.
+            is_plain: True for no live lines, which a debugger's prompt would collide with.
+        """
+        screen, is_terminal = cast("IO[str]", Screen()), False if is_plain else None
+        self._console = console or Console(
+            file=screen, highlight=False, force_terminal=is_terminal, force_jupyter=False
+        )
+        self.is_quiet = is_quiet
+        self.is_live = self._console.is_terminal and not is_quiet
+        """True if the board has live lines."""
+        is_wide = self._console.width >= WIDE
+        self._shown = LIVE if is_wide else ("loss",)
         self._held: deque[str] | None = None
         """Lines that wait until a rank's debugger leaves the terminal. None without a debugger."""
+        self._lock = threading.RLock()
+        name = TextColumn("{task.fields[name]}", style="bold", markup=False)
+        text = TextColumn("{task.fields[text]}", markup=False)
+        pace = TextColumn(" {task.fields[pace]}", markup=False, table_column=Column(no_wrap=True))
+        wide = (SpinnerColumn(), name, BarColumn(bar_width=24), text, pace, TimeElapsedColumn())
+        self.bars = Progress(*(wide if is_wide else (name, text, pace)), console=self._console, transient=True)
+
+    def add(self, name: str) -> TaskID | None:
+        """Add a live line, and return its id. Return None without live lines."""
+        with self._lock:
+            if self.is_live and self._held is None:
+                self.bars.start()
+            return self.bars.add_task("", name=name, text="", pace="", total=None) if self.is_live else None
+
+    def update(self, line: TaskID, record: LogRecord, pace: str) -> None:
+        """Show a record's values and the pace in a live line."""
+        text = describe_record(record, self._shown)
+        self.bars.update(line, completed=num_done(record), total=record.num_steps, text=text, pace=pace)
+
+    def remove(self, line: TaskID) -> None:
+        """Remove a live line."""
+        with self._lock:
+            self.bars.remove_task(line)
+            if not self.bars.tasks:
+                self.bars.stop()
+
+    def print(self, text: str) -> None:
+        """Write a permanent line, at once or after the debugger's end."""
+        with self._lock:
+            if self._held is not None:
+                self._held.append(text)
+            else:
+                self._console.print(text, markup=False, soft_wrap=True)
+
+    def hold(self, *, is_held: bool) -> None:
+        """Remove the live lines and hold all others back from now on, or write the held lines and continue."""
+        with self._lock:
+            held, self._held = self._held or (), deque(maxlen=MAX_HELD) if is_held else None
+            for text in held:
+                self.print(text)
+            if self.is_live:  # without a terminal, rich writes an empty line here
+                self.bars.stop()
+                if self.bars.tasks and not is_held:
+                    self.bars.start()
+
+
+class Display(Observer):
+    """Display of one gang: notices, its ranks' output, the error, and rank 0's newest values unless quiet."""
+
+    def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
+        """Prepare the display.
+
+        Args:
+            board: Board of the lines.
+            name: Name of the gang in its lines. Empty: the name of the gang's function.
+            mark: Beginning of notices and of the marks of ranks, to tell many models apart. Empty for one gang.
+        """
+        self._board = board
+        self._name = name
+        self._mark = mark
+        self._line: TaskID | None = None
+        """Live line, from the meeting of the ranks to the end of the attempt. None without a terminal."""
+        self._is_debugging = False
+        self._pace = Pace()
+        self._shown_at = 0.0
+        self._epoch = 0
+        self._metrics: set[str] = set()
+        """Names of the metrics in the newest record."""
+        self._goodput: Goodput | None = None
 
     def placed(self, shape: Shape) -> None:
         """Keep the gang's name."""
-        self._name = _short(shape.name)
+        self._name = self._name or shape.name.rpartition(".")[2]
+
+    def formed(self, seconds: float) -> None:
+        """Open the live line."""
+        self._metrics.clear()  # the first record of an attempt is news
+        if self._line is None:
+            self._line = self._board.add(self._name)
 
     def accounted(self, goodput: Goodput) -> None:
         """Keep the newest account of the gang's time for the end."""
@@ -73,157 +153,129 @@ class Echo(Observer):
 
     def noted(self, text: str) -> None:
         """Write a notice."""
-        self._print(text)
+        self._board.print(f"{self._mark}{text}")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Write a rank's output, each line marked with the rank."""
-        self._print("\n".join(f"[rank {rank}] {line}" for line in lines))
+        self._board.print("\n".join(f"[{self._mark}rank {rank}] {line}" for line in lines))
 
     def debugging(self, rank: int | None) -> None:
-        """Hold all lines while a rank's debugger has the terminal. None writes the held lines."""
-        held, self._held = self._held or (), deque(maxlen=MAX_HELD) if rank is not None else None
-        for text in held:
-            self._print(text)
+        """Hold all lines while a rank's debugger has the terminal."""
+        if self._is_debugging != (rank is not None):
+            self._is_debugging = rank is not None
+            self._board.hold(is_held=self._is_debugging)
+
+    def logged(self, record: LogRecord) -> None:
+        """Show the newest values of rank 0."""
+        if record.rank != 0 or self._board.is_quiet:
+            return
+        self._pace.add(record.time, record.step)
+        pace = _pace_in_words(record, self._pace.per_second)
+        if self._line is not None:
+            self._board.update(self._line, record, pace)
+        epoch, is_live = record.epoch or 0, self._board.is_live
+        brings_news = epoch != self._epoch or not self._metrics.issuperset(record.metrics)
+        is_due = time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        self._epoch, self._metrics = epoch, set(record.metrics)
+        # A terminal shows many models by their live lines alone.
+        if not (is_live and self._mark) and (brings_news or (is_due and not is_live)):
+            self._shown_at = time.monotonic()
+            self.say(f"{describe_record(record)}{pace and f'  {pace}'}")
+
+    def say(self, text: str) -> None:
+        """Write a line with the gang's name."""
+        self._board.print(f"{self._name}: {text}")
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Remove the live line until the ranks have met again."""
+        self._close_line()
+        self._pace.clear()
 
     def ended(self, error: Exception | None) -> None:
-        """Write the error in one line, since the caller may never ask the futures, and the account of the time."""
+        """Write the held lines, the error in one line, and the account of the time."""
+        self._close_line()
+        if isinstance(error, StoppedEarlyError):
+            if not self._board.is_quiet:
+                how = f"after epoch {error.epoch}: {error.metric} {error.value:.4g}"
+                self._board.print(f"{self._name} was stopped early, {how}")
+        elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
+            self._board.print(f"{self._name or 'the gang'} failed: {_in_a_line(error)}")
+        self._tell_goodput()
+
+    def _close_line(self) -> None:
         self.debugging(None)
-        told = error if isinstance(error, GangError) else error and error.__cause__
-        if isinstance(told, GangError):
-            self._print(one_line(str(told).partition("\n")[0], MAX_LINE))
-        if self._name:
-            self._tell_goodput()
+        if self._line is not None:
+            self._board.remove(self._line)
+            self._line = None
 
     def _tell_goodput(self) -> None:
         if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
-            self._print(f"{self._name}: {self._goodput}")
-
-    def _print(self, text: str) -> None:
-        if self._held is not None:
-            self._held.append(text)
-        else:
-            self._show(text)
-
-    def _show(self, text: str) -> None:
-        Screen().write(f"{text}\n")
+            self.say(str(self._goodput))
 
 
-class ProgressDisplay(Echo):
-    """Display of rank 0's newest metrics and of each rank's output, marked with the rank, on standard error."""
+class ProgressDisplay(Display):
+    """Display of a task's gang: also its start, and its outcome."""
 
-    def __init__(self, console: Console | None = None, name: str = "") -> None:
-        super().__init__(name)
-        self._console = console or terminal()
+    def __init__(self, board: Board, name: str = "") -> None:
+        """Prepare the display of the task with this name."""
+        super().__init__(board, name.rpartition(".")[2])
         self._began_at = time.monotonic()
-        self._bar: Progress | None = None
-        """Progress bar, from the meeting of the ranks. Visible in a terminal only."""
-        self._task: TaskID | None = None
-        self._pace = Pace()
-        self._shown_at = 0.0
-        self._epoch = 0
         self._newest: LogRecord | None = None
         """Newest record, with the newest value of each metric."""
-        self._newest_names: set[str] = set()
 
     def placed(self, shape: Shape) -> None:
         """Write the gang's size, devices and backend."""
         super().placed(shape)
         devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
-        self._print(f"{self._name}: starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
+        self.say(f"starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
 
     def formed(self, seconds: float) -> None:
-        """Write that all ranks have met, and open the live display."""
-        self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
-        self._bar = _live(self._console)
-        self._task = self._bar.add_task("", name=self._name, text="", pace="", total=None)
-        if self._console.is_terminal:
-            self._bar.start()
+        """Write that all ranks have met, and open the live line."""
+        self.say(f"all ranks have met after {seconds:.2f} s")
+        super().formed(seconds)
 
     def logged(self, record: LogRecord) -> None:
-        """Show the newest values of rank 0."""
-        if record.rank != 0:
-            return
-        if self._bar is not None and self._console.is_terminal and self._held is None:
-            self._bar.start()  # again, after a debugger
-        self._pace.add(record.time, record.step)
-        pace = _pace_in_words(record, self._pace.per_second)
-        if self._bar is not None and self._task is not None:
-            show(self._bar, self._task, record if self._console.width >= WIDE else _only_loss(record))
-            self._bar.update(self._task, pace=pace)
-        earlier = self._newest.metrics if self._newest is not None else {}
-        epoch = record.epoch or 0
-        brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
-        is_due = not self._console.is_terminal and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
-        known = {**earlier, **record.metrics}
-        self._newest = replace(record, metrics=known if len(known) <= MAX_METRICS else record.metrics)
-        self._epoch, self._newest_names = epoch, set(record.metrics)
-        if brings_news or is_due:
-            self._shown_at = time.monotonic()
-            self._print(f"{self._name}: {describe_record(record)}{pace and f'  {pace}'}")
-
-    def say(self, text: str) -> None:
-        """Write a notice with the training's name."""
-        self._print(f"{self._name}: {text}")
-
-    def debugging(self, rank: int | None) -> None:
-        """Stop the live display and hold all lines while a rank's debugger has the terminal."""
-        if rank is not None:
-            self._stop()
-        super().debugging(rank)
+        """Show the newest values of rank 0, and keep them for the end."""
+        super().logged(record)
+        if record.rank == 0:
+            known = {**(self._newest.metrics if self._newest is not None else {}), **record.metrics}
+            self._newest = replace(record, metrics=known if len(known) <= MAX_METRICS else record.metrics)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the live display until the ranks have met again."""
-        self.ended(None)
-        self._bar = self._newest = None
-        self._pace.clear()
+        """Remove the live line, and forget the values, which will be logged again."""
+        super().restarting(reason, step)
+        self._newest = None
 
     def ended(self, error: Exception | None) -> None:
-        """Remove the live display and write the held lines."""
-        self.debugging(None)
-        self._stop()
+        """Remove the live line and write the held lines. `conclude` follows."""
+        self._close_line()
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
         """Write the outcome, the duration, the last values, the advice, the addresses, and the account of the time."""
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
-        text = f"{self._name}: {how} after {_duration(time.monotonic() - self._began_at)}{values}"
-        self._print(text if advice is None else f"{text}; {advice}")
+        text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"
+        self.say(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
-            self._print(f"  {what}: {where}")
+            self._board.print(f"  {what}: {where}")
         self._tell_goodput()
 
-    def _stop(self) -> None:
-        if self._bar is not None and self._console.is_terminal:  # without a terminal, rich writes an empty line here
-            self._bar.stop()
 
-    def _show(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
-
-
-def terminal(*, is_plain: bool = False) -> Console:
-    """Return a console of `rich` on standard error.
+def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
+    """Return a record as a line: epoch, step, loss, other values, samples/s.
 
     Args:
-        is_plain: True for no live display, which a debugger's prompt would collide with.
+        record: Record with the values.
+        only: Names of the values to show. None: all values.
     """
-    return Console(file=cast("IO[str]", Screen()), highlight=False, force_terminal=False if is_plain else None)
-
-
-def _live(console: Console) -> Progress:
-    """Return the live line: name, step, loss, pace and time left. Wide terminals add a bar and the elapsed time."""
-    name = TextColumn("{task.fields[name]}", style="bold", markup=False)
-    text = TextColumn("{task.fields[text]}", markup=False)
-    columns = [name, text, _Pace()]
-    if console.width >= WIDE:
-        columns = [SpinnerColumn(), name, BarColumn(bar_width=24), text, _Pace(), TimeElapsedColumn()]
-    return Progress(*columns, console=console, transient=True)
-
-
-class _Pace(ProgressColumn):
-    def __init__(self) -> None:
-        super().__init__(table_column=Column(no_wrap=True))
-
-    def render(self, task: Task) -> Text:
-        return Text(f" {task.fields['pace']}")
+    numbers = {name: value for name, value in record.numbers.items() if only is None or name in only}
+    epoch, rate = numbers.pop("epoch", None), numbers.pop("samples_per_second", None)
+    parts = [] if epoch is None else [f"epoch {epoch:g}"]
+    parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
+    names = sorted(numbers, key=lambda name: name != "loss")
+    parts += [f"{one_line(name, MAX_NAME)} {_brief(numbers[name])}" for name in names]
+    if rate is not None:
+        parts.append(f"{_brief(rate, is_whole=True)} samples/s")
+    return one_line("  ".join(parts), MAX_LINE)
 
 
 def _pace_in_words(record: LogRecord, speed: float | None) -> str:
@@ -232,50 +284,14 @@ def _pace_in_words(record: LogRecord, speed: float | None) -> str:
         return ""
     rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
     left = seconds_left(record, speed)
-    return rate if left is None or not 0 <= left <= MAX_LEFT else f"{rate}  {_duration(left)} left"
+    return rate if left is None or not 0 <= left <= MAX_LEFT else f"{rate}  {duration(left)} left"
 
 
-def bars(console: Console, *first: ProgressColumn) -> Progress:
-    """Return a live display whose lines have the given columns, a bar, a text and the elapsed time."""
-    text = TextColumn("{task.fields[text]}", markup=False)
-    return Progress(*first, BarColumn(bar_width=24), text, TimeElapsedColumn(), console=console, transient=True)
-
-
-def show(progress: Progress, task: TaskID, record: LogRecord) -> None:
-    """Show a record's values in one line of a live display."""
-    progress.update(task, completed=num_done(record), total=record.num_steps, text=describe_record(record, LEADING))
-
-
-def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
-    """Return a record as a line: epoch, step, loss, other values, samples/s.
-
-    Args:
-        record: Record with the values.
-        only: Names of the other values to show. None: all values.
-    """
-    numbers = record.numbers
-    parts = [f"epoch {numbers['epoch']:g}"] if "epoch" in numbers else []
-    parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
-    names = [name for name in ("loss",) if name in numbers]
-    names += [name for name in numbers if name not in (*LEADING, RATE) and (only is None or name in only)]
-    parts += [f"{one_line(name, MAX_NAME)} {_brief(numbers[name])}" for name in names]
-    if RATE in numbers:
-        parts.append(f"{_brief(numbers[RATE], is_whole=True)} samples/s")
-    return one_line("  ".join(parts), MAX_LINE)
-
-
-def _only_loss(record: LogRecord) -> LogRecord:
-    return replace(record, metrics={name: value for name, value in record.metrics.items() if name == "loss"})
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < MINUTE:
-        return f"{seconds:.3g} s"
-    return str(timedelta(seconds=round(seconds))) if seconds < DAY else f"{seconds / DAY:,.1f} days"
+def _in_a_line(error: Exception) -> str:
+    """Return an error in one line. The cause of a rank's own exception is a `GangError`, which names the rank."""
+    cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
+    kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
+    return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)
 
 
 def _brief(value: float, *, is_whole: bool = False) -> str:

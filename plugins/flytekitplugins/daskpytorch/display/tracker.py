@@ -143,7 +143,6 @@ class Tracker(Observer):
         if self._goodput is not None:
             account = {"share": self._goodput.share, **self._goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})
-        self._feeder.put(self._run.flush)
         limit = PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT
         self._feeder.end(partial(self._run.close, *_state(error)), limit)
 

@@ -13,8 +13,7 @@ from typing import Any
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.training import fields_of
 from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
-from flytekitplugins.daskpytorch.report.html import element, text_of
-from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
+from flytekitplugins.daskpytorch.report.pieces import cells_table, element, folded, text_of
 
 MAX_SHORT = 200
 """Maximum number of characters of a text in one line."""

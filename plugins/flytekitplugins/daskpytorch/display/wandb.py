@@ -1,13 +1,21 @@
-"""Weights & Biases: one run per gang, opened and fed in rank 0. The driver decides the run's settings and key."""
+"""Weights & Biases: one run per gang, opened and fed in rank 0. The driver decides the run's settings and key.
+
+The driver never imports wandb, so a session of the user stays unchanged. A separate process runs this module, reads
+wandb's settings from files, environment variables and logins, and prints the settings as JSON.
+"""
 
 import dataclasses
 import functools
+import inspect
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import run_config, run_id
-from flytekitplugins.daskpytorch.display.wandb_answers import Asking
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
@@ -22,6 +30,25 @@ OLD_MODES = {"dryrun": "offline", "run": "online"}
 TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
 """Name of the console link in Flyte's configuration. Its template ends in {{ .executionName }}-{{ .nodeId }}."""
+ANSWERED = (
+    "mode",
+    "base_url",
+    "api_key",
+    "identity_token_file",
+    "credentials_file",
+    "entity",
+    "run_id",
+    "run_name",
+    "run_group",
+    "run_job_type",
+    "run_notes",
+    "run_tags",
+)
+"""Settings of a run, by wandb's own names (0.19 to 0.31)."""
+MARK = "ANSWERS "
+"""Beginning of the line with the settings. wandb may write other lines."""
+TIMEOUT = 60.0
+"""Timeout, in seconds, for the settings. The import of wandb takes a second on a quiet machine."""
 MAX_ID_PART = 60
 """Maximum number of characters of each of the two parts of a model's run id. wandb allows 128 characters for an id."""
 
@@ -72,16 +99,21 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], Run
     """
     needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
     key = current_execution().secret(wandb.secret) if needs_key else None
-    asking, notes = Asking(wandb.mode), os.environ.get("FLYTE_EXECUTION_URL")
+    asking, notes = ThreadPoolExecutor(1).submit(_ask, wandb.mode), os.environ.get("FLYTE_EXECUTION_URL")
     return functools.cache(functools.partial(_settled, wandb, asking, key, task, execution, notes))
 
 
 def _settled(
-    wandb: Wandb, asking: Asking, secret: str | None, task: str, execution: str | None, notes: str | None
+    wandb: Wandb,
+    asking: Future[dict[str, Any]],
+    secret: str | None,
+    task: str,
+    execution: str | None,
+    notes: str | None,
 ) -> RunSettings:
     """Return the settings of the run: the user's values first, then wandb's settings, then the task's defaults."""
     try:
-        found = dict(asking.answers())
+        found = dict(asking.result())
         missing = "no API key found; set WANDB_API_KEY or call `wandb login`"
     except OSError as error:
         found, missing = {}, str(error)
@@ -137,3 +169,45 @@ def console_link(wandb: Wandb) -> dict[str, str]:
     if wandb.id:
         link["id"] = wandb.id
     return link
+
+
+# ---- wandb's settings
+
+
+def _ask(mode: str | None) -> dict[str, Any]:
+    """Return all of wandb's settings that have a value.
+
+    Args:
+        mode: Mode of the user's `Wandb(...)`. None: wandb's own settings decide.
+
+    Raises:
+        OSError: The process with wandb has failed or timed out.
+    """
+    command = [sys.executable, "-m", __name__, mode or ""]
+    try:
+        asked = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=True
+        )
+        answers: dict[str, Any] = json.loads(asked.stdout.rpartition(MARK)[2])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = error.stderr.strip().rpartition("\n")[2] if isinstance(error, subprocess.CalledProcessError) else ""
+        raise OSError(f"wandb's settings could not be read ({said or error})") from error
+    return answers
+
+
+def _answers(mode: str | None) -> dict[str, Any]:
+    import wandb
+
+    changes: dict[str, Any] = {"silent": True} | ({"mode": mode} if mode is not None else {})
+    settings = wandb.setup(wandb.Settings(**changes)).settings
+    if settings.mode not in ("offline", "dryrun", "disabled"):
+        if "prompt" in inspect.signature(wandb.login).parameters:
+            wandb.login(prompt=False, verify=False)  # stores credentials in the settings
+        elif (key := wandb.api.api_key) is not None:  # wandb < 0.31, where login always prompts
+            settings.api_key = key
+    found = {name: getattr(settings, name, None) for name in ANSWERED}
+    return {name: value for name, value in found.items() if value not in (None, "", ())}
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(_answers(sys.argv[1] or None)))

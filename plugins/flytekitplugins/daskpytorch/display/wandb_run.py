@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display.feeder import Feeder
+from flytekitplugins.daskpytorch.display.feeder import Feeder, knock
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.log import say
@@ -146,10 +146,12 @@ class Tracker(RankObserver):
 
         if self._shared is None:
             return
-        with contextlib.closing(self._shared):
-            if stopped_early is not None:
-                self._sum_up(STOPPED_EARLY, stopped_early)
-            self._shared.finish(exit_code)
+        self._shared.close()
+        if self._settings.mode != "disabled" and not self._shared.run.offline:
+            knock(self._shared.run.settings.base_url)  # `finish` would wait for the server without a limit
+        if stopped_early is not None:
+            self._sum_up(STOPPED_EARLY, stopped_early)
+        self._shared.finish(exit_code)
         wandb.teardown(exit_code)  # `finish` may return before the run's file is complete
         if self._num_late:
             say(
@@ -232,9 +234,7 @@ class SharedRun:
         self._drain = drain
         self._init = wandb.init
         wandb.init = functools.wraps(wandb.init)(functools.partial(self._join))
-        # `finish()` and the end of `with wandb.init()` both call this (wandb 0.19 to 0.31).
-        self._finish = run._finish  # noqa: SLF001
-        run._finish = self._finish_for_user  # noqa: SLF001
+        run.__class__ = _with_end(type(run), self._end)
 
     def close(self) -> None:
         """Restore wandb's own `init`, since the process may outlive the run, as in debug mode."""
@@ -243,13 +243,13 @@ class SharedRun:
     def finish(self, exit_code: int) -> None:
         """Finish the run, unless the user's code has finished the run."""
         if not self.is_finished:
-            self._finish(exit_code)
+            self.is_finished = True
+            self.run.finish(exit_code)
 
-    def _finish_for_user(self, *args: Any, **kwargs: Any) -> None:
+    def _end(self) -> None:
         if not self.is_finished:
             self._drain()
             self.is_finished = True
-        self._finish(*args, **kwargs)
 
     def _join(self, *args: Any, **kwargs: Any) -> Any:
         """Return the run after adding the configuration, name, notes and tags of this `wandb.init`.
@@ -281,3 +281,18 @@ class SharedRun:
                     f"joins. Leave {name} out of wandb.init, or give Wandb({name}={wanted!r}) in the task's config. "
                     "wandb.init(reinit='create_new') opens another run beside the task's."
                 )
+
+
+def _with_end(kind: type[Any], end: Callable[[], object]) -> type[Any]:
+    """Return a subclass of wandb's run, which calls `end` before a run finishes."""
+
+    class Run(kind):  # type: ignore[misc]
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            end()
+            super().finish(*args, **kwargs)
+
+        def __exit__(self, *error: object) -> None:
+            end()
+            super().__exit__(*error)
+
+    return Run

@@ -66,6 +66,8 @@ class ReceivedResults:
         self._returned: dict[int, list[Kept]] = {}
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
+        self.notify: Callable[[], object] = lambda: None
+        """Called after each complete result, in the gang's thread."""
         self.folder_is_wanted = False
         """True if any rank has requested the task's results folder."""
 
@@ -95,6 +97,7 @@ class ReceivedResults:
                 return
             with self._lock:
                 self._waiting.append(Submission(part.rank, part.piece.key, part.piece.path, parts))
+            self.notify()
 
     @property
     def is_empty(self) -> bool:

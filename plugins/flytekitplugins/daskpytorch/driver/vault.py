@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flytekitplugins.daskpytorch.driver.retention import best_first, retained
-from flytekitplugins.daskpytorch.driver.worker import RETRY_AFTER, Worker
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.worker import RETRY_AFTER, Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths

@@ -10,10 +10,9 @@ Every piece is complete HTML. A single piece can be a Deck, and pieces can be jo
 shared style and the library for drawing (70 kB). `page` contains them only once.
 """
 
-from flytekitplugins.daskpytorch.report.chart import line_chart
-from flytekitplugins.daskpytorch.report.curve import Curve
-from flytekitplugins.daskpytorch.report.html import Link
+from flytekitplugins.daskpytorch.report.chart import Curve, line_chart
 from flytekitplugins.daskpytorch.report.pieces import (
+    Link,
     Picture,
     Tone,
     alert,

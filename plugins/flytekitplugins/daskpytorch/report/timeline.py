@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.process.streams import one_line
-from flytekitplugins.daskpytorch.report.html import element, text_of, whole
-from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
+from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table, element, text_of, whole
 
 MAX_EVENTS = 300
 """Maximum number of events that are shown. Of more, the first and the last half of this number are shown."""

@@ -10,11 +10,10 @@ import os
 import sys
 import threading
 import uuid
-import weakref
-from collections import Counter
 from collections.abc import Container, Iterable
 from concurrent.futures import CancelledError, Future, wait
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL = 0.05
 """Seconds between looks for new results."""
+
+
+_lock = threading.Lock()
+_handlers: WeakSet[DaskResultsHandler] = WeakSet()
+"""All handlers of this process."""
 
 
 class DaskResultsHandler:
@@ -62,7 +66,8 @@ class DaskResultsHandler:
             pub_sub_key: Key that tells several handlers of one gang apart. None: a new unique key.
         """
         self.pub_sub_key = uuid.uuid4().hex if pub_sub_key is None else pub_sub_key
-        _keys.note(self)
+        with _lock:
+            _handlers.add(self)
 
     def submit_result(self, path: str, data: str | bytes) -> None:
         """Send a file to the driver. Call it in a rank.
@@ -151,7 +156,7 @@ class DaskResultsHandler:
             pending = [future for future in pending if not future.done()]
             # Written after the check of the futures: a gang's files arrive before its futures are done.
             for received in all_received:
-                refusals += write_out(received, folder, _keys.alive() - {self.pub_sub_key})
+                refusals += write_out(received, folder, _keys_of_others(self))
         if raise_errors:
             _raise_first([*map(_error_of, futures), *refusals[:1]])
 
@@ -186,26 +191,9 @@ def _refusal(error: Exception, submission: Submission, folder: ResultFolder) -> 
     return ResultPathError(submission.rank, submission.path, folder.name, f"{type(error).__name__}: {error}")
 
 
-class _LiveKeys:
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a handler may be collected by the thread that holds it
-        self._count: Counter[str] = Counter()
-
-    def note(self, handler: DaskResultsHandler) -> None:
-        with self._lock:
-            self._count[handler.pub_sub_key] += 1
-        weakref.finalize(handler, self._forget, handler.pub_sub_key)
-
-    def alive(self) -> set[str]:
-        with self._lock:
-            return {key for key, count in self._count.items() if count > 0}
-
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            self._count[key] -= 1
-
-
-_keys = _LiveKeys()
+def _keys_of_others(handler: DaskResultsHandler) -> set[str]:
+    with _lock:
+        return {other.pub_sub_key for other in _handlers} - {handler.pub_sub_key}
 
 
 def _all_received(futures: Iterable[Future[Any]]) -> list[ReceivedResults]:

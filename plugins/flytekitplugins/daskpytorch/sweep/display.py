@@ -1,31 +1,38 @@
-"""Display of many models in training: a line for each running model, and the number of ended models.
+"""Display of many models: lines on standard error, a notebook's table, and rows for `to_frame`. Runs in the driver."""
 
-Runs in the driver. A terminal has a live display, any other output plain lines.
-"""
+from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
+from typing import Any
 
 from rich.console import Console
-from rich.progress import TaskID, TextColumn
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.machine import MachineLog
-from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, PLAIN_INTERVAL, bars, describe_record, show, terminal
-from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.display.terminal import Board, Display
+from flytekitplugins.daskpytorch.display.training import count, inputs_of
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.report import table
+from flytekitplugins.daskpytorch.report.pieces import shared
+from flytekitplugins.daskpytorch.sweep.model import STATUSES, ModelFuture, Status, status_of
 
 COUNT_INTERVAL = 5.0
 """Minimum number of seconds between two plain lines with the number of ended models."""
 MAX_LABEL = 48
 """Maximum number of characters of an experiment in its line."""
-MIN_TOTAL = 1.0
-"""Minimum number of seconds of a model's training whose goodput is shown."""
+MAX_ROWS = 100
+"""Maximum number of models in a notebook's table."""
+MAX_CELL = 60
+"""Maximum number of characters of a cell."""
+REFRESH = 0.5
+"""Seconds between two updates of a notebook's table."""
 
 
 class SweepDisplay:
@@ -39,124 +46,109 @@ class SweepDisplay:
             console: Console for the lines. None: standard error.
             is_quiet: True to write only outputs, notes and errors, because a notebook's table shows the rest.
         """
-        self._console = console or terminal()
-        if is_quiet:  # in a notebook, rich makes a separate output of every line
-            self._console.is_jupyter = False
-        self._is_quiet = is_quiet
+        self._board = Board(console, is_quiet=is_quiet)
         self._num_models = num_models
-        self._num_ended = 0
-        self._num_early = 0
-        self._num_failed = 0
+        self._ended: dict[int, Status] = {}
+        """Final states of the models that have ended, by index."""
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
-        self.bars = bars(self._console, TextColumn("{task.fields[name]}", markup=False))
 
     def line(self, index: int, experiment: object) -> Observer:
         """Return the observer of one model's gang."""
         if log.is_for_machines():
-            return _MachineLine(self)
-        return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
+            return MachineLog()
+        label = one_line(repr(without_secrets(experiment)), MAX_LABEL)
+        return Display(self._board, f"model {index} {label}", f"model {index}, ")
 
-    def restored(self, num_ended: int, num_early: int, where: str) -> None:
+    def restored(self, models: Iterable[ModelFuture], where: str) -> None:
         """Count and report the models that ended in an earlier attempt."""
-        self._num_ended, self._num_early = num_ended, num_early
-        early = f", {num_early} of them early" if num_early else ""
-        self.tell(f"{num_ended} of {self._num_models} models have ended before{early}, as {where} has it")
+        self._ended = {model.index: model.status for model in models}
+        self._tell_count(f"before, as {where} has it")
 
-    @property
-    def is_live(self) -> bool:
-        """True if the display has lines that change."""
-        return bool(self._console.is_terminal) and not self._is_quiet and not log.is_for_machines()
-
-    def add(self, label: str) -> TaskID:
-        """Add a line for a model whose training begins, and return the line's id."""
+    def count(self, index: int, error: BaseException | None) -> None:
+        """Count a model as ended. Write the count from time to time, and after the last model."""
         with self._lock:
-            self.bars.start()
-            return self.bars.add_task("", name=label, text="", total=None)
+            if index in self._ended:
+                return
+            self._ended[index] = status_of(error)
+            now = time.monotonic()
+            if len(self._ended) == self._num_models or now - self._counted_at >= COUNT_INTERVAL:
+                self._counted_at = now
+                self._tell_count("")
 
-    def tell(self, text: str) -> None:
-        """Write a line, unless the display is quiet because a table shows the same."""
-        if not self._is_quiet:
-            self.print(text)
-
-    def count(self, error: Exception | None) -> None:
-        """Count a model as finished, stopped early or failed."""
-        is_early = isinstance(error, StoppedEarlyError)
-        with self._lock:
-            self._num_ended += 1
-            self._num_early += is_early
-            self._num_failed += error is not None and not is_early
-            is_last = self._num_ended == self._num_models
-            if is_last and self.is_live:  # without a live display, rich writes an empty line here
-                self.bars.stop()
-            if is_last or time.monotonic() - self._counted_at >= COUNT_INTERVAL:
-                self._counted_at = time.monotonic()
-                early = f", {self._num_early} of them early" if self._num_early else ""
-                failed = f", {self._num_failed} of them failed" if self._num_failed else ""
-                self.tell(f"{self._num_ended} of {self._num_models} models have ended{early}{failed}")
-
-    def print(self, text: str) -> None:
-        """Write a permanent line, or a log record if the log is for machines."""
+    def _tell_count(self, remark: str) -> None:
+        each = _in_words(self._ended.values())
+        text = f"{len(self._ended)} of {self._num_models} models have ended{remark and f' {remark}'}: {each}"
         if log.is_for_machines():
             log.say(text, logging.INFO)
-            return
-        self._console.print(text, markup=False, soft_wrap=True)
+        elif not self._board.is_quiet:
+            self._board.print(text)
 
 
-class _MachineLine(MachineLog):
-    def __init__(self, board: SweepDisplay) -> None:
-        super().__init__()
-        self._board = board
-
-    def ended(self, error: Exception | None) -> None:
-        super().ended(error)
-        self._board.count(error)
+# ---- Tables
 
 
-@dataclass(eq=False)
-class _Line(Observer):
-    _board: SweepDisplay
-    _name: str
-    _experiment: str
-    _task: TaskID | None = None
-    _epoch: int = 0
-    _shown_at: float = 0.0
-    _goodput: Goodput | None = None
+def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
+    """Return a row for each model: index, status, step, experiment's fields and newest value of each metric.
 
-    def accounted(self, goodput: Goodput) -> None:
-        self._goodput = goodput
+    If a column of the same name exists, a field has the prefix `experiment.` and a metric the prefix `metric.`.
+    """
+    rows = []
+    for model in models:
+        row: dict[str, Any] = {"model": model.index, "status": model.status, "step": model.step}
+        for kind, values in (("experiment", inputs_of(model.experiment)), ("metric", model.metrics)):
+            row |= {f"{kind}.{name}" if name in row else name: value for name, value in values.items()}
+        rows.append(row)
+    return rows
 
-    def formed(self, seconds: float) -> None:
-        if self._board.is_live and self._task is None:
-            self._task = self._board.add(f"{self._name} {self._experiment}")
 
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        for line in lines:
-            self._board.print(f"[{self._name}, rank {rank}] {line}")
+def counted(models: Sequence[ModelFuture]) -> str:
+    """Return the number of models by status, for example `8 models: 2 training, 5 finished, 1 waiting`."""
+    each = _in_words(model.status for model in models)
+    return f"{count(len(models), 'model')}{each and ': '}{each}"
 
-    def noted(self, text: str) -> None:
-        self._board.print(f"{self._name}, {text}")
 
-    def logged(self, record: LogRecord) -> None:
-        if record.rank != 0:
-            return
-        if self._task is not None:
-            show(self._board.bars, self._task, record)
-            return
-        epoch, now = record.epoch or 0, time.monotonic()
-        if epoch != self._epoch or now - self._shown_at >= PLAIN_INTERVAL:
-            self._epoch, self._shown_at = epoch, now
-            self._board.tell(f"{self._name} {self._experiment}: {describe_record(record)}")
+def _in_words(statuses: Iterable[Status]) -> str:
+    counts = Counter(statuses)
+    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
 
-    def ended(self, error: Exception | None) -> None:
-        if self._task is not None:
-            self._board.bars.remove_task(self._task)
-        if isinstance(error, StoppedEarlyError):
-            how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
-            self._board.tell(f"{self._name} {self._experiment} {how}")
-        elif error is not None:
-            how = one_line(str(error).partition("\n")[0], MAX_LINE)
-            self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {how}")
-        if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
-            self._board.tell(f"{self._name} {self._experiment}: {self._goodput}")
-        self._board.count(error)
+
+def as_html(models: Sequence[ModelFuture]) -> str:
+    """Return an HTML table of at most `MAX_ROWS` models, most interesting first, without secrets."""
+    chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
+    rows = rows_of(sorted(chosen, key=lambda model: model.index))
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
+    rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
+    # A notebook has its own style, and every update would send ours again.
+    bare = table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
+    return f"<p>{counted(models)}</p>{bare}{rest}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), MAX_CELL)
+
+
+def is_notebook() -> bool:
+    """Return True if this process is a notebook's kernel. Imports no module."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+def show_live(models: Sequence[ModelFuture]) -> None:
+    """Show the table in the output of a notebook's cell, and update the table until all models have ended."""
+    from IPython.display import HTML, display
+
+    shown = as_html(models)
+    handle = display(HTML(shown), display_id=True)
+
+    def follow(shown: str) -> None:
+        are_waiting = True
+        while are_waiting:
+            are_waiting = bool(wait(models, REFRESH).not_done)
+            if (now := as_html(models)) != shown:
+                handle.update(HTML(shown := now))
+
+    threading.Thread(target=follow, args=(shown,), name="daskpytorch-table", daemon=True).start()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
@@ -17,6 +17,10 @@ from flytekitplugins.daskpytorch.process.streams import one_line, without_secret
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
+Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
+"""State of a model."""
+STATUSES = get_args(Status)
+"""All states, most interesting first."""
 MAX_SHOWN = 100
 """Maximum number of characters of an experiment in a future's representation."""
 
@@ -68,18 +72,11 @@ class ModelFuture(GangFuture):
         return self._log.goodput
 
     @property
-    def status(self) -> Literal["waiting", "training", "finished", "stopped early", "failed", "cancelled"]:
+    def status(self) -> Status:
         """State of the model's training."""
         if not self.done():
             return "training" if self.running() else "waiting"
-        match error_of(self):
-            case None:
-                return "finished"
-            case StoppedEarlyError():
-                return "stopped early"
-            case CancelledError():
-                return "cancelled"
-        return "failed"
+        return status_of(error_of(self))
 
     def __repr__(self) -> str:
         return (
@@ -160,3 +157,15 @@ def error_of(future: Future[Any]) -> BaseException | None:
         return future.exception()
     except BaseException as error:  # the future was cancelled
         return error
+
+
+def status_of(error: BaseException | None) -> Status:
+    """Return the final state of a model whose future has this error, or None for a result."""
+    match error:
+        case None:
+            return "finished"
+        case StoppedEarlyError():
+            return "stopped early"
+        case CancelledError():
+            return "cancelled"
+    return "failed"

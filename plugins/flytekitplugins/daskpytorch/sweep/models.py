@@ -27,12 +27,11 @@ from flytekitplugins.daskpytorch.process.ctrl_c import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODE, EarlyStopping, Gang, Search, Wandb
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, counted, is_notebook, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
-from flytekitplugins.daskpytorch.sweep.packing import Pool
+from flytekitplugins.daskpytorch.sweep.packing import Pool, Share
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.sweep import Sweep
-from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_notebook, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 if TYPE_CHECKING:
@@ -81,12 +80,9 @@ def train_all(
     for model in missing:
         if model.num_workers:
             sweep.place(model)
-    if storage is not None and kept:
-        over = [model for model in models if model not in missing]
-        sweep.board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
     futures = ModelFutures(sweep, models)
     if is_notebook():
-        show_live(futures, lambda: as_html(futures))
+        show_live(futures)
     return futures
 
 
@@ -109,9 +105,11 @@ class ModelFutures(Futures[ModelFuture]):
         for model in models:
             cancel = functools.partial(self._cancel, model)
             model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self._end_all)
-            if sweep.is_over(model):
+            if model not in missing:
                 self._restore(model)
         self._futures = [model.future for model in models]
+        if sweep.storage is not None and any(model.kept for model in models):
+            sweep.board.restored([model.future for model in models if model not in missing], sweep.storage.folder)
         running.add(self)
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
 
@@ -288,7 +286,7 @@ class ModelFutures(Futures[ModelFuture]):
                     self._start(model, request, workers)
 
     def _start(self, model: Model, request: Request, workers: Sequence[str]) -> None:
-        share = _Share(self, model, workers)
+        share = Share(self.cluster, workers, functools.partial(self._refill, model))
         world_size = model.num_workers * request.ranks_per_worker
         observers = self._sweep.observers(model)
         supervisor = Supervisor(request, share, observers, received=model.future.received)
@@ -326,16 +324,17 @@ class ModelFutures(Futures[ModelFuture]):
             self._give_up(too_large, GangStartError(text))
 
     def _give_up(self, models: Sequence[Model], error: Exception) -> None:
+        """Settle the futures of waiting models, which will never start."""
         for model in list(models):
             self._waiting.remove(model)
-            self._sweep.tell(model, error)
-            model.future.set_running_or_notify_cancel()
-            model.future.set_exception(error)
             model.line.ended(error)
+            self._sweep.tell(model, error)
+            if model.future.set_running_or_notify_cancel():
+                model.future.set_exception(error)
 
     # ---- in other threads
 
-    def refill(self, model: Model) -> list[str]:
+    def _refill(self, model: Model) -> list[str]:
         """Replace a gang's lost workers by free ones, and return all its workers.
 
         Raises:
@@ -377,30 +376,11 @@ class ModelFutures(Futures[ModelFuture]):
     def _cancel(self, model: Model) -> bool:
         with self._changed:
             if model in self._waiting:
-                self._waiting.remove(model)
                 Future.cancel(model.future)
-                model.future.set_running_or_notify_cancel()
-                self._sweep.tell(model, CancelledError("cancelled"))
-                model.line.ended(CancelledError("cancelled"))
+                self._give_up([model], CancelledError("cancelled"))
                 return True
             gang = model.gang
         return gang.cancel() if gang is not None else model.future.cancelled()
-
-
-class _Share(DaskAgents):
-    """Starts one gang's agents on its share of the workers, and on replacements for lost workers."""
-
-    def __init__(self, models: ModelFutures, model: Model, workers: Sequence[str]) -> None:
-        vars(self).update(vars(models.cluster))
-        self._futures = []  # `close` ends only this gang's agents
-        self._models = models
-        self._model = model
-        self.workers = workers
-        self.num_wanted = len(workers)
-
-    def present(self) -> list[str]:
-        """Return the gang's workers, including replacements for lost workers."""
-        return self._models.refill(self._model)
 
 
 def _number(value: object) -> float:

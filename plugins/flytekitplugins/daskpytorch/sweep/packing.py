@@ -1,12 +1,13 @@
-"""Assignment of a cluster's workers to gangs. Pure functions and state, for the driver.
+"""Assignment of a cluster's workers to gangs, and the launcher of a gang on its share. Runs in the driver.
 
 A gang gets all its workers or none, and larger gangs go first. The workers of an ended gang are enough for the next
 gang of the same size. Large gangs therefore never starve, although small gangs fill every gap.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 
 
@@ -64,3 +65,25 @@ class Pool:
 
     def _num_missing(self, holder: Hashable) -> int:
         return self._wanted[holder] - len(self._held[holder])
+
+
+class Share(DaskAgents):
+    """Starts one gang's agents on its share of the workers, and on replacements for lost workers."""
+
+    def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
+        """Prepare the launcher.
+
+        Args:
+            cluster: Launcher for the whole cluster.
+            workers: Workers of the gang.
+            refill: Replaces the gang's lost workers by free ones, and returns all its workers.
+        """
+        vars(self).update(vars(cluster))
+        self._futures = []  # `close` ends only this gang's agents
+        self._refill = refill
+        self.workers = workers
+        self.num_wanted = len(workers)
+
+    def present(self) -> list[str]:
+        """Return the gang's workers, including replacements for lost workers."""
+        return self._refill()

@@ -172,7 +172,8 @@ class Sweep:
             self.trials.recall(model.index, model.kept)
 
     def tell(self, model: Model, error: BaseException | None, result: Any = None) -> None:
-        """Report a model's end to the study. A failure of the study is noted, but not raised."""
+        """Report a model's end to the display and the study. A failure of the study is noted, but not raised."""
+        self.board.count(model.index, error)
         try:
             if self.trials is not None:
                 self.trials.tell(model.index, error, result, model.log.newest)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
@@ -12,10 +12,12 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.host import Execution
-from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
+from flytekitplugins.daskpytorch.results.handler import write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
+LANE = "results"
 PROFILES = "profiles"
 """Name of the subfolder for profiles."""
 FAILED_LIMIT = 60.0
@@ -43,15 +45,20 @@ class TaskResults:
             OSError: The disk did not take all files. An error of the gang takes precedence.
             Exception: The upload failed. The type depends on the host. An error of the gang takes precedence.
         """
-        received = ReceivedResults()
-        with self._local_folder() as folder:
+        received, worker = ReceivedResults(), Worker(name="results")
+        with self._local_folder() as folder, contextlib.closing(worker):
+            # In a thread, so that a slow disk does not delay the gang's supervisor. If an error persists, the last
+            # write raises it.
+            received.notify = partial(worker.submit, LANE, partial(self._write, received, folder))
             try:
-                with self._written(received, folder):
-                    yield received
+                yield received
             except BaseException as error:
                 limit = self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
-                self._try_to_deliver(received, folder, limit)
+                worker.submit(LANE, partial(self._deliver, received, folder), self._tell_failure)
+                if not worker.flush(LANE, limit):
+                    say(f"some results of the ranks did not reach {self.folder} within {limit:g} s")
                 raise
+            worker.flush(LANE)
             self._deliver(received, folder)
             if not self.has_files and received.folder_is_wanted:
                 self._make_empty_folder()
@@ -66,24 +73,6 @@ class TaskResults:
         if self._is_remote:
             return scratch_folder("daskpytorch-results-")
         return contextlib.nullcontext(Path(self.folder.removeprefix("file://")))
-
-    @contextlib.contextmanager
-    def _written(self, received: ReceivedResults, folder: Path) -> Iterator[None]:
-        """Write files as they arrive, in a thread, so that a slow disk does not delay the gang's supervisor."""
-        is_over = threading.Event()
-
-        def work() -> None:
-            while not is_over.wait(POLL_INTERVAL):
-                with contextlib.suppress(OSError):  # if the error persists, the last write raises it
-                    self._write(received, folder)
-
-        thread = threading.Thread(target=work, name="daskpytorch-results", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def _write(self, received: ReceivedResults, folder: Path) -> None:
         """Write all files that have arrived.
@@ -103,20 +92,9 @@ class TaskResults:
                 self._profiles = _files_below(folder / PROFILES)
             self.has_files = True
 
-    def _try_to_deliver(self, received: ReceivedResults, folder: Path, limit: float) -> None:
-        """Call `_deliver` with a timeout of `limit` seconds, and log failures instead of raising them."""
-
-        def deliver() -> None:
-            try:
-                self._deliver(received, folder)
-            except Exception as error:  # any exception of a storage's client
-                say(f"some results of the ranks did not reach {self.folder} ({type(error).__name__}: {error})")
-
-        delivery = threading.Thread(target=deliver, name="daskpytorch-delivery", daemon=True)
-        delivery.start()
-        delivery.join(limit)
-        if delivery.is_alive():
-            say(f"some results of the ranks did not reach {self.folder} within {limit:g} s")
+    def _tell_failure(self, error: Exception, *_: object) -> bool:
+        say(f"some results of the ranks did not reach {self.folder} ({type(error).__name__}: {error})")
+        return True
 
     def _make_empty_folder(self) -> None:
         if self._is_remote:  # object stores have no folders, so an object marks the empty folder

@@ -1,4 +1,4 @@
-"""Thread for a gang's work with storage: copies, commits and removals. Runs in the driver.
+"""Thread for slow work, such as requests to storage and to trackers. Runs in the driver and in rank 0.
 
 Each job belongs to a lane. Each lane's jobs run in order. A failed job is retried after a pause. During this pause, its
 lane waits, while other lanes continue.
@@ -6,7 +6,8 @@ lane waits, while other lanes continue.
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RETRY_AFTER = 2.0
@@ -34,13 +35,19 @@ class Job:
 class Worker:
     """Runs jobs in a thread, which starts with the first job."""
 
-    def __init__(self, retry_after: float = RETRY_AFTER) -> None:
+    def __init__(self, retry_after: float = RETRY_AFTER, name: str = "storage") -> None:
+        """Prepare the thread.
+
+        Args:
+            retry_after: Seconds before the first retry of a failed job.
+            name: Name of the thread.
+        """
         self._retry_after = retry_after
+        self._name = name
         self._changed = threading.Condition()
-        self._jobs: list[Job] = []
-        """Unfinished jobs, oldest first."""
+        self._lanes: dict[str, deque[Job]] = {}
+        """Unfinished jobs of each lane that has ever received a job, oldest first."""
         self._thread: threading.Thread | None = None
-        self._lanes: set[str] = set()
         self._is_closed = False
         self.is_urgent = False
         """True if pauses stay short, as a caller waits for the jobs."""
@@ -56,8 +63,8 @@ class Worker:
             gives_up: Called after each error, see `Job`. By default, a job ends with its first error.
         """
         with self._changed:
-            self._lanes.add(lane)
-            self._jobs.append(Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic()))
+            job = Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
+            self._lanes.setdefault(lane, deque()).append(job)
             self._changed.notify_all()
             if self._thread is None:
                 self._start()
@@ -66,20 +73,30 @@ class Worker:
         """Return True if the lane has ever received a job."""
         return lane in self._lanes
 
-    def flush(self, lane: str, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for all jobs of the lane. Return True if no job is left."""
+    def jobs(self, lane: str) -> Sequence[Job]:
+        """Return the unfinished jobs of the lane, oldest first."""
+        return self._lanes.get(lane, ())
+
+    def flush(self, lane: str, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds for all jobs of the lane. Return True if no job is left.
+
+        Args:
+            lane: Name of the lane.
+            timeout: Seconds to wait. None: no limit.
+        """
         self.hurry()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self._has_jobs(lane), timeout)
-            return not self._has_jobs(lane)
+            self._changed.wait_for(lambda: self._is_closed or not self.jobs(lane), timeout)
+            return not self.jobs(lane)
 
     def hurry(self) -> None:
         """Keep pauses short from now on."""
         with self._changed:
             self.is_urgent = True
             soon = time.monotonic() + self._retry_after
-            for job in self._jobs:
-                job.due = min(job.due, soon)
+            for jobs in self._lanes.values():
+                for job in jobs:
+                    job.due = min(job.due, soon)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -90,14 +107,13 @@ class Worker:
 
     def first(self) -> Job | None:
         """Return the job with the earliest `due` among all lanes' first jobs, or None without jobs."""
-        heads = {job.lane: job for job in reversed(self._jobs)}.values()
-        return min(heads, key=lambda job: job.due, default=None)
+        return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
     def do(self, job: Job) -> None:
         """Try a job once. A failed job stays for a retry, unless its `gives_up` returns True."""
         try:
             job.work()
-        except Exception as error:  # storage clients raise errors of any class, and none may end the training
+        except Exception as error:  # clients of storage and trackers raise errors of any class, and none may end a gang
             job.num_failures += 1
             doublings = 0 if self.is_urgent else job.num_failures - 1
             pause = min(MAX_PAUSE, self._retry_after * 2**doublings)
@@ -106,14 +122,11 @@ class Worker:
                     job.due = time.monotonic() + pause
                 return
         with self._changed:
-            self._jobs.remove(job)
+            self._lanes[job.lane].popleft()
             self._changed.notify_all()
 
-    def _has_jobs(self, lane: str) -> bool:
-        return any(job.lane == lane for job in self._jobs)
-
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="daskpytorch-storage", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"daskpytorch-{self._name}", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
