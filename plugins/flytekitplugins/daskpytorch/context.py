@@ -84,7 +84,7 @@ class LogRecord:
         return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
 
     def sent(self) -> LogRecord:
-        """Return the record without values of the user's classes. Only rank 0's record keeps its drawings."""
+        """Return the record without values of the user's classes, and without drawings unless from rank 0."""
         if PLAIN.issuperset(map(type, self.metrics.values())):
             return self
         bare = self.bare()
@@ -174,8 +174,8 @@ class Checkpoint:
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
         """Return the state from which this attempt of the gang starts, or None on a fresh start.
 
-        All ranks get the same state: the newest complete checkpoint of the attempt before, or of the Flyte task's
-        attempt before. A better but older checkpoint does not count. Tensors arrive on the CPU.
+        All ranks get the same state: the newest complete checkpoint from before the gang's restart, or from an earlier
+        attempt of the Flyte task. A better but older checkpoint does not count. Tensors arrive on the CPU.
 
         `best` or `step` select another checkpoint, for example at the end of a training. Rank 0 must make this call:
         rank 0 waits until its earlier saves have succeeded or failed, and then chooses. Other ranks may make the call,
@@ -306,12 +306,12 @@ class StopSignal:
             return self.has_fired
 
     def hold(self) -> int:
-        """Hold back later calls. Return the number of calls so far, which may include one that is held back."""
+        """Hold back later calls of `should_stop`. Return the number of calls so far, a held one included."""
         self._is_held = True
         return self._num_calls
 
     def release(self, last_call: int) -> None:
-        """Answer held calls: False up to call number `last_call`, True for later calls."""
+        """Answer held calls of `should_stop`: False up to call number `last_call`, then True (stop)."""
         with self._lock:
             self._last_call, self._is_held = last_call, True  # held, so that the next call reads `_last_call`
             self._lock.notify_all()
@@ -336,8 +336,8 @@ class Link:
         """Send a result to the driver. Outside a gang, discard the result.
 
         Args:
-            key: Key of the handler that receives the result.
-            path: Path of the result's file below the driver's prefix.
+            key: `key` of the `DaskResultsHandler` that receives the result.
+            path: Path of the result's file, relative to the folder into which the driver writes results.
             data: Content of the file.
         """
 
@@ -407,7 +407,7 @@ class RankContext:
         Rank 0's metrics go to Weights & Biases, the progress display and the Deck. Every rank's metrics show the driver
         the rank's progress. Rank 0 sends its log records within 0.2 s, other ranks within 1 s. In a gang of n > 500
         ranks, other ranks send within n / 500 seconds. A rank that is killed or crashes may lose its last records. The
-        progress display has places of their own for `epoch`, `loss` and `samples_per_second`.
+        progress display shows `epoch`, `loss` and `samples_per_second` in places of their own.
 
         Args:
             metrics: Values by name. Numbers and one-element tensors go to all trackers and displays. Tensors are read

@@ -29,7 +29,7 @@ class Goodput:
     starting: float = 0.0
     """Seconds until all ranks have met: workers, ranks and rendezvous. Counts again after each restart."""
     preparing: float = 0.0
-    """Seconds from then until the first batch or step: imports in the ranks, data and model."""
+    """Seconds from the meeting of all ranks to the first batch or step: imports in the ranks, data and model."""
     stepping: float = 0.0
     """Seconds in steps whose work was kept, or is not yet lost."""
     data: float = 0.0
@@ -41,8 +41,8 @@ class Goodput:
     waiting: float = 0.0
     """Seconds waiting for workers to come back, for other ranks to finish, and for the work at the end."""
     lost: float = 0.0
-    """Seconds of work that no checkpoint held when an attempt ended. The repeated work counts under its own field, so
-    `stepping` is the time of an undisturbed gang."""
+    """Seconds of work that was in no checkpoint when an attempt ended. The next attempt repeats the work, and the
+    repetition counts as `stepping`, `data` and so on. `stepping` is therefore the time of an undisturbed gang."""
 
     @property
     def share(self) -> float:
@@ -91,5 +91,5 @@ class RankUsage:
     gpu_memory: int | None
     """Memory in use on the rank's own GPU, by all processes, in bytes. None if the rank has not used a GPU."""
     gpu_utilization: float | None
-    """Utilisation of the rank's GPU from 0 to 1, as its driver counts. None if the rank has not used a GPU, or NVML
-    gives no figure."""
+    """Utilisation of the rank's GPU from 0 to 1, as the GPU's driver counts. None if the rank has not used a GPU, or
+    NVML gives no figure."""

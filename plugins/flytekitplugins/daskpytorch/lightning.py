@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
 
 MINIMUM_VERSION = "2.6"
-"""Oldest version of Lightning. With 2.4 a killed training had another result than an undisturbed one."""
+"""Oldest supported version of Lightning. With 2.4, a killed and resumed training had a wrong result."""
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     require_extra("lightning", "flytekitplugins.daskpytorch.lightning")
@@ -100,7 +100,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     # ---- What the Trainer calls
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the files of the loaded checkpoint."""
+        """Remove the temporary files from which the Trainer has loaded its checkpoint."""
         self._last_step = trainer.global_step
         num_steps = trainer.estimated_stepping_batches
         self._num_steps = int(num_steps) if math.isfinite(num_steps) and num_steps > 0 else None

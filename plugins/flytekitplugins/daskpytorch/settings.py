@@ -96,8 +96,8 @@ class Profile:
     """True: record the calls of Python functions, too, which slows these steps down."""
     folder: str | None = None
     """Destination of the traces: a folder or an fsspec URL that the recorded ranks reach. None: the ranks submit the
-    traces as results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`. A task's traces are then in the
-    folder of its results."""
+    traces like `DaskResultsHandler`, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`. A task's traces
+    are then in the folder of its results."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -161,10 +161,10 @@ class Gang:
 
     Signs of life are optimizer steps, and calls of `log`, `should_stop` and `checkpoint` on `current_rank()`.
 
-    - `auto`: The gang ends once all ranks wait in collectives without a sign of life for five minutes. A slower gang
-      gets ten times the longest time that a rank has taken between two signs of life. If a rank is busy with an
-      evaluation, its data loader or an endless loop, the other ranks run into the process group's timeout. The error of
-      that timeout names the busy rank. `auto` needs the flight recorder of a recent torch.
+    - `auto`: The gang ends once all ranks wait in collectives without a sign of life for five minutes. If a rank has
+      once taken longer than half a minute between two signs of life, the limit is ten times that time. If a rank is
+      busy with an evaluation, its data loader or an endless loop, the other ranks run into the process group's timeout.
+      The error of that timeout names the busy rank. `auto` needs the flight recorder of a recent torch.
     - A number: Seconds of silence after which a single rank counts as hung. Allow for the longest time between two
       signs of life, including evaluation and the start of training.
 
@@ -350,7 +350,7 @@ class Wandb:
     project: str
     """Project of the run."""
     entity: str | None = None
-    """User or team that owns the run. None: the API key's default."""
+    """User or team that owns the run. None: the default user or team of the API key."""
     secret: Secret | None = None
     """Flyte secret that holds the API key. None: the key that wandb finds, for example in `WANDB_API_KEY` or from
     `wandb login`."""

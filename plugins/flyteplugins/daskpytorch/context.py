@@ -40,7 +40,7 @@ class Flyte2Execution(host.Execution):
             self.task = ctx.report  # each attempt has one report, while Flyte replaces contexts
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the gang's folders: beside the attempt's checkpoint object, or on this machine in a local run."""
+        """Return the folders of the gang's checkpoints: beside Flyte's own object, or here in a local run."""
         if self._run is not None:
             return self._run.paths(key)
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
@@ -92,7 +92,7 @@ class FlyteStorage(host.Execution):
     """Execution for the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     storage: Storage | None
-    """Settings of Flyte's storage, with the keys of a server other than the cloud's own. Roles are the worker's own."""
+    """The driver's settings of Flyte's storage, with its keys. None: each worker uses settings of its own."""
 
     def filesystem(self, uri: str) -> Any:
         """Return the file system of a URI, opened as Flyte opens it in the driver."""

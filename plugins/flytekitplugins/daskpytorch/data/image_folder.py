@@ -41,7 +41,8 @@ OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 MAX_LOADER_WORKERS = 1024
 MAX_WHOLE = 2**62
 NUM_DECODERS = 2
-"""Number of decoding threads per process. On two cores, a batch takes 10 % less time than with a thread per reader."""
+"""Number of decoding threads per process. On two cores, a batch takes 10 % less time than with as many decoding threads
+as reading threads."""
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
 """Names of the accepted storage options, as in s3fs."""
 CLIENT_OPTIONS = ("endpoint_url", "region_name")

@@ -21,12 +21,12 @@ class MapStyle(Sized, Protocol):
 
 
 class RankLoader:
-    """Gives each rank its batches of a map-style dataset, and keeps the position of the gang.
+    """Gives each rank its batches of a map-style dataset, and keeps the gang's position in the dataset.
 
-    All ranks together see each item exactly once per epoch. The order depends on the seed and the epoch alone, and the
-    ranks share it out as `RankBatches` does. The position counts the items that the gang received. Batches that loader
-    workers fetched ahead do not count. A gang that starts from `state_dict` goes on with the next item, also with
-    another number of ranks. A loop over the loader is one epoch, or the rest of one.
+    All ranks together see each item exactly once per epoch. The order depends on the seed and the epoch alone. As with
+    `RankBatches`, the batches of all ranks in one step differ by one item at most. The position counts the items that
+    the gang received. Batches that loader workers fetched ahead do not count. A gang that starts from `state_dict` goes
+    on with the next item, also with another number of ranks. A loop over the loader is one epoch, or the rest of one.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import current_rank, data

@@ -25,7 +25,7 @@ TURN = 1.0
 class GangFuture(Future[Any]):
     """Future of one rank's return value, settled when its gang ends.
 
-    `received` collects the results that ranks submit until then.
+    `received` collects the files that ranks submit until the gang ends.
     """
 
     def __init__(self, received: ReceivedResults, end: Callable[[], bool] | None = None) -> None:
@@ -63,7 +63,7 @@ class GangFuture(Future[Any]):
 
 
 class Futures(Sequence[F]):
-    """Sequence of futures."""
+    """Sequence of futures: one per rank of a gang, or one per model of a `dispatch.map`."""
 
     _futures: list[F]
 
@@ -114,7 +114,7 @@ class GangFutures(Futures[GangFuture]):
         """Return the return values of all ranks at the gang's end, in rank order.
 
         Args:
-            timeout: Most seconds to wait. None: no limit.
+            timeout: Maximum number of seconds to wait. None: no limit.
 
         Raises:
             TimeoutError: The gang has not ended within `timeout` seconds. The gang goes on.
@@ -182,7 +182,7 @@ def _end(supervisor: Supervisor) -> bool:
 
 
 class SettledFutures(GangFutures):
-    """Future of a gang with this process as only rank. Settled from the beginning."""
+    """The only future of a gang whose one rank is this process. The future is settled from the beginning."""
 
     def __init__(self, received: ReceivedResults, call: Callable[[], Any]) -> None:
         future = GangFuture(received)

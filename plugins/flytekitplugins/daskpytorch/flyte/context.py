@@ -30,7 +30,7 @@ class FlyteExecution(host.Execution):
         self.task = ctx.execution_state if _is_in_task(ctx) else None
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the gang's folders: in Flyte's storage, or on this machine in a local run."""
+        """Return the folders of the gang's checkpoints: in Flyte's storage, or on this machine in a local run."""
         if self._run is not None:
             return self._run.paths(key)
         state = self._ctx.execution_state

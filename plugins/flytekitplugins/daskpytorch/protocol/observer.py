@@ -76,9 +76,9 @@ class Training:
     index: int | None = None
     """Index of the model in its `dispatch.map`, from 0. None outside of `dispatch.map`."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """The task's inputs, the function's arguments or the model's experiment, as numbers, strings, booleans and None.
+    """The task's inputs, or the arguments of the function of `dispatch`, as numbers, strings, booleans and None.
     A dataclass is replaced by its fields, and a long collection by its length, as `num_<name>`. Other values become
-    strings. A value with the name of a secret is `(hidden)`."""
+    strings. `(hidden)` replaces a value whose name suggests a secret, such as `api_key`."""
     link: str | None = None
     """Address of the execution in Flyte's console."""
 
@@ -183,7 +183,7 @@ class Observer:
         """Called before `placed` if the gang starts from an earlier attempt's checkpoint, with the step."""
 
     def formed(self, seconds: float) -> None:
-        """Called when all ranks have met, with the seconds since the gang was asked for."""
+        """Called when all ranks have joined the process group, with the seconds since the gang was asked for."""
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Called with the lines that a rank wrote to its output."""

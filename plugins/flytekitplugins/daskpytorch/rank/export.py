@@ -39,8 +39,8 @@ def export_safetensors(
             is.
         uri: The folder, a path or an fsspec URL that all ranks reach. None: a new folder among the outputs of the Flyte
             task.
-        max_file_size: Most bytes of tensors in a file. A single file is `model.safetensors`. Several files are numbered
-            as in Hugging Face's tools, with `model.safetensors.index.json`, which is written last.
+        max_file_size: Maximum number of bytes of tensors in a file. A single file is `model.safetensors`. Several files
+            are numbered as in Hugging Face's tools, with `model.safetensors.index.json`, which is written last.
 
     Returns:
         The folder.

@@ -14,7 +14,7 @@ MAX_VALUE = 1e200
 """Largest absolute value that can be drawn."""
 NUM_COLOURS = 8
 NUM_ROWS = 12
-"""Maximum number of rows of a chart's table, counted separately for short lines and for all lines."""
+"""Maximum number of rows of a chart's table. Lines with at most this number of points add their own rows."""
 WIDE_RANGE = 100.0
 """Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 MAX_MARKS = 100
@@ -51,7 +51,7 @@ def line_chart(
         log: True to begin with a logarithmic scale. None: if the largest value is over 100 times the smallest.
         dashed: Names of dashed lines, for example a baseline.
         from_zero: True for an axis that begins at 0, unless it is logarithmic.
-        max_points: Most points of a line. Longer lines are thinned, but keep their spikes. None: 2,000.
+        max_points: Maximum number of points of a line. Longer lines are thinned, but keep their spikes. None: 2,000.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report

@@ -119,7 +119,7 @@ def grid(*pieces: str, least: int = 420) -> str:
 
     Args:
         pieces: Pieces of about the same height.
-        least: Least width of each piece, in pixels.
+        least: Minimum width of each piece, in pixels.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -280,7 +280,7 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
 
 
 def folded(summary: str, *pieces: str) -> str:
-    """Return `details` for use inside another piece."""
+    """Return `details` without the shared styles, which the surrounding piece brings."""
     return element("details", element("summary", text_of(summary)) + _bare(*pieces), "dpt-more dpt-stack")
 
 
@@ -305,7 +305,7 @@ def _figure(name: str, value: object) -> str:
 
 
 def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
-    """Return `table` for use inside another piece. The cells are HTML."""
+    """Return `table` without the shared styles, which the surrounding piece brings. The cells are HTML."""
     columns = list(zip(*cells, strict=True)) if cells else []
     numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
     kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)

@@ -43,10 +43,10 @@ class DaskResultsHandler:
     Submitted files are kept until a handler processes their gang. A file is not lost if it was submitted before the
     call of `process_results`, or just before its rank failed.
 
-    The key tells several handlers of one gang apart. A handler keeps its key when it travels to the ranks. Ranks import
-    the function's module again, so a handler without a key at the top of that module has another key in each rank.
-    Files whose key no handler in the driver's process has go to the handler that processes their gang. Give fixed keys
-    to several handlers at the top of a module.
+    The argument `key` tells several handlers of one gang apart. A handler keeps its key when it travels to the ranks.
+    Ranks import the function's module again, so a handler without a key at the top of that module has another key in
+    each rank. If no handler in the driver's process has a file's key, the handler that processes the gang writes the
+    file. Give fixed keys to several handlers at the top of a module.
 
     Examples:
         >>> from pathlib import Path
@@ -76,7 +76,7 @@ class DaskResultsHandler:
         whole worker. A later file of this rank with the same path replaces this one.
 
         Args:
-            path: Path relative to the driver's prefix, or to the task's folder.
+            path: Path relative to the `prefix` of `process_results`, or to the folder of the task's results.
             data: Content of the file. Text is written as UTF-8.
 
         Raises:
