@@ -18,7 +18,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal
 from pydantic import BaseModel
 
-from flytekitplugins.daskpytorch.flyte.tabs import tab_of
+from flytekitplugins.daskpytorch.flyte.deck import tab_of
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.report.pieces import shared
 

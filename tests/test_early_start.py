@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.task.early_start import is_worthwhile
+from flytekitplugins.daskpytorch.task.process import is_worthwhile
 from flyteplugins.daskpytorch.command_line import HERE
 from processes import SCRIPTS, nothing_left_behind
 

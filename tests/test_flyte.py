@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import socket
 import subprocess
@@ -80,7 +79,7 @@ def test_what_does_not_fit_is_said(function: object, returned: object, said: str
         outputs(function, returned)
 
 
-@pytest.mark.parametrize("host", [None, "localhost", "10.0.0.7"])
+@pytest.mark.parametrize("host", [None, "10.0.0.7"])
 def test_a_rank_needs_no_name_of_its_own_machine_and_keeps_the_users_statsd(
     host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,20 +97,20 @@ def test_a_rank_needs_no_name_of_its_own_machine_and_keeps_the_users_statsd(
 
     monkeypatch.setattr(socket, "getaddrinfo", without_localhost)
     monkeypatch.setattr(stats_client, "_stats_client", None)
-    monkeypatch.delenv("FLYTE_SECRETS_HOST", raising=False)
-    if host is not None:
-        monkeypatch.setenv("FLYTE_SECRETS_HOST", host)
+    monkeypatch.setenv("FLYTE_SECRETS_HOST", host or "")  # removed again at the end, whoever sets it
+    if host is None:
+        monkeypatch.delenv("FLYTE_SECRETS_HOST")
     with rank.entered():
         current_context().stats.incr("steps")
-        assert os.environ.get("FLYTE_SECRETS_HOST") == host
-    assert asked == ["10.0.0.7" if host == "10.0.0.7" else "127.0.0.1"]
+    assert asked == [host or "127.0.0.1"]
 
 
 def test_no_import_is_left_for_two_threads_to_race_for() -> None:
     """As in a rank, which imports torch first."""
     script = """
 import importlib.util, sys, torch
-from flytekitplugins.daskpytorch.flyte import import_ahead
+from flytekitplugins.daskpytorch.flyte import rank
+rank.finish_imports()
 kinds = {name: object.__getattribute__(module, "__class__") for name, module in sys.modules.items()}
 print([name for name, kind in kinds.items() if kind is importlib.util._LazyModule])
 """

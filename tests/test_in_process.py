@@ -373,22 +373,6 @@ def test_a_stop_iteration_is_a_runtime_error() -> None:
     assert isinstance(error.__cause__, StopIteration)
 
 
-@pytest.mark.parametrize(
-    ("called", "told"),
-    [
-        (on_dask, "environment variable RANK expected"),
-        (reduces, "Default process group has not been initialized"),
-    ],
-)
-def test_a_function_without_a_gang_says_how_to_have_one(called: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as caught:
-        called.task_function(steps=1)
-    assert "DASKPYTORCH_DEBUG=1" in caught.value.__notes__[0]
-    with pytest.raises(KeyError) as other:
-        fails.task_function()
-    assert not hasattr(other.value, "__notes__")
-
-
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
     monkeypatch.delenv(settings.DEBUG_VARIABLE, raising=False)

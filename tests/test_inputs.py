@@ -73,18 +73,6 @@ def test_numbers_that_are_worth_the_same_are_taken() -> None:
     assert (given.epochs, type(given.epochs), type(given.learning_rate)) == (3, int, float)
 
 
-def test_a_key_given_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = '{"epochs": 1, "layers": [], "epochs": 2}'
-    with pytest.raises(ValueError, match="Settings: 'epochs' given twice"):
-        Settings.from_json(twice)
-    # As `pyflyte run --hp` has it, which keeps the last one before it asks us.
-    monkeypatch.setattr(sys, "argv", ["pyflyte", "run", "flow.py", "train", "--hp", twice])
-    assert json.loads(twice)["epochs"] == 2
-    with pytest.raises(ValueError, match="Settings: 'epochs' given twice"):
-        Settings.from_json(json.dumps(json.loads(twice)))
-    assert Settings.from_json('{"epochs": 4}').epochs == 4
-
-
 def test_flytes_own_way_between_nodes_still_works() -> None:
     ctx = FlyteContextManager.current_context()
     literal = TypeEngine.to_literal(ctx, Settings(epochs=7), Settings, TypeEngine.to_literal_type(Settings))

@@ -18,7 +18,7 @@ from flytekit.deck.deck import get_deck_template
 
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.flyte import live_deck
+from flytekitplugins.daskpytorch.flyte import deck
 from flytekitplugins.daskpytorch.task import live_page
 from test_deck import record, shape, state
 
@@ -61,7 +61,7 @@ LOCAL, BACKEND = ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.T
 def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) -> None:
     in_task(LOCAL)
     recorder = Recorder("flows.train")
-    with live_deck.published(recorder, lambda: {"results": "s3://bucket/results"}) as file:
+    with deck.published(recorder, lambda: {"results": "s3://bucket/results"}) as file:
         assert file is not None
         assert state(file.read_text()) == "starting"
         recorder.placed(shape(2))
@@ -70,16 +70,16 @@ def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) ->
         recorder.logged(record(7, num_steps=9, loss=0.125))
         until(lambda: "0.125" in file.read_text())
         assert "s3://bucket/results" in file.read_text()
-        assert [deck.name for deck in decks()] == ["Training"]
+        assert [each.name for each in decks()] == ["Training"]
     assert "daskpytorch-deck" not in {thread.name for thread in threading.enumerate()}
     assert len(list(file.parent.iterdir())) == 1
 
 
 def test_nothing_is_published_where_nothing_has_changed(in_task: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
     in_task(LOCAL)
-    recorder, pages, make = Recorder("flows.train"), [], live_deck._get_deck
-    monkeypatch.setattr(live_deck, "_get_deck", lambda *args, **how: pages.append(1) or make(*args, **how))
-    with live_deck.published(recorder, dict):
+    recorder, pages, make = Recorder("flows.train"), [], deck._get_deck
+    monkeypatch.setattr(deck, "_get_deck", lambda *args, **how: pages.append(1) or make(*args, **how))
+    with deck.published(recorder, dict):
         until(lambda: len(pages) == 2)  # at once, and for what may have changed since
         time.sleep(0.2)
         assert len(pages) == 2
@@ -91,8 +91,8 @@ def test_a_page_that_takes_long_is_made_rarely(in_task: Entered, monkeypatch: py
     in_task(LOCAL)
     monkeypatch.setattr(live_page, "SHARE", 0.001)
     recorder, num_pages = Recorder("flows.train"), []
-    monkeypatch.setattr(live_deck, "_get_deck", lambda *_, **__: time.sleep(0.05) or num_pages.append(1) or "")
-    with live_deck.published(recorder, dict):
+    monkeypatch.setattr(deck, "_get_deck", lambda *_, **__: time.sleep(0.05) or num_pages.append(1) or "")
+    with deck.published(recorder, dict):
         until(lambda: len(num_pages) == 2)
         recorder.noted("train: something")
         time.sleep(0.3)
@@ -103,7 +103,7 @@ def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, t
     in_task(BACKEND)
     recorder = Recorder("flows.train")
     published = tmp_path / "out" / "deck.html"
-    with live_deck.published(recorder, dict) as file:
+    with deck.published(recorder, dict) as file:
         assert file is None  # the console shows it
         until(lambda: published.exists() and ">starting</span>" in published.read_text())
         recorder.placed(shape(1))
@@ -118,22 +118,22 @@ def test_what_failed_stands_at_the_top_in_the_end(in_task: Entered, error: BaseE
     in_task(LOCAL)
     recorder = Recorder("flows.train")
     recorder.logged(record(3, loss=0.5))
-    with pytest.raises(type(error)), live_deck.published(recorder, dict):
+    with pytest.raises(type(error)), deck.published(recorder, dict):
         raise error
-    [deck] = decks()
-    assert state(deck.html) == word
-    assert "dpt-chart" in deck.html
+    [made] = decks()
+    assert state(made.html) == word
+    assert "dpt-chart" in made.html
     recorder.noted("train: too late")
-    assert "too late" not in deck.html
+    assert "too late" not in made.html
 
 
 def test_a_later_trainings_deck_takes_the_place_of_the_one_before(in_task: Entered) -> None:
     in_task(LOCAL)
     Deck("mine", "<p>own</p>")
     for name in ("first", "second"):
-        with live_deck.published(Recorder(name), dict) as file:
+        with deck.published(Recorder(name), dict) as file:
             assert "<p>own</p>" in file.read_text()
-    assert [deck.name for deck in decks()] == ["Training", "mine"]
+    assert [each.name for each in decks()] == ["Training", "mine"]
     assert "<h1>second</h1>" in decks()[0].html
 
 
@@ -148,7 +148,7 @@ def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
         raise OSError("no answer")
 
     monkeypatch.setattr(FileAccessProvider, "put_data", refuse)
-    with caplog.at_level(logging.WARNING), live_deck.published(recorder, dict):
+    with caplog.at_level(logging.WARNING), deck.published(recorder, dict):
         for step in range(3):
             recorder.logged(record(step, loss=0.5))
             until(lambda step=step: len(attempts) > step + 1)
@@ -163,25 +163,25 @@ def test_a_page_that_cannot_be_written_spoils_no_training(in_task: Entered) -> N
     def fail() -> dict[str, str]:
         raise OSError("no place")
 
-    with live_deck.published(Recorder("flows.train"), fail):
+    with deck.published(Recorder("flows.train"), fail):
         pass
-    [deck] = decks()
-    assert "This page could not be written" in deck.html
-    assert "no place" in deck.html
+    [made] = decks()
+    assert "This page could not be written" in made.html
+    assert "no place" in made.html
 
 
 def test_the_file_stays_where_it_was_once_flytekit_has_written_the_last_one(in_task: Entered, tmp_path: Path) -> None:
     in_task(LOCAL)
-    with live_deck.published(Recorder("flows.train"), dict) as file:
+    with deck.published(Recorder("flows.train"), dict) as file:
         pass
     written = tmp_path / "written.html"
     written.write_text("the last one")
-    assert live_deck.finish(written) == file
+    assert deck.finish(written) == file
     assert file is not None
     assert file.read_text() == "the last one"
     assert not written.exists()
     written.write_text("another task's")
-    assert live_deck.finish(written) == written
+    assert deck.finish(written) == written
     assert written.read_text() == "another task's"
 
 
@@ -189,10 +189,10 @@ def test_no_page_asks_a_server_for_fonts(in_task: Entered, tmp_path: Path) -> No
     in_task(LOCAL)
     template = get_deck_template().template
     assert "https://" in template  # flytekit's
-    with live_deck.published(Recorder("flows.train"), dict) as file:
+    with deck.published(Recorder("flows.train"), dict) as file:
         assert file is not None
         assert "<link" not in file.read_text()
     (written := tmp_path / "written.html").write_text(template)
-    page = live_deck.finish(written).read_text()
+    page = deck.finish(written).read_text()
     assert "<link" not in page
     assert "https://" not in page

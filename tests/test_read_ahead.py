@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 import fault_proxy as faults
 from fault_proxy import FaultProxy
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.data.read_ahead import ahead_of, reading_ahead
+from flytekitplugins.daskpytorch.data.rank_loader import ahead_of, reading_ahead
 from jpegs import encoded, photo
 from seaweed import Weed
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 
 from flytekitplugins.daskpytorch.node.hardware import gpus_here
-from processes import fork_server, is_alive, nothing_left_behind, until
+from processes import fork_server, nothing_left_behind, until
 from test_task_integration import (
-    NON_RECOVERABLE,
     RECOVERABLE,
     SAMPLE_PROJECT,
     SYSTEM,
-    USER,
     Attempt,
     Meddle,
     Process,
@@ -161,25 +158,6 @@ def test_nccl_without_gpus_is_refused_before_any_rank_starts(
     with pytest.raises(FlyteUserRuntimeException, match=said):
         here(monkeypatch, "needs_gpus")
     assert "starting" not in capsys.readouterr().err
-
-
-def test_an_error_has_the_time_of_the_failure(project: Path, tmp_path: Path) -> None:
-    """For the kinds of errors see test_task_integration.py."""
-    ended_at: list[float] = []
-
-    def see_the_other_end(_: object) -> None:
-        pid = tmp_path / "waits"
-        until(lambda: pid.exists() and pid.read_text(), "rank 0 to wait")
-        until(lambda: not is_alive(int(pid.read_text())), "rank 0 to be killed")
-        ended_at.append(time.time())
-
-    done = attempt(project, "fail", folder=str(tmp_path), meddle=see_the_other_end)
-    assert (done.error.kind, done.error.origin) == (NON_RECOVERABLE, USER)
-    assert "Message:\n\n    ValueError: the numbers do not add up" in done.error.message
-    assert "rank 1 of 2 failed" in done.error.message
-    failed_at = float((tmp_path / "failed_at").read_text())
-    # The suspended rank is killed half a second later: the time is not that of the task's end.
-    assert failed_at <= done.error.timestamp.seconds + done.error.timestamp.nanos / 1e9 < ended_at[0]
 
 
 def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(

@@ -642,7 +642,7 @@ def test_a_process_in_which_triton_is_imported_ends_without_a_list_of_its_garbag
 import atexit, sys
 atexit.register(lambda: print("the last word", file=sys.stderr))
 import torch._dynamo, triton
-from flytekitplugins.daskpytorch.task.signals import exit_quickly
+from flytekitplugins.daskpytorch.task.process import exit_quickly
 exit_quickly()
 sys.exit(3)
 """

@@ -87,7 +87,7 @@ def _add_scheduler(parser: argparse.ArgumentParser, what: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flytekitplugins.daskpytorch",
-        description="Checks whether gangs can train on this machine and on a Dask cluster: versions, GPUs, commands, "
+        description="Checks whether gangs can train on this machine and on a Dask cluster: versions, GPUs, "
         "addresses, and a test gang of two ranks. Exit code 1 if there is a problem.",
     )
     _add_scheduler(parser, "also check the cluster of this Dask scheduler")

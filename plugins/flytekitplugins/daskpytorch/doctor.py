@@ -8,17 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 import sys
-import sysconfig
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from packaging.requirements import Requirement
@@ -90,7 +86,6 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": _versions,
-        "commands": _commands,
         "GPUs and cores": _node,
         "ranks on this node": lambda: _gang_here(timeout) if with_gangs else (),
         "scheduler": lambda: examine_cluster(scheduler, with_gangs=with_gangs, timeout=timeout),
@@ -133,24 +128,6 @@ def examine_requirement(requirement: Requirement) -> Finding:
         value = f"{found}, which is not {requirement.specifier}"
         return Finding(requirement.name, value, "problem", advice)
     return Finding(requirement.name, found)
-
-
-def _commands() -> Iterator[Finding]:
-    """Yield findings that say whether the commands that Flyte's backend starts belong to this package."""
-    package = distribution(PACKAGE)
-    mine = {Path(str(file.locate())).resolve() for file in package.files or ()}
-    advice = (
-        "Flyte 1's backend starts schedulers and workers by this name: put the commands of this Python, in "
-        f"{sysconfig.get_path('scripts')}, first on PATH."
-    )
-    for command in package.entry_points.select(group="console_scripts"):
-        command.load()  # fails if distributed has moved the function that the command calls
-        found = shutil.which(command.name)
-        if found is not None and Path(found).resolve() in mine:
-            yield Finding(command.name, f"{found}, of this package")
-        else:
-            value = "not on PATH" if found is None else f"{found}, not of this package"
-            yield Finding(command.name, value, "warning", advice)
 
 
 def _node() -> Iterator[Finding]:
@@ -222,7 +199,7 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
         advice = "Start dask worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
         yield Finding("workers", "none", "problem", advice)
         return
-    yield from (versions := _versions_on(client, agents.workers, min(timeout, CONNECT_TIMEOUT)))
+    yield from (versions := _versions_on(client, min(timeout, CONNECT_TIMEOUT)))
     hosts = [get_address_host(address) for address in agents.addresses.values()]
     yield (meeting := meeting_point("meeting point on the cluster", agents.host, hosts))
     if not with_gangs:
@@ -235,13 +212,13 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
     yield try_gang("ranks on the cluster", DaskAgents(client, num_workers), NUM_RANKS // num_workers, timeout)
 
 
-def _versions_on(client: Client, workers: Sequence[str], timeout: float) -> list[Finding]:
+def _versions_on(client: Client, timeout: float) -> list[Finding]:
     packages = [*(EQUAL.keys() - {"python"})]  # Dask always adds Python's version
     try:
         # `get_versions` needs only Dask on the workers.
         found = client.sync(client.get_versions, packages=packages, callback_timeout=timeout)
     except TimeoutError:
-        value = f"some of {_few(workers)} did not answer within {timeout:g} s"
+        value = f"some did not answer within {timeout:g} s"
         advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
         return [Finding("workers", value, "problem", advice)]
     mine = found["client"]["packages"]
@@ -254,15 +231,13 @@ def compare_versions(mine: Versions, others: Mapping[str, Versions]) -> list[Fin
     """Return a finding for each package whose version on the scheduler or a worker differs from this process's."""
     findings = []
     for package, verdict in EQUAL.items():
-        differing = defaultdict(list)
-        for who, versions in others.items():
-            if _version_in(versions, package) != _version_in(mine, package):
-                differing[_version_in(versions, package)].append(who)
+        here = _version_in(mine, package)
+        there = {who: _version_in(versions, package) for who, versions in others.items()}
+        differing = [f"{found} on {who}" for who, found in there.items() if found != here]
         if differing:
-            value = "; ".join(f"{found} on {_few(who)}" for found, who in differing.items())
+            value = f"{_few(differing)}; {here} here"
             advice = "Use one image, or one set of pinned packages, for all processes."
-            here = _version_in(mine, package)
-            findings.append(Finding(f"{package} on the cluster", f"{value}; {here} here", verdict, advice))
+            findings.append(Finding(f"{package} on the cluster", value, verdict, advice))
     return findings or [Finding("versions on the cluster", "those of the scheduler and of all workers are as here")]
 
 

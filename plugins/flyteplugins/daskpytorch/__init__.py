@@ -15,55 +15,24 @@ from packaging.version import Version
 import flytekitplugins.daskpytorch as engine
 from flytekitplugins.daskpytorch.extras import require_extra
 
-if TYPE_CHECKING:  # the public names, for type checkers and editors
+if TYPE_CHECKING:  # for type checkers and editors
     from flyteplugins.dask import Scheduler as Scheduler
     from flyteplugins.dask import WorkerGroup as WorkerGroup
 
-    from flytekitplugins.daskpytorch import EarlyStopping as EarlyStopping
-    from flytekitplugins.daskpytorch import Gang as Gang
-    from flytekitplugins.daskpytorch import GangError as GangError
-    from flytekitplugins.daskpytorch import GangHungError as GangHungError
-    from flytekitplugins.daskpytorch import GangStartError as GangStartError
-    from flytekitplugins.daskpytorch import Goodput as Goodput
-    from flytekitplugins.daskpytorch import Histogram as Histogram
-    from flytekitplugins.daskpytorch import Keep as Keep
-    from flytekitplugins.daskpytorch import LogRecord as LogRecord
-    from flytekitplugins.daskpytorch import MLflow as MLflow
-    from flytekitplugins.daskpytorch import Observer as Observer
-    from flytekitplugins.daskpytorch import Picture as Picture
-    from flytekitplugins.daskpytorch import PreemptedError as PreemptedError
-    from flytekitplugins.daskpytorch import Profile as Profile
-    from flytekitplugins.daskpytorch import RankContext as RankContext
-    from flytekitplugins.daskpytorch import RankObserver as RankObserver
-    from flytekitplugins.daskpytorch import RankUsage as RankUsage
-    from flytekitplugins.daskpytorch import SavedCheckpoint as SavedCheckpoint
-    from flytekitplugins.daskpytorch import Search as Search
-    from flytekitplugins.daskpytorch import Shape as Shape
-    from flytekitplugins.daskpytorch import StoppedEarlyError as StoppedEarlyError
-    from flytekitplugins.daskpytorch import StrictInputs as StrictInputs
-    from flytekitplugins.daskpytorch import TensorBoard as TensorBoard
-    from flytekitplugins.daskpytorch import Training as Training
-    from flytekitplugins.daskpytorch import Wandb as Wandb
-    from flytekitplugins.daskpytorch import WorkerLostError as WorkerLostError
-    from flytekitplugins.daskpytorch import current_client as current_client
-    from flytekitplugins.daskpytorch import current_rank as current_rank
-    from flytekitplugins.daskpytorch import export_safetensors as export_safetensors
-    from flytekitplugins.daskpytorch import url_to_fs as url_to_fs
+    from flytekitplugins.daskpytorch.public import *  # noqa: F403
     from flyteplugins.daskpytorch.config import DaskCluster as DaskCluster
     from flyteplugins.daskpytorch.config import DaskDDP as DaskDDP
     from flyteplugins.daskpytorch.config import SpawnDDP as SpawnDDP
 
-OWN = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
-"""Public names whose objects differ from those of `flytekitplugins.daskpytorch`."""
 OLDEST = "2.12"
 """Oldest version of Flyte 2's SDK that works with this package."""
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
-    __all__ = engine.__all__
+    __all__ = engine.NAMES  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in OWN:
+    if name in engine.OF_FLYTE:
         require_extra("flyte2", f"flyteplugins.daskpytorch.{name}")
         _refuse_old(name)
         return getattr(import_module(f"{__name__}.config"), name)
@@ -73,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *engine.MODULES, *engine.HOMES})
+    return sorted({*globals(), *engine.MODULES, *engine.NAMES})
 
 
 def _refuse_old(name: str) -> None:

@@ -11,8 +11,8 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.settings import is_debugging
-from flytekitplugins.daskpytorch.task.early_start import is_worthwhile
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
+from flytekitplugins.daskpytorch.task.process import is_worthwhile
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 
 HERE = ("--local", "--tracked")

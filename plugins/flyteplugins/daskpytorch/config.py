@@ -4,8 +4,8 @@ The import registers the task types with Flyte.
 """
 
 import sys
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flyte import Resources
 from flyte.extend import TaskPluginRegistry
@@ -64,9 +64,55 @@ class DaskCluster(_OnDask, config.Cluster):
     """
 
 
+# ---- Configs for flytekit, for flyte-migrate
+
+
+def _join_flyte_migrate() -> None:
+    """Let flyte-migrate convert this package's configs, so that files for flytekit run under Flyte 2."""
+    from flyte_migrate._plugins import register_plugin
+
+    register_plugin("DaskCluster", _dask_cluster)
+    register_plugin("DaskDDP", _dask_ddp)
+    register_plugin("SpawnDDP", _spawn_ddp)
+
+
+def _dask_ddp(config: Any) -> DaskDDP:
+    """Convert a `DaskDDP` for flytekit to the one for Flyte 2."""
+    return DaskDDP(gang=config.gang, wandb=config.wandb, **_pods(config))
+
+
+def _dask_cluster(config: Any) -> DaskCluster:
+    """Convert a `DaskCluster` for flytekit to the one for Flyte 2."""
+    return DaskCluster(start_timeout=config.start_timeout, **_pods(config))
+
+
+def _spawn_ddp(config: Any) -> SpawnDDP:
+    """Convert a `SpawnDDP` for flytekit to the one for Flyte 2."""
+    return SpawnDDP(nproc=config.nproc, gang=config.gang, wandb=config.wandb, start_method=config.start_method)
+
+
+def _pods(config: Any) -> dict[str, Any]:
+    of_scheduler, of_workers = (
+        {"image": pods.image, "resources": _resources(pods.requests, pods.limits)}
+        for pods in (config.scheduler, config.workers)
+    )
+    workers = WorkerGroup(number_of_workers=config.workers.number_of_workers, **of_workers)
+    return {"scheduler": Scheduler(**of_scheduler), "workers": workers}
+
+
+def _resources(requests: Any, limits: Any) -> Any:
+    """Convert resources as flyte-migrate does, but GPUs to a number, which `flyte.Resources` requires."""
+    from flyte_migrate._resource import _transform_resource_v1_to_v2
+
+    gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)
+    bare = [replace(each, gpu=None) if each is not None else None for each in (requests, limits)]
+    made = _transform_resource_v1_to_v2(requests=bare[0], limits=bare[1])
+    return replace(made, gpu=int(gpus)) if gpus else made
+
+
 HOST = config.Host(sdk="Flyte 2's SDK", package="flyteplugins.daskpytorch", register=TaskPluginRegistry.register)
 HOST.add(DaskDDP, DaskDDPTask)
 HOST.add(SpawnDDP, SpawnDDPTask)
 HOST.add(DaskCluster, DaskClusterTask)
 if "flyte_migrate" in sys.modules:  # flyte-migrate converts only configs that it knows
-    import_module("flyteplugins.daskpytorch.migrate")
+    _join_flyte_migrate()

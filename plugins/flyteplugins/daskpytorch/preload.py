@@ -10,8 +10,8 @@ from flytekitplugins.daskpytorch.node import fork_client
 
 __all__ = ["IMPORTED_AHEAD", "dask_setup"]
 
-IMPORTED_AHEAD = "flyteplugins.daskpytorch.import_ahead"
-"""Module that the fork server imports for ranks of Flyte 2's tasks. The worker itself needs no SDK of Flyte."""
+IMPORTED_AHEAD = "flyteplugins.daskpytorch.rank:put_to_sleep"
+"""Function that the fork server calls before it forks ranks of Flyte 2's tasks. The worker needs no SDK of Flyte."""
 
 
 def dask_setup(worker: Any) -> None:

@@ -62,7 +62,7 @@ class Flyte2Rank:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Make `flyte.ctx()` and Flyte's functions work in this rank as in an ordinary task."""
-        revive()
+        _revive()
         provide(context.current, is_last=True)  # even if the user's code imports another SDK
         action, root = self.ctx.action, Path(self.ctx.run_base_dir)
         how = {"org": action.org, "project": action.project, "domain": action.domain, "root_dir": root}
@@ -89,13 +89,20 @@ class Flyte2Rank:
         return Dir(path=self.results)
 
 
-def revive() -> None:
+def _event_loop() -> Any:
+    """Return Flyte's event loop, the same object in every wrapper of Flyte's functions."""
+    return syncify._bg_loop  # noqa: SLF001 - flyte 2.12
+
+
+def _revive() -> None:
     """Give Flyte's event loop a new thread, since the thread of the parent process does not survive a fork."""
-    loop = syncify._bg_loop  # noqa: SLF001 - of which every wrapper of Flyte's has the same object
+    loop = _event_loop()
     if not loop.thread.is_alive():
         loop.__init__(loop.thread.name)
 
 
 def put_to_sleep() -> None:
-    """End the thread of Flyte's event loop, before this process forks."""
-    syncify._bg_loop.stop()  # noqa: SLF001 - as above
+    """End the thread of Flyte's event loop. The fork server calls this function before it forks ranks."""
+    import flyte.types  # noqa: F401 - ranks need the module, whose import takes seconds
+
+    _event_loop().stop()

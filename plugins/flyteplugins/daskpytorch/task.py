@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flyte
 import flyte.report
@@ -23,7 +23,6 @@ from flyte.errors import NonRecoverableError, RuntimeSystemError
 from flyte.extend import AsyncFunctionTaskTemplate
 from flyteplugins.dask.task import DaskTask
 
-from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
@@ -31,10 +30,13 @@ from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_
 from flytekitplugins.daskpytorch.task import in_ranks, live_page, local_runs
 from flytekitplugins.daskpytorch.task.config import Cluster
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
-from flytekitplugins.daskpytorch.task.signals import SIGTERM, exit_quickly
+from flytekitplugins.daskpytorch.task.process import SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.display.deck import Recorder
 
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 

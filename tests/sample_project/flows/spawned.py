@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -102,21 +101,6 @@ def wrong_type() -> int:
         file.write(f"{current_rank().rank}\n")
     dist.barrier()
     return "seven"  # type: ignore[return-value]
-
-
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(max_restarts=0)))
-def fail(folder: str) -> None:
-    """Rank 1 fails and says when; rank 0 does not even hear that it should end."""
-    if current_rank().rank == 0:
-        while not Path(folder, "joined").exists():  # rank 1 meets at rank 0's store, which stands still with it
-            time.sleep(0.01)
-        Path(folder, "waits").write_text(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-    Path(folder, "joined").touch()
-    while not Path(folder, "waits").exists():
-        time.sleep(0.01)
-    Path(folder, "failed_at").write_text(str(time.time()))
-    raise ValueError("the numbers do not add up")
 
 
 # On a busy machine Weights & Biases takes longer to close a run than rank 0 has as a rule.

@@ -7,8 +7,7 @@ from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransfe
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_folder import S3ImageFolder
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
-from flytekitplugins.daskpytorch.data.rank_loader import RankLoader
-from flytekitplugins.daskpytorch.data.read_ahead import ReadAhead
+from flytekitplugins.daskpytorch.data.rank_loader import RankLoader, ReadAhead
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 
 __all__ = [

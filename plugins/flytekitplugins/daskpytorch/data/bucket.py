@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF = 0.1
 """Longest wait, in seconds, before the first retry. The wait doubles with each further retry."""
 LONGEST_BACKOFF = 5.0
-NOTICE_INTERVAL = 10.0
-"""Seconds between two reports on a long listing."""
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
 """Pattern of ETags that are checksums. Objects uploaded in parts, or encrypted by KMS keys, have other ETags."""
@@ -208,17 +206,11 @@ class Bucket:
             OSError: The server cannot be reached, or answers with an error.
         """
         uri = f"s3://{self.name}/{prefix}"
-        started = noticed = time.monotonic()
-        num_listed = 0
         pages = self._plainly().client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         try:
             for page in pages:
                 for item in page.get("Contents", ()):
                     yield Listed(item["Key"], item["Size"], item.get("ETag", "").strip('"'))
-                num_listed += len(page.get("Contents", ()))
-                if time.monotonic() > noticed + NOTICE_INTERVAL:
-                    noticed = time.monotonic()
-                    logger.warning("still listing %s: %d objects in %.0f s so far", uri, num_listed, noticed - started)
         except Exception as error:
             raise _from_botocore(error, uri) from error
 

@@ -12,18 +12,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from flytekitplugins.daskpytorch.checks import Problems, is_whole
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
-from flytekitplugins.daskpytorch.data.read_ahead import ahead_of
+from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
@@ -39,13 +40,22 @@ OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 """Errors of a single picture, which `on_error` handles. Server errors and missing permissions are always raised."""
 MAX_LOADER_WORKERS = 1024
-MAX_WHOLE = 2**62
+WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
+RULES = {
+    "decoder": checks.one_of("pil", "tensor"),
+    "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
+    "max_pixels": WHOLE,
+    "min_side": checks.optional(WHOLE),
+    "cache_bytes": checks.must_be("a number of bytes above 0", lambda value: value > 0),
+    "num_connections": WHOLE,
+    "timeout": checks.SECONDS,
+    "num_retries": checks.whole(0),
+}
 NUM_DECODERS = 2
 """Number of decoding threads per process. On two cores, a batch takes 10 % less time than with as many decoding threads
 as reading threads."""
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
-"""Names of the accepted storage options, as in s3fs."""
-CLIENT_OPTIONS = ("endpoint_url", "region_name")
+"""Names of the accepted storage options, as in s3fs. `client_kwargs` may have `endpoint_url` and `region_name`."""
 
 
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
@@ -151,17 +161,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         require_extra("s3", "S3ImageFolder")
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
-        problems, whole = Problems("S3ImageFolder", SimpleNamespace(**locals())), "a whole number from 1 up"
-        problems.unless(decoder in get_args(image_decoder.Decoder), "decoder", "'pil' or 'tensor'")
-        is_known = on_error in ("raise", "skip") or callable(on_error)
-        problems.unless(is_known, "on_error", "'raise', 'skip' or a function")
-        problems.unless(is_whole(max_pixels, 1, MAX_WHOLE), "max_pixels", whole)
-        problems.unless(min_side is None or is_whole(min_side, 1, MAX_WHOLE), "min_side", f"{whole}, or None")
-        problems.unless(cache_bytes > 0, "cache_bytes", "a number of bytes above 0")
-        problems.unless(is_whole(num_connections, 1, MAX_WHOLE), "num_connections", whole)
-        problems.unless(timeout > 0, "timeout", "a number of seconds above 0")
-        problems.unless(is_whole(num_retries, 0, MAX_WHOLE), "num_retries", "a whole number from 0 up")
-        problems.raise_any()
+        Problems("S3ImageFolder", SimpleNamespace(**locals()), RULES).raise_any()
         access = Access(
             num_connections=num_connections,
             timeout=timeout,
@@ -383,21 +383,13 @@ def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
 
 def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
     """Return the arguments of `Access` from options of s3fs. The explicit arguments win."""
-    client = options.get("client_kwargs") or {}
-    unknown = [*(options.keys() - set(STORAGE_OPTIONS)), *(client.keys() - set(CLIENT_OPTIONS))]
-    if unknown:
+    told = {**(options.get("client_kwargs") or {}), **options}
+    told.pop("client_kwargs", None)
+    if unknown := told.keys() - set(STORAGE_OPTIONS):
         raise ValueError(
-            f"storage_options has {', '.join(sorted(unknown))}, which is unknown. Known are "
-            f"{', '.join(STORAGE_OPTIONS)}, and in client_kwargs {', '.join(CLIENT_OPTIONS)}"
+            f"storage_options has {', '.join(sorted(unknown))}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}"
         )
-    if (options.get("key") is None) != (options.get("secret") is None):
+    if (told.get("key") is None) != (told.get("secret") is None):
         raise ValueError("storage_options has only one of key and secret: give both, or neither")
-    return {
-        "anon": anon or bool(options.get("anon", False)),
-        "key": options.get("key"),
-        "secret": options.get("secret"),
-        "token": options.get("token"),
-        "profile": options.get("profile"),
-        "endpoint_url": endpoint_url or options.get("endpoint_url") or client.get("endpoint_url"),
-        "region": options.get("region_name") or client.get("region_name"),
-    }
+    told["region"] = told.pop("region_name", None)
+    return told | {"anon": anon or bool(told.get("anon")), "endpoint_url": endpoint_url or told.get("endpoint_url")}

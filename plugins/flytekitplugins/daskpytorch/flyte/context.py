@@ -1,14 +1,17 @@
-"""Adapter of flytekit's context to the plugin's `Execution`. Runs in the driver."""
+"""Adapter of flytekit's context to the plugin's `Execution`. Runs in the driver, and `FlyteStorage` in ranks."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flytekit.configuration import DataConfig
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
+from flytekit.core.data_persistence import get_fsspec_storage_options
 from flytekit.extend import TaskPlugins
 from flytekit.models.security import Secret
+from fsspec.core import split_protocol
 
-from flytekitplugins.daskpytorch.flyte.storage import FlyteStorage
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.task.config import Host
@@ -68,6 +71,19 @@ class FlyteExecution(host.Execution):
     def secret(self, name: Secret) -> str:
         """Return the value of a secret that Flyte has mounted."""
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
+
+
+@dataclass(frozen=True)
+class FlyteStorage(host.Execution):
+    """Execution for the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
+
+    data_config: DataConfig
+    """Settings of flytekit's storage, with the keys of an S3 server other than Amazon's. Roles are the worker's own."""
+
+    def filesystem(self, uri: str) -> Any:
+        """Return the file system of a URI, opened as flytekit opens it in the driver."""
+        protocol = split_protocol(uri)[0] or "file"
+        return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, self.data_config))
 
 
 def rank_environment() -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
-IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.import_ahead"
-"""Module that the fork server imports for ranks of Flyte tasks. The worker itself needs no flytekit."""
+IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.rank:finish_imports"
+"""Function that the fork server calls before it forks ranks of Flyte tasks. The worker itself needs no flytekit."""
 
 
 def dask_setup(worker: Any) -> None:

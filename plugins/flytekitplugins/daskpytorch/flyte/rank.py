@@ -1,7 +1,6 @@
 """Flyte's context in a rank, and rank 0's outputs as literals. Made in the driver, runs in a rank."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.utils.asyn import run_sync
 
-from flytekitplugins.daskpytorch.flyte import context, tabs
+from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.protocol.host import provide
 from flytekitplugins.daskpytorch.rank.returned import check_count
 
@@ -92,19 +91,18 @@ class FlyteRank:
         provide(context.current, is_last=True)  # even if the user's code imports another SDK
         # flytekit names folders and files by a random generator of its own, and forked ranks inherit its state.
         random.seed()
+        _reach_statsd_by_number()
         entered = setup_execution(
             raw_output_data_prefix=self.raw_output_prefix,
             output_metadata_prefix=self.output_metadata_prefix,
             checkpoint_path=self.checkpoint,
             prev_checkpoint=self.previous_checkpoint,
         )
-        with contextlib.ExitStack() as stack:
-            with _statsd_by_number():
-                ctx = stack.enter_context(entered)
+        with entered as ctx:
             mode = ExecutionState.Mode[self.mode] if self.mode else None
             state = ctx.execution_state.with_params(mode=mode)
-            stack.enter_context(FlyteContextManager.with_context(ctx.with_execution_state(state)))
-            yield
+            with FlyteContextManager.with_context(ctx.with_execution_state(state)):
+                yield
 
     def arguments(self) -> dict[str, Any]:
         """Return the task's inputs as Python values."""
@@ -124,7 +122,7 @@ class FlyteRank:
         task = PythonTask(task_type="", name=self.task_name, task_config=None, interface=interface)
         # An ordinary task calls this method after its function. The method also adds the metadata of artifacts.
         made, values = run_sync(task._output_to_literal_map, returned, FlyteContextManager.current_context())  # noqa: SLF001
-        tab = tabs.tab_of(values, outputs, made.literals) if self.shows_outputs else ""
+        tab = deck.tab_of(values, outputs, made.literals) if self.shows_outputs else ""
         return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
 
     def results_folder(self) -> FlyteDirectory:
@@ -133,35 +131,24 @@ class FlyteRank:
 
 
 def finish_imports() -> None:
-    """Import the modules that flytekit imports lazily, such as pandas. Call it before other threads start.
+    """Import the modules that flytekit imports lazily, such as pandas, before other threads start.
 
-    A lazy module may appear half imported to a second thread (python/cpython#114763, fixed in later versions). In a
-    rank, the user's function and wandb's import run in different threads.
+    The fork server calls this function, too, since the imports take seconds. A lazy module may appear half imported to
+    a second thread (python/cpython#114763, fixed in later versions). In a rank, the user's function and wandb's import
+    run in different threads.
     """
     for module in list(sys.modules.values()):
-        if object.__getattribute__(module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001
-            vars(module)
+        getattr(module, "__dict__", None)  # any access loads a lazy module
 
 
-@contextlib.contextmanager
-def _statsd_by_number() -> Iterator[None]:
+def _reach_statsd_by_number() -> None:
     """Let flytekit reach its default statsd, `localhost`, by number. Some machines cannot resolve `localhost`.
 
     flytekit resolves the name when it makes a client, which a plain local task does not do. A host that the user has
     set stays.
     """
-    variable = StatsD.HOST.legacy.get_env_name()
-    if StatsConfig.auto().host != StatsConfig().host:
-        yield
-        return
-    before = os.environ.get(variable)
-    os.environ[variable] = "127.0.0.1"
-    try:
-        yield
-    finally:
-        del os.environ[variable]
-        if before is not None:
-            os.environ[variable] = before
+    if StatsConfig.auto().host == StatsConfig().host:
+        os.environ.setdefault(StatsD.HOST.legacy.get_env_name(), "127.0.0.1")
 
 
 def _decks() -> list[tuple[str, str]]:

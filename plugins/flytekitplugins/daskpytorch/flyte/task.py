@@ -21,9 +21,7 @@ from flytekit.configuration import SerializationSettings
 from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
-from flytekit.core.utils import ClassDecorator
 from flytekit.deck.deck import DECK_FILE_NAME, DeckField
-from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.models.literals import Literal, LiteralMap
@@ -32,16 +30,15 @@ from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.request import check_function
-from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.flyte import context, tabs
+from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import in_ranks, local_runs
-from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c, with_advice
+from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
-from flytekitplugins.daskpytorch.task.signals import exit_quickly, heeding_sigterm
+from flytekitplugins.daskpytorch.task.process import exit_quickly, heeding_sigterm
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
@@ -89,14 +86,12 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         if not self.enable_deck:
             return
         try:
-            params.decks.sort(key=lambda deck: deck.name == DeckField.TIMELINE.value)
+            params.decks.sort(key=lambda each: each.name == DeckField.TIMELINE.value)
             for field in self._own_tabs:
                 Deck(field.value, self._own_tab(field, inputs, outputs))
             super()._write_decks(inputs, outputs, ctx, params)
             if (file := _deck_file()) is not None:
-                from flytekitplugins.daskpytorch.flyte import live_deck
-
-                live_deck.finish(Path(file))
+                deck.finish(Path(file))
         except Exception as error:  # any exception of a disk or a user's Deck
             say(f"{self.name}: the Deck could not be written ({type(error).__name__}: {error}); the outcome stands")
 
@@ -109,10 +104,10 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         if field == DeckField.OUTPUT:
             if isinstance(outputs, str):
                 return outputs
-            return tabs.tab_of(outputs, self.python_interface.outputs, self._made)
+            return deck.tab_of(outputs, self.python_interface.outputs, self._made)
         task, literals = _dispatched.get() or (None, None)
         known = literals.literals if task is self and literals is not None else {}
-        return tabs.tab_of(inputs, self.python_interface.inputs, known)
+        return deck.tab_of(inputs, self.python_interface.inputs, known)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task. Failures of the infrastructure become system errors, which Flyte retries by itself."""
@@ -125,9 +120,8 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, INFRASTRUCTURE_ERRORS):
-                failed_at = getattr(error.value, "time", None)
-                raise FlyteSystemException(str(error.value), timestamp=failed_at) from error.value
-            raise _timed(error) from error.value
+                raise FlyteSystemException(str(error.value)) from error.value
+            raise
         finally:
             _dispatched.reset(tokens[0])
             ctrl_c.reset(tokens[1])
@@ -218,16 +212,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
             return self.python_interface.output_tuple(*values)
         return next(iter(values), None)
 
-    @property
-    def task_function(self) -> Callable[..., Any]:
-        """Return the user's function. If it fails without a process group, the error has advice.
-
-        A `ClassDecorator` (`@vscode`, `@wandb_init`) is returned unchanged, because flytekit looks for the console's
-        links on it.
-        """
-        is_asked = isinstance(self._task_function, ClassDecorator)
-        return self._task_function if is_asked else with_advice(self._task_function)
-
     def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
         from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
 
@@ -246,9 +230,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _published(
         self, recorder: Recorder, places: Callable[[], Mapping[str, str]]
     ) -> AbstractContextManager[Path | None]:
-        from flytekitplugins.daskpytorch.flyte import live_deck
-
-        return live_deck.published(recorder, places)
+        return deck.published(recorder, places)
 
     def _page_file(self) -> str | None:
         return _deck_file()
@@ -377,20 +359,6 @@ def _deck_file() -> str | None:
     return str(max(files, key=lambda file: file.stat().st_mtime, default=None) or "") or None
 
 
-def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
-    """Return the error with the time of its rank's failure, in the attribute that flytekit reads."""
-    value = error.value
-    gang_error = value if isinstance(value, GangError) else value.__cause__
-    if not isinstance(gang_error, GangError):
-        return error
-    if isinstance(value, FlyteException):
-        value._timestamp = value.timestamp or gang_error.time  # noqa: SLF001 - the user's own constructor may not ask
-        return error
-    # flytekit reads the time of its own exceptions only, and shows the type's name and the text of the value.
-    looks = {"__str__": lambda _: str(value), "error_code": error.error_code}
-    return FlyteUserRuntimeException(type(type(value).__name__, (FlyteException,), looks)(timestamp=gang_error.time))
-
-
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:
     containers = template.pod_spec.containers if template is not None and template.pod_spec is not None else []
     return any(mount.mount_path == "/dev/shm" for c in containers for mount in c.volume_mounts or [])  # noqa: S108
@@ -408,4 +376,4 @@ def _retried_by_the_mapped() -> Iterator[None]:
     except INFRASTRUCTURE_ERRORS as error:
         if not _is_on_backend(FlyteContextManager.current_context()):
             raise
-        raise FlyteRecoverableException(str(error), timestamp=getattr(error, "time", None)) from error
+        raise FlyteRecoverableException(str(error)) from error

@@ -178,7 +178,7 @@ def start_ahead() -> None:
 
 
 def import_ahead(module: str) -> None:
-    """Add a module to the imports of this process's later fork servers."""
+    """Add a module to the imports of this process's later fork servers. Of `module:function` they call the function."""
     if module not in _imported_ahead:
         _imported_ahead.append(module)
 

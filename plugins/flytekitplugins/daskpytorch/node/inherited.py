@@ -42,7 +42,7 @@ _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
 
 
 def import_for_ranks(others: Sequence[str]) -> None:
-    """Import the modules that every rank needs, and these others."""
+    """Import the modules that every rank needs, and these others. Of `module:function` also call the function."""
     import torch.distributed  # noqa: F401
 
     from flytekitplugins.daskpytorch.protocol import storages  # noqa: F401
@@ -51,7 +51,10 @@ def import_for_ranks(others: Sequence[str]) -> None:
     process_group.install()
     for name in others:
         with optional(f"Importing {name} ahead"):  # the rank that needs the module reports the error
-            import_module(name)
+            module, _, function = name.partition(":")
+            imported = import_module(module)
+            if function:
+                getattr(imported, function)()
     with optional("Reading the metadata of torch's plugins ahead"):
         _remember_plugins()
     _settle()

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.protocol.host import RankHost, current_execution
-from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, is_local
+from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 
@@ -52,9 +52,6 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
 """Environment variables for all pods of the cluster. The user's variables win."""
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
-
-NO_PROCESS_GROUP = ("Default process group has not been initialized", "environment variable RANK expected")
-"""Parts of torch's messages about a missing process group."""
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 """Handler of Ctrl-C for the task that runs in this context."""
@@ -319,25 +316,6 @@ class OnOwnNode(InRanks):
 
         config: GangOnOwnNode = self.task_config
         return num_ranks_here(config.nproc, config.gang.backend, self._num_gpus_to_find())
-
-
-def with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, wrapped. If it fails without a process group, the error has advice."""
-
-    @functools.wraps(function)
-    def advised(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            if any(text in str(error) for text in NO_PROCESS_GROUP):
-                error.add_note(
-                    "task_function(...) calls the function itself, with no gang around it. Call the task for that, in "
-                    f"a test or a debugger with {DEBUG_VARIABLE}=1: then it runs here, as the only rank of a gang. In "
-                    "pytest the fixture one_rank of flytekitplugins.daskpytorch.testing sets that."
-                )
-            raise
-
-    return advised
 
 
 def _require_gpu() -> None:

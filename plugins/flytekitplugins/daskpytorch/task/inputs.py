@@ -6,7 +6,6 @@ import difflib
 import itertools
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, get_origin, get_type_hints
 
@@ -21,8 +20,8 @@ class StrictInputs:
     """Base of a dataclass that is given as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.
 
     flytekit drops unknown keys, so a misspelt key would train with the default. `StrictInputs` raises an error, which
-    suggests the right key. Repeated keys are errors, too. Values of another type are errors, such as 1.9 or "1" for an
-    `int`, but 3.0 counts as 3. A float that is a whole number, such as 3.0, is accepted for an `int`.
+    suggests the right key. Values of another type are errors, such as 1.9 or "1" for an `int`. A float that is a whole
+    number, such as 3.0, is accepted for an `int`.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -42,12 +41,10 @@ class StrictInputs:
         """Make an instance from JSON. flytekit calls it for values from the command line.
 
         Raises:
-            ValueError: A key is unknown, missing or given twice, a value has the wrong type, or the dataclass refuses a
+            ValueError: A key is unknown or missing, a value has the wrong type, or the dataclass refuses a
                 value.
         """
         given = json.loads(text)
-        if repeated := _repeated(text) or _repeated_where_typed(given):
-            raise ValueError(f"{cls.__name__}: {' and '.join(map(shown, repeated))} given twice: leave one out")
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
         if not isinstance(given, dict):
             raise ValueError(f"{cls.__name__}={shown(given)}: must be a JSON object with the keys {', '.join(known)}")
@@ -102,26 +99,6 @@ def _typed_objects(name: str) -> Iterator[dict[str, Any]]:
 def _with_suggestion(key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     return f"{key!r} (did you mean {close[0]!r}?)" if close else shown(key)
-
-
-def _repeated(text: str | bytes) -> list[str]:
-    found: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return dict(pairs)
-
-    json.loads(text, object_pairs_hook=note)
-    return found
-
-
-def _repeated_where_typed(given: object) -> list[str]:
-    """Return keys given twice in this process's command line. flytekit passes only the last value on."""
-    for argument in sys.argv[1:]:
-        with contextlib.suppress(ValueError):  # most arguments are no JSON
-            if argument.startswith("{") and json.loads(argument) == given and (repeated := _repeated(argument)):
-                return repeated
-    return []
 
 
 def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:

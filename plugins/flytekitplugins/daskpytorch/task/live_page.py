@@ -1,5 +1,7 @@
 """Thread that keeps a training's page up to date during the training. Runs in the driver."""
 
+from __future__ import annotations
+
 import contextlib
 import contextvars
 import functools
@@ -7,9 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.display.deck import Recorder
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.display.deck import Recorder
 
 TITLE = "Training"
 """Name of the page, the first of the task."""

@@ -1,17 +1,35 @@
-"""Deck of a training, kept up to date during the training. Runs in the driver."""
+"""Deck of a task: the training's live page, and tabs of inputs and outputs in place of flytekit's.
+
+Runs in the driver. Rank 0 writes the tab of outputs.
+
+The tabs are written from the existing values and literals. The tabs of flytekit itself read files a second time, show
+secrets, and contain inputs as unescaped HTML.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from flytekit import Deck
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
+from flytekit.deck.renderer import Renderable
 
-from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date, page_of
+
+if TYPE_CHECKING:
+    from flytekit.models.literals import Literal
+
+    from flytekitplugins.daskpytorch.display.deck import Recorder
+
+logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 """Upload headers for S3 and for Google's storage, as flytekit sends them with its Decks."""
@@ -102,3 +120,41 @@ class _DeckFile:
         """Return the URI from which a backend reads the Deck."""
         prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
         return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{DECK_FILE_NAME}"
+
+
+# ---- Tabs of inputs and outputs
+
+
+def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mapping[str, Literal]) -> str:
+    """Return the page of a task's inputs or outputs. If that fails, return a page with the error.
+
+    Args:
+        values: Values by name.
+        types: Types of the task's interface, by name. The renderer of an `Annotated[..., renderer]` shows its value.
+        literals: Flyte's literals of the values, by name. May be empty.
+    """
+    from flytekitplugins.daskpytorch.display.values import values_table
+
+    try:
+        addresses = {name: address for name in values if (address := _address(literals.get(name)))}
+        ready = {name: html for name, value in values.items() if (html := _rendered(value, types.get(name)))}
+        return report.page(values_table(values, addresses, ready))
+    except Exception as error:  # any exception of a user's renderer or class
+        logger.warning("a tab of the Deck could not be written; the task's outcome stands", exc_info=error)
+        return report.page(report.alert("This tab could not be written", f"{type(error).__name__}: {error}"))
+
+
+def _address(literal: Literal | None) -> str | None:
+    scalar = literal.scalar if literal is not None else None
+    if scalar is not None and scalar.union is not None:
+        return _address(scalar.union.value)
+    for each in (scalar.blob, scalar.structured_dataset, scalar.schema) if scalar is not None else ():
+        if each is not None:
+            return str(each.uri)
+    return None
+
+
+def _rendered(value: Any, type_: Any) -> str | None:
+    """Return the HTML of the user's renderer in the task's signature. None: no renderer, or no value."""
+    renderers = [each for each in get_args(type_)[1:] if isinstance(each, Renderable) and not isinstance(each, type)]
+    return renderers[0].to_html(value) if renderers and value is not None else None

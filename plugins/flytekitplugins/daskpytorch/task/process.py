@@ -1,4 +1,4 @@
-"""Handling of SIGTERM in a task's process, and of the process's exit. Runs in the driver."""
+"""A task's process: its early start by a command line, SIGTERM, and the process's exit. Runs in the driver."""
 
 import atexit
 import contextlib
@@ -8,13 +8,42 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile
+from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 
+NOT_HERE = {"--remote", "-r", "--help"}
+"""Options with which a command line runs no task on this machine."""
+NAME = b"plugins.daskpytorch"
+"""Part of this package's name that a file has for either host."""
 SIGTERM = "the task was told to end (SIGTERM)"
 """Reason that gangs report when SIGTERM ends them."""
+
+
+def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
+    """Return True if a command line runs a task on this machine, from a file that names this package.
+
+    The gangs' fork server then starts before the tasks' file and torch are imported. Both take seconds.
+
+    Args:
+        arguments: All words of the command line.
+        program: Name of the command with the subcommand `run`.
+        here: Options of which a local run has at least one. Empty: every run is local, unless it has an option of
+            `NOT_HERE`.
+    """
+    called, *rest = arguments or [""]
+    _, *options = list(dropwhile(lambda option: option != "run", rest)) or [""]
+    file, *what = list(dropwhile(lambda option: not option.endswith(".py"), options)) or [""]
+    if Path(called).name != program or not what or not NOT_HERE.isdisjoint(rest):
+        return False
+    if here and set(here).isdisjoint(options[: options.index(file)]):
+        return False
+    with contextlib.suppress(OSError):  # the host reports an unreadable file
+        return NAME in Path(file).read_bytes()
+    return False
 
 
 @functools.cache

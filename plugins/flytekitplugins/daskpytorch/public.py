@@ -1,0 +1,38 @@
+"""Public names that are the same for flytekit and for Flyte 2, for type checkers, editors and the site's reference.
+
+Nothing imports this module at run time: it would import torch and Dask. `__init__` imports each name
+when it is first used.
+"""
+
+# ruff: noqa: PLC0414 - with `as`, type checkers take an imported name for one of this module
+
+from flytekitplugins.daskpytorch.context import LogRecord as LogRecord
+from flytekitplugins.daskpytorch.context import RankContext as RankContext
+from flytekitplugins.daskpytorch.context import SavedCheckpoint as SavedCheckpoint
+from flytekitplugins.daskpytorch.context import current_rank as current_rank
+from flytekitplugins.daskpytorch.dask.cluster import current_client as current_client
+from flytekitplugins.daskpytorch.display.mlflow import MLflow as MLflow
+from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard as TensorBoard
+from flytekitplugins.daskpytorch.errors import GangError as GangError
+from flytekitplugins.daskpytorch.errors import GangHungError as GangHungError
+from flytekitplugins.daskpytorch.errors import GangStartError as GangStartError
+from flytekitplugins.daskpytorch.errors import PreemptedError as PreemptedError
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError as StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostError
+from flytekitplugins.daskpytorch.goodput import Goodput as Goodput
+from flytekitplugins.daskpytorch.goodput import RankUsage as RankUsage
+from flytekitplugins.daskpytorch.media import Histogram as Histogram
+from flytekitplugins.daskpytorch.media import Picture as Picture
+from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs
+from flytekitplugins.daskpytorch.protocol.observer import Observer as Observer
+from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankObserver
+from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
+from flytekitplugins.daskpytorch.protocol.observer import Training as Training
+from flytekitplugins.daskpytorch.rank.export import export_safetensors as export_safetensors
+from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping
+from flytekitplugins.daskpytorch.settings import Gang as Gang
+from flytekitplugins.daskpytorch.settings import Keep as Keep
+from flytekitplugins.daskpytorch.settings import Profile as Profile
+from flytekitplugins.daskpytorch.settings import Search as Search
+from flytekitplugins.daskpytorch.settings import Wandb as Wandb
+from flytekitplugins.daskpytorch.task.inputs import StrictInputs as StrictInputs
