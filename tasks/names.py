@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import random
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,6 @@ ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 
 NAME_CHARACTERS = frozenset(ALPHABET[2:])
 """Characters that a name may have."""
-
-# Likely types of files that are not text, by their first bytes.
-_SIGNATURES = {b"PAR1": "a Parquet file", b"\x1f\x8b": "a gzip file", b"PK\x03\x04": "a zip archive or Excel sheet"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +230,7 @@ def _parse(uri: str, content: bytes) -> list[str]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        kind = next((kind for start, kind in _SIGNATURES.items() if content.startswith(start)), "no UTF-8 text")
-        raise _unreadable(uri, f"it is {kind} (its first bytes are {content[:8]!r})") from error
+        raise _unreadable(uri, f"it is no UTF-8 text (its first bytes are {content[:8]!r})") from error
     if not text.strip():
         raise _unreadable(uri, "the file is empty")
     if uri.endswith(".json") or text.lstrip().startswith(("[", "{")):
@@ -246,13 +243,11 @@ def _parse_json(uri: str, text: str) -> list[str]:
         entries: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise _unreadable(uri, f"it is not valid JSON: {error}") from error
-    if isinstance(entries, dict):
-        raise _unreadable(uri, f"it is a JSON object with the keys {_shortened(list(entries))}")
     if not isinstance(entries, list):
-        raise _unreadable(uri, f"it is a JSON {type(entries).__name__}")
+        raise _unreadable(uri, f"it is JSON, but no list: {reprlib.repr(entries)}")
     for index, entry in enumerate(entries):
         if not isinstance(entry, str):
-            raise _unreadable(uri, f"element {index} of its JSON list is no string but {_shortened(entry)}")
+            raise _unreadable(uri, f"element {index} of its JSON list is no string but {reprlib.repr(entry)}")
     return entries
 
 
@@ -264,7 +259,7 @@ def _parse_csv(uri: str, text: str) -> list[str]:
         raise _unreadable(uri, f"it is not valid CSV: {error}") from error
     column = _name_column(header)
     if column is None:
-        raise _unreadable(uri, f"no column of its CSV header is called a name: {_shortened(header)}")
+        raise _unreadable(uri, f"no column of its CSV header is called a name: {reprlib.repr(header)}")
     return [row[column] if column < len(row) else "" for row in rows]
 
 
@@ -288,9 +283,3 @@ def _listing(outside: dict[str, int]) -> str:
     """Return the ten most frequent characters, such as `'é' in 12 names`."""
     shown = [f"{character!r} in {count:,}" for character, count in list(outside.items())[:10]]
     return ", ".join(shown) + (f" and {len(outside) - 10} other characters" if len(outside) > 10 else "")
-
-
-def _shortened(value: object) -> str:
-    """Return the value's repr, cut to 200 characters for messages."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -124,15 +124,6 @@ class Registry:
         ids = (name.removesuffix(".json") for name in self._store.names("versions") if name.endswith(".json"))
         return [version for version in ids if VERSION.fullmatch(version)]
 
-    def files(self, version: str) -> dict[str, int]:
-        """Return the names and sizes, in bytes, of a version's files, including its card.
-
-        Raises:
-            ValueError: The version does not exist.
-            DamagedFileError: The manifest has a wrong checksum.
-        """
-        return {name: entry["size"] for name, entry in self._manifest(version).items()}
-
     def card(self, version: str) -> dict[str, Any]:
         """Return the description of a version.
 
@@ -349,11 +340,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a local folder or s3://bucket/prefix (default: ${VARIABLE})",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    listing = commands.add_parser("list", help="the versions, oldest first; * marks the champion")
-    listing.set_defaults(command=_list)
-    show = commands.add_parser("show", help="a version's files and card")
-    show.add_argument("version", metavar="VERSION")
-    show.set_defaults(command=_show)
     history = commands.add_parser("history", help="the promotions, oldest first")
     history.set_defaults(command=_history)
     promote = commands.add_parser("promote", help="make a version the champion")
@@ -367,18 +353,6 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--reason", required=True)
     back.set_defaults(command=_roll_back)
     return parser
-
-
-def _list(registry: Registry, _: argparse.Namespace) -> None:
-    champion = registry.champion()
-    for version in registry.versions():
-        print("*" if champion and champion.version == version else " ", version)
-
-
-def _show(registry: Registry, options: argparse.Namespace) -> None:
-    for name, size in registry.files(options.version).items():
-        print(f"{size:>15,} {name}")
-    print(json.dumps(registry.card(options.version), indent=2))
 
 
 def _history(registry: Registry, _: argparse.Namespace) -> None:

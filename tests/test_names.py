@@ -134,11 +134,9 @@ def test_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "found"),
     [
-        ("pets.json", '{"dogs": [], "cats": []}', r"it is a JSON object with the keys \['dogs', 'cats'\]"),
-        ("pets.json", '"Bella"', "it is a JSON str"),
+        ("pets.json", '{"dogs": [], "cats": []}', "it is JSON, but no list: {'cats': "),
         ("pets.json", '["Bella",', "it is not valid JSON: .* line 1"),
         ("pets.json", '["Bella", 7]', "element 1 of its JSON list is no string but 7"),
-        ("pets.json", '["Bella", null]', "element 1 of its JSON list is no string but None"),
         (
             "pets.csv",
             "species,breed\ncat,manx\n",
@@ -147,9 +145,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ("pets.csv", "<!doctype html>\n<p>Log in</p>\n", "no column of its CSV header .*<!doctype html>"),
         ("pets.csv", "name\n" + "a" * 200_000, "it is not valid CSV: field larger than field limit"),
         ("pets.csv", " \n", "the file is empty"),
-        ("pets", b"PAR1\x15\x04\xff", "it is a Parquet file .*PAR1"),
-        ("pets.csv.gz", b"\x1f\x8b\x08\x00", "it is a gzip file"),
-        ("pets.bin", b"\xff\xfe\x00", "it is no UTF-8 text"),
+        ("pets", b"PAR1\x15\x04\xff", "it is no UTF-8 text .*PAR1"),
     ],
 )
 def test_unreadable(write, file: str, content: str | bytes, found: str) -> None:

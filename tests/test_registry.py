@@ -68,7 +68,6 @@ def test_what_is_added_comes_back(registry: Registry, state: Path, tmp_path: Pat
     assert registry.fetch(version, "state.pt", tmp_path / "new" / "folder").read_bytes() == b"a state"
     assert registry.card(version) == {"loss": 1.5, "data": {"fingerprint": "f"}}
     assert json.loads(registry.fetch(version, "card.json", tmp_path).read_text()) == registry.card(version)
-    assert registry.files(version)["state.pt"] == len(b"a state")
 
 
 def test_versions_are_listed_oldest_first_and_the_same_twice_is_two(registry: Registry, state: Path) -> None:
@@ -94,7 +93,6 @@ def test_all_files_that_cannot_be_are_named_and_nothing_is_added(registry: Regis
 def test_a_name_that_is_no_version_reaches_no_file(version: str, registry: Registry, tmp_path: Path) -> None:
     for use in (
         registry.card,
-        registry.files,
         lambda version: registry.fetch(version, "state.pt", tmp_path),
         lambda version: registry.promote(version, instead_of=None, reason=""),
     ):
@@ -126,7 +124,7 @@ def test_a_manifest_that_names_files_elsewhere_writes_none(registry: Registry, r
     (root / "versions" / "x").write_bytes(b"x")
     (root / "versions" / f"{version}.json").write_bytes(manifest)
     with pytest.raises(ValueError, match="has no file"):
-        registry.fetch(version, next(iter(registry.files(version))), tmp_path / "fetched")
+        registry.fetch(version, "../x", tmp_path / "fetched")
     assert not (tmp_path / "x").exists()
 
 
@@ -272,7 +270,6 @@ def test_the_command_tells_the_story_and_rolls_back(
 
     first, second = champions(registry, state, 2)
     monkeypatch.setenv(VARIABLE, str(root))
-    assert told("list") == [f"  {first}", f"* {second}"]
     assert told("promote", first, "--reason", "by hand")[0].endswith(f"{first} instead of {second}: by hand")
     assert told("roll-back", "--to", second, "--reason", "no, the other")[0].startswith("4 ")
     story = [re.sub(r" \S+:\S+ ", " ", line) for line in told("history")]
@@ -282,13 +279,12 @@ def test_the_command_tells_the_story_and_rolls_back(
         f"3 {first} instead of {second}: by hand",
         f"4 {second} instead of {first}: no, the other",
     ]
-    assert told("show", second)[-3:] == ["{", '  "number": 2', "}"]
 
 
 def test_the_command_says_what_is_wrong(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["--registry", str(root), "show", "../x"]) == 1
+    assert main(["--registry", str(root), "promote", "../x", "--reason", "x"]) == 1
     assert "ValueError: '../x' is no version's id" in capsys.readouterr().err
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(SystemExit):
