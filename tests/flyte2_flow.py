@@ -1,7 +1,5 @@
 """A flow of Flyte 2 whose tasks containers run, in tests, and what happens to them; the result is always the same."""
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -70,8 +68,6 @@ def _total(folder: str, step: int) -> float:
 def _fail(fault: str, order: Path) -> None:
     if fault == "raise":
         raise KeyError("not yet")
-    if fault == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
     order.with_name("waiting").touch()  # for what the test does
     time.sleep(600)
 

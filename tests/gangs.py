@@ -122,15 +122,9 @@ def order_for(**job: Any) -> RankOrder:
 
 def run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:
     """What `run` returns on each rank of a gang."""
-    run_processes(_run_rank, (run, world_size, directory), world_size)
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-def run_processes(run: Callable[..., None], arguments: tuple[Any, ...], num_processes: int) -> None:
-    """Call it in so many processes, with the number of each as the first argument."""
     resource_tracker.ensure_running()  # Python's own, which stays as long as the test process
     with nothing_left_behind():
-        ranks = mp.spawn(run, arguments, nprocs=num_processes, join=False)
+        ranks = mp.spawn(_run_rank, (run, world_size, directory), nprocs=world_size, join=False)
         try:
             while not ranks.join():
                 pass
@@ -138,6 +132,7 @@ def run_processes(run: Callable[..., None], arguments: tuple[Any, ...], num_proc
             for process in ranks.processes:
                 process.kill()
                 process.join()
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def _run_rank(rank: int, run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> None:

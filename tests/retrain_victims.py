@@ -1,12 +1,11 @@
-"""Retrainings as processes, forked from one that has all imported: killed at a stage, or at once. A script of tests.
+"""Retrainings as processes, forked from one that has all imported, and killed at a stage. A script of tests.
 
-Each line of its input is an order, a list of runs that begin at once; it answers with their exit codes.
+Each line of its input is the order for one run; it answers with the exit code.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,19 +22,9 @@ from tasks.registry import Registry
 from warm import answer_for_pip
 from workflows.retrain import retrain
 
-BARRIER = multiprocessing.get_context("fork").Barrier(2)
-
 
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def before(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
-    def acting(*args: Any, **kwargs: Any) -> Any:
-        act()
-        return method(*args, **kwargs)
-
-    return acting
 
 
 def after(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
@@ -46,31 +35,12 @@ def after(method: Callable[..., Any], act: Callable[[], object]) -> Callable[...
     return acting
 
 
-def die_at_the_pointer_change() -> None:
-    def watch(event: str, args: tuple[Any, ...]) -> None:
-        if event == "os.link" and "promotions" in str(args[1]):
-            die()
-
-    sys.addaudithook(watch)
-
-
-def meet_at_the_pointer_change() -> None:
-    Registry.promote = before(Registry.promote, BARRIER.wait)
-
-
 def arm(stage: str) -> None:
-    """Have this process die there, or wait for the other one."""
-    match stage:
-        case "before the version":
-            Registry.add = before(Registry.add, die)
-        case "after the version":
-            Registry.add = after(Registry.add, die)
-        case "at the pointer change":
-            die_at_the_pointer_change()
-        case "after the pointer change":
-            Registry.promote = after(Registry.promote, die)
-        case "together":
-            meet_at_the_pointer_change()
+    """Have this process die there."""
+    if stage == "after the version":
+        Registry.add = after(Registry.add, die)
+    if stage == "after the pointer change":
+        Registry.promote = after(Registry.promote, die)
 
 
 def start(run: dict[str, Any]) -> int:
@@ -82,7 +52,6 @@ def start(run: dict[str, Any]) -> int:
         log = os.open(result.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(run["env"])
         arm(run["stage"])
         given = run["inputs"]
         day, hp = datetime.fromisoformat(given["kickoff_time"]), Hyperparameters(**given["hp"])
@@ -100,5 +69,4 @@ def start(run: dict[str, Any]) -> int:
 if __name__ == "__main__":
     answer_for_pip()
     for order in sys.stdin:
-        children = [start(run) for run in json.loads(order)]
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(start(json.loads(order)), 0)[1]), flush=True)

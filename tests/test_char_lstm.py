@@ -130,7 +130,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
     directory = tmp_path_factory.mktemp("gang")
-    _train_once(FakeCheckpoint(directory / "of_one", die_after=SAVE["mid_epoch"]), INTERRUPTED)
     _train_once(FakeCheckpoint(directory / "few_of_one", die_after=2), FEW, num_windows=3)
     return run_ranks(_run_cases, 2, directory)
 
@@ -145,11 +144,8 @@ def _run_cases(directory: Path) -> dict[str, Any]:
         lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=current_rank().rank))
     )
     found["interruptions"] = _run_interruptions(directory, replace(INTERRUPTED, batch_size=8))
-    found["after_one"] = _train_once(FakeCheckpoint(directory / "of_one"), replace(INTERRUPTED, batch_size=12))
     found["one_left"], _ = _train_once(FakeCheckpoint(directory / "few_of_one"), FEW, num_windows=3)
-    of_two = FakeCheckpoint(directory / "of_two", die_after=SAVE["mid_epoch"])
-    _train_once(of_two, replace(INTERRUPTED, batch_size=8, dropout=0))
-    return found | {"directory": directory}
+    return found
 
 
 def _run_three(directory: Path) -> dict[str, Any]:
@@ -445,36 +441,12 @@ def test_resumed_gang_of_three(tmp_path: Path) -> None:
         _assert_equal_to_uninterrupted(found, "mid_epoch")
 
 
-def test_two_ranks_go_on_from_one(gang: list[dict[str, Any]]) -> None:
-    """In another batch size, too: 51 windows are left of the second epoch, then 67, in batches of 24."""
-    for found in gang:
-        result, log = found["after_one"]
-        assert [metrics.samples_seen for metrics in result.epochs] == [NUM_WINDOWS] * 3
-        assert [record.step for record in log if "held_out_loss" not in record.metrics] == list(range(7, 13))
-        assert {record.num_steps for record in log} == {12}
-    torch.testing.assert_close(gang[0]["after_one"][0].state_dict, gang[1]["after_one"][0].state_dict, rtol=0, atol=0)
-
-
 def test_a_rank_without_a_window_takes_part(gang: list[dict[str, Any]]) -> None:
     """One rank had seen two of three windows; of two ranks one sees the last."""
     first, second = (found["one_left"] for found in gang)
     assert [metrics.samples_seen for metrics in first.epochs] == [3]
     assert math.isfinite(first.epochs[0].loss)
     torch.testing.assert_close(first.state_dict, second.state_dict, rtol=0, atol=0)
-
-
-def test_one_rank_goes_on_from_two(gang: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Without dropout, in the same global batches, it ends where one rank would have come by itself."""
-    hp = replace(INTERRUPTED, dropout=0)
-    result, _ = _train_once(FakeCheckpoint(gang[0]["directory"] / "of_two"), hp)
-    expected, _ = _train_once(FakeCheckpoint(tmp_path / "state"), hp)
-    assert result is not None
-    assert expected is not None
-    torch.testing.assert_close(result.state_dict, expected.state_dict, rtol=0, atol=1e-4)
-    for metrics, wanted in zip(result.epochs, expected.epochs, strict=True):
-        assert metrics.samples_seen == NUM_WINDOWS
-        assert metrics.loss == pytest.approx(wanted.loss, rel=1e-4)
-        assert metrics.held_out_loss == pytest.approx(wanted.held_out_loss, rel=1e-4)
 
 
 # Sampling

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
-from gangs import FakeCheckpoint, Logged, run_processes
+from flytekitplugins.daskpytorch.context import LogRecord, StopSignal, current_rank
+from gangs import FakeCheckpoint, Logged, run_ranks
 from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
 from tasks.digits import Digits, DigitSet, small_digits
@@ -69,26 +69,10 @@ def _train(
 @pytest.fixture(scope="module")
 def gangs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """For each size of a gang, what each of its ranks brought back from `_run_cases`."""
-    directory = tmp_path_factory.mktemp("gangs")
-    run_processes(_run_rank, (directory,), max(GANG_SIZES))
-    return {
-        size: [torch.load(directory / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)]
-        for size in GANG_SIZES
-    }
+    return {size: run_ranks(_run_cases, size, tmp_path_factory.mktemp(f"gang-{size}")) for size in GANG_SIZES}
 
 
-def _run_rank(rank: int, directory: Path) -> None:
-    """Be a rank of each gang in turn, the greatest first."""
-    torch.set_num_threads(1)
-    for size in reversed(GANG_SIZES):
-        if rank < size:
-            dist.init_process_group("gloo", init_method=f"file://{directory}/store{size}", rank=rank, world_size=size)
-            context.enter(RankContext(rank=rank, local_rank=rank, world_size=size, local_world_size=size))
-            torch.save(_run_cases(), directory / f"{size}-{rank}.pt")
-            dist.destroy_process_group()
-
-
-def _run_cases() -> dict[str, Any]:
+def _run_cases(_: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"shared": _train(DIGITS, SHARED), "uneven": _train(SMALL, UNEVEN)}
     found["untrained"] = evaluate(_untrained(), DIGITS.test, batch_size=100)
     found["few"] = evaluate(_untrained(), _first(2), batch_size=1)

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -36,7 +35,6 @@ from flyteplugins.daskpytorch import (
     DaskDDP,
     Gang,
     SpawnDDP,
-    WorkerGroup,
     current_client,
     current_rank,
     dispatch,
@@ -202,50 +200,11 @@ def test_many_models_with_the_tasks_client(tmp_path: Path) -> None:
     assert run(many, tmp_path, numbers=[1, 2, 3]) == [1, 4, 9]
 
 
-KINDS = ("SpawnDDP", "DaskDDP")
-
-
-def environment_of(kind: str, num_ranks: int = 2, **of_environment: Any) -> flyte.TaskEnvironment:
-    config: Any = SpawnDDP(nproc=num_ranks)
-    if kind == "DaskDDP":
-        config = DaskDDP(workers=WorkerGroup(number_of_workers=num_ranks))
-    return flyte.TaskEnvironment(kind.lower(), plugin_config=config, **of_environment)
-
-
-# ---- Kills -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Scheduler and workers as Flyte 2's backend starts them, with the variables that the task has in all its pods."""
     with dask_cluster(tmp_path_factory.mktemp("cluster"), of_flyte2=flyte2_flow.train.env_vars) as running:
         yield running
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_rank(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fault-2").write_text("die")
-    steps, value = run(environment_of(kind).task(flyte2_flow.train.func), tmp_path, folder=str(tmp_path))
-    assert (steps, value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
-    said = capfd.readouterr().err
-    assert "rank 1 dies" in said
-    assert "SIGKILL" in said
-
-
-def test_a_killed_worker(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its nanny starts another; the driver is this process."""
-    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", cluster.address)
-    (tmp_path / "fault-2").write_text("wait")
-
-    def kill() -> None:
-        until((tmp_path / "waiting").exists, "the step")
-        cluster.kill_worker_process(1)
-
-    with ThreadPoolExecutor(1) as thread:
-        killed = thread.submit(kill)
-        steps, value = run(environment_of("DaskDDP").task(flyte2_flow.train.func), tmp_path, folder=str(tmp_path))
-        killed.result()
-    assert (steps, value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
 
 
 # ---- Containers ------------------------------------------------------------------------------------------------------

@@ -166,28 +166,6 @@ def test_advice_names_the_newest_step(root: Path, tmp_path: Path) -> None:
         assert run.advice().startswith("the checkpoint of step 20 is kept, DASKPYTORCH_RESUME=1 ")
 
 
-def test_files_appear_whole(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with run_of() as run:
-        save(run, 1, tmp_path)
-        manifest = run.folder / "gang" / MANIFEST
-        before = manifest.read_text()
-        monkeypatch.setattr(os, "fsync", _fail)
-        with pytest.raises(OSError, match="power"):
-            run.paths("gang").files.write(str(manifest), b"{}")
-        assert manifest.read_text() == before
-
-
-def _fail(*_: object) -> None:
-    raise OSError("power cut")
-
-
-def test_another_file_system_gets_a_copy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", _fail)
-    with run_of() as run:
-        file = save(run, 1, tmp_path)
-        assert (run.folder / "gang" / file.name).read_bytes() == b"weights 1"
-
-
 def test_a_run_that_is_training_is_not_the_last_one(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Retrainings day after day: what is trained and promoted, what is left when one is killed, and two at once."""
+"""Retrainings day after day: what is trained and promoted, and what is left when one is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import torch
 
 from conftest import REPOSITORY
 from processes import MARK, SCRIPTS, marked, nothing_left_behind, run_program, until
-from seaweed import Weed
 from tasks.challenger import STATE
 from tasks.char_lstm import CharLSTM, evaluate, windows
 from tasks.embedded_names import EMBEDDED_NAMES
@@ -33,9 +32,7 @@ FEW = EMBEDDED_NAMES[::3]
 MORE = [*FEW, *EMBEDDED_NAMES[1::6]]
 DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
 STAGES = {
-    "before the version": (1, False),
     "after the version": (2, False),
-    "at the pointer change": (2, False),
     "after the pointer change": (2, True),
 }
 """Where a retraining is killed; how many versions there are then, and whether the new one is the champion."""
@@ -99,19 +96,14 @@ class Home:
         outputs = dict(re.findall(r"(\w+)=['\"](.*?)['\"](?:, |$)", found[1])) if found else {}
         return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
 
-    def fork(self, *inputs: Mapping[str, Any], stage: str = "", env: Mapping[str, str] | None = None) -> list[Run]:
-        """Retrainings that begin at once in processes of their own, armed with the stage."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        shared = {"data": self.data, "registry": self.registry, "hp": HP}
-        order = [
-            {"stage": stage, "env": env or {}, "result": str(folder / str(i)), "inputs": {**shared, **own}}
-            for i, own in enumerate(inputs)
-        ]
+    def fork(self, inputs: Mapping[str, Any], stage: str = "") -> Run:
+        """A retraining in a process of its own, which is killed at this stage."""
+        result = Path(tempfile.mkdtemp(dir=self.folder)) / "result"
+        given = {"data": self.data, "registry": self.registry, "hp": HP, **inputs}
         assert self.victims.stdin is not None
         assert self.victims.stdout is not None
-        print(json.dumps(order), file=self.victims.stdin, flush=True)
-        codes = json.loads(self.victims.stdout.readline())
-        return [Run.of(code, Path(run["result"])) for code, run in zip(codes, order, strict=True)]
+        print(json.dumps({"stage": stage, "result": str(result), "inputs": given}), file=self.victims.stdin, flush=True)
+        return Run.of(int(self.victims.stdout.readline()), result)
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -152,7 +144,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 @pytest.fixture(scope="module")
 def story(home: Home) -> Story:
     """The first day by the launch plan, the third by the workflow's name."""
-    days = [home.retrain("retrain_daily", DAYS[0]), *home.fork({"kickoff_time": DAYS[1]})]
+    days = [home.retrain("retrain_daily", DAYS[0]), home.fork({"kickoff_time": DAYS[1]})]
     two_days = shutil.copytree(home.registry, home.folder / "two_days")
     return Story(home=home, days=[*days, home.retrain("retrain", DAYS[2])], two_days=two_days)
 
@@ -188,7 +180,7 @@ def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
         f"{other} instead of {one}: {reason}",
         f"{one} instead of {other}: too many names with q",
     ]
-    (again,) = story.home.fork({"kickoff_time": DAYS[2]})
+    again = story.home.fork({"kickoff_time": DAYS[2]})
     assert again.output("version") == other  # the same training again, which the cache has
     assert "promotion 2 made it the champion once" in again.output("outcome")
     assert registry.champion().version == one
@@ -198,7 +190,7 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
     registries = {stage: Registry(str(shutil.copytree(story.two_days, tmp_path / stage))) for stage in STAGES}
     inputs = {stage: {"kickoff_time": DAYS[2], "registry": str(tmp_path / stage)} for stage in STAGES}
     for stage, some in inputs.items():
-        assert [run.code for run in story.home.fork(some, stage=stage)] == [-signal.SIGKILL]
+        assert story.home.fork(some, stage).code == -signal.SIGKILL
     for (stage, (num_versions, is_new)), registry in zip(STAGES.items(), registries.values(), strict=True):
         versions = registry.versions()
         assert (stage, len(versions)) == (stage, num_versions)
@@ -206,7 +198,7 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
         for version in versions:
             CharLSTM.from_state_dict(torch.load(registry.fetch(version, STATE, tmp_path / "got"), weights_only=True))
 
-    again = [run for some in inputs.values() for run in story.home.fork(some)]
+    again = [story.home.fork(some) for some in inputs.values()]
     wanted = Registry(story.home.registry).card(story.versions[2])["state_sha256"]
     for (_, is_new), registry, run in zip(STAGES.values(), registries.values(), again, strict=True):
         assert ("nothing has changed" if is_new else "promoted: ") in run.output("outcome")
@@ -215,32 +207,10 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
         assert registry.card(run.output("version"))["state_sha256"] == wanted  # what an undisturbed one made
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket"])
-def test_of_two_at_once_one_wins_and_both_versions_are_kept(
-    story: Story, tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    uri, data = str(shutil.copytree(story.two_days, tmp_path / "registry")), story.home.data
-    if where == "bucket":
-        weed.put_all("retrain", _objects(story.two_days, "registry") | _objects(story.home.folder / "names", "names"))
-        uri, data = "s3://retrain/registry", "s3://retrain/names/{date}.json"
-    shared = {"registry": uri, "data": data}
-    one = {**shared, "kickoff_time": DAYS[2]}
-    other = {**shared, "kickoff_time": DAYS[1], "start_from": "scratch", "margin": -1.0}  # equal to the champion
-    runs = story.home.fork(one, other, stage="together", env=weed.env())
-    won, lost = sorted((run.outputs for run in runs), key=lambda outputs: outputs["outcome"], reverse=True)
-    assert won["outcome"].startswith("promoted: ")
-    assert lost["outcome"].startswith(f"not promoted: version {lost['version']} was not promoted in {uri}: it was to")
-    registry = Registry(uri)
-    assert [promotion.version for promotion in registry.history()] == [story.versions[0], won["version"]]
-    assert sorted(registry.versions()) == sorted([story.versions[0], won["version"], lost["version"]])
-
-
 def test_names_that_have_drifted_end_the_day_and_the_champion_stays(story: Story, tmp_path: Path) -> None:
     strange = tmp_path / "strange.json"
     strange.write_text(json.dumps([f"{a}{b}{a}x" for a in "qxzj" for b in "qxzj"] * 20 + ["Ω"] * 100))
-    (run,) = story.home.fork({"kickoff_time": DAYS[2], "registry": str(story.two_days), "data": str(strange)})
+    run = story.home.fork({"kickoff_time": DAYS[2], "registry": str(story.two_days), "data": str(strange)})
     text = " ".join(run.said.split())
     assert run.code == 1
     for problem in ("320 usable names, fewer than min_names=500", "23.8% of the 420 entries", "have moved by"):
@@ -249,8 +219,3 @@ def test_names_that_have_drifted_end_the_day_and_the_champion_stays(story: Story
     assert "the retraining has failed: Error encountered while executing 'workflows.retrain.prepare'" in text
     assert f"the champion is {champion} (promotion 1)" in text
     assert Registry(str(story.two_days)).champion().version == champion
-
-
-def _objects(folder: Path, prefix: str) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {f"{prefix}/{path.relative_to(folder)}": path.read_bytes() for path in files}

@@ -149,23 +149,6 @@ def test_markers_and_other_files_are_no_items_and_make_no_classes(
     assert "left out 3 x file that is no picture by its name, such as mixed/dog/.hidden.jpg" in caplog.text
 
 
-def test_nested_parts_are_not_merged_silently(folder: Make, weed: Weed) -> None:
-    weed.put_all(BUCKET, {f"parts/{part}/{name}/1.jpg": JPEG for part in ("train", "val") for name in ("cat", "dog")})
-    with pytest.raises(
-        ValueError, match=rf"s3://{BUCKET}/parts/ has 4 pictures that lie deeper .*parts/train.*nested=True"
-    ):
-        folder("parts")
-    assert folder("parts/val").classes == ["cat", "dog"]
-    assert folder("parts", nested=True).classes == ["train", "val"]
-
-
-def test_an_empty_prefix_says_what_was_looked_for(folder: Make) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=rf"s3://{BUCKET}/nothing/ has no pictures.*CLASS/PICTURE.*no object whose key"
-    ):
-        folder("nothing")
-
-
 def test_more_keys_than_a_page_are_listed_and_the_index_needs_no_listing(
     folder: Make, weed: Weed, proxy: FaultProxy, tmp_path: Path
 ) -> None:
