@@ -37,7 +37,7 @@ from flytekit.tools.translator import get_serializable
 from flytekitplugins.dask import Dask
 from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Scheduler, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
@@ -118,44 +118,6 @@ def test_type_and_custom_are_what_the_dask_plugin_makes_of_the_same_cluster(conf
     assert template.custom == reference.custom
     assert template.custom["workers"]["numberOfWorkers"] == 3
     assert template.custom["workers"]["resources"]["limits"]
-
-
-def test_gang_and_wandb_leave_custom_alone() -> None:
-    config = DaskDDP(
-        scheduler=SCHEDULER, workers=WORKERS, gang=Gang(min_workers=1, start_timeout=5), wandb=Wandb(project="names")
-    )
-    assert serialised(make(config)).custom == plain_dask().custom
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache": True, "cache_version": "1.0", "cache_ignore_input_vars": ("epochs",)},
-        {"retries": 3, "interruptible": True},
-        {"timeout": 600},
-        {"requests": Resources(cpu="1"), "limits": Resources(mem="2Gi")},
-        {"container_image": "registry.example/other:v9"},
-        {"enable_deck": True},
-        {"deprecated": "use another"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_options_of_the_task_pass_through(config: type, options: dict[str, Any]) -> None:
-    template, reference = ours(config, **options).to_flyte_idl(), plain_dask(**options).to_flyte_idl()
-    without_options = plain_dask().to_flyte_idl()
-    del template.container.env[:], reference.container.env[:], without_options.container.env[:]
-    assert template == reference
-    assert reference != without_options
-
-
-@pytest.mark.filterwarnings("ignore:.*accelerator=")
-@pytest.mark.parametrize("options", [{"shared_memory": True}, {"shared_memory": "2Gi"}, {"accelerator": A100}])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_shared_memory_and_accelerator_pass_through(config: type, options: dict[str, Any]) -> None:
-    found = ours(config, **options).extended_resources
-    assert found is not None
-    assert found == plain_dask(**options).extended_resources
 
 
 @pytest.mark.parametrize("config", CONFIGS)

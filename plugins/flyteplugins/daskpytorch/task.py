@@ -176,17 +176,16 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         return {**context.rank_environment(self.secrets), **(self.env_vars or {})}
 
     @contextlib.contextmanager
-    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[Path | None]:
+    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[None]:
         tab = flyte.report.get_tab(live_page.TITLE)
 
         def publish() -> None:
             tab.replace(recorder.html(places()))
             flyte.report.flush()
 
-        file = self._page_file()
         try:
-            with live_page.kept_up_to_date(recorder, publish, at_once=file is not None):
-                yield Path(file) if file is not None else None
+            with live_page.kept_up_to_date(recorder, publish, at_once=self._page_file() is not None):
+                yield
         finally:
             tab.replace(live_page.page_of(recorder, places))
             with contextlib.suppress(Exception):  # Flyte tries again after the task
@@ -206,13 +205,6 @@ class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
     """Task whose function runs in every rank of a gang on the workers of a Dask cluster."""
 
     task_type: str = "dask"
-
-    def _num_ranks_per_worker(self) -> int:
-        """Return the number of ranks per worker. Without resources in the `WorkerGroup`, the environment's count."""
-        config = self.plugin_config
-        if config.gang.ranks_per_worker == "auto" and config.workers.resources is None:
-            return max(1, num_gpus(self.resources))
-        return super()._num_ranks_per_worker()
 
     def _num_gpus_asked(self) -> int:
         """Return the number of GPUs in the resources of the `WorkerGroup`, or else the environment."""

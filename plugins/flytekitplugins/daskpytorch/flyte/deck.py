@@ -35,7 +35,8 @@ HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 """Upload headers for S3 and for Google's storage, as flytekit sends them with its Decks."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
-_live_file: ContextVar[Path | None] = ContextVar("daskpytorch.live_deck", default=None)
+local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=None)
+"""Local file of the task's Deck. None on a backend, and before the first write."""
 
 
 class _TrainingDeck(Deck):  # type: ignore[misc]
@@ -69,30 +70,17 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
     deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
     decks[:] = [deck, *(other for other in decks if other.name != TITLE)]
     file = _DeckFile(ctx)
-    _live_file.set(file.path if file.is_local else None)
     try:
         with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # a local file also before the training
-            yield _live_file.get()
+            yield local_file.get()
     finally:
         deck.freeze()
 
 
-def finish(written: Path) -> Path:
-    """Remove the link to Google's fonts from flytekit's final Deck, and replace the live file by the final one.
-
-    Returns:
-        Path of the final file.
-    """
-    live = _live_file.get() or written
-    _live_file.set(None)
-    page = without_fonts(written.read_text(encoding="utf-8", errors="replace"))
-    written.write_text(page, encoding="utf-8", errors="replace")
-    return written.replace(live)
-
-
-def without_fonts(page: str) -> str:
-    """Return flytekit's page without its template's link to two fonts on a server of Google."""
-    return FONTS.sub("", page)
+def write_local(ctx: FlyteContext) -> None:
+    """Write the local file of the task's Deck. On a backend, flytekit writes the Deck at the end of the task."""
+    if (file := _DeckFile(ctx, local_file.get())).is_local:
+        file.write()
 
 
 class _DeckFile:
@@ -102,14 +90,16 @@ class _DeckFile:
     task's.
     """
 
-    def __init__(self, ctx: FlyteContext) -> None:
+    def __init__(self, ctx: FlyteContext, path: Path | None = None) -> None:
         self._ctx = ctx
-        self.path = Path(ctx.file_access.get_random_local_directory(), DECK_FILE_NAME)
+        self.path = path or Path(ctx.file_access.get_random_local_directory(), DECK_FILE_NAME)
         state = ctx.execution_state
         self.is_local = state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION
+        local_file.set(self.path if self.is_local else None)
 
     def write(self) -> None:
-        page = without_fonts(_get_deck(self._ctx.user_space_params, ignore_jupyter=True))
+        """Write the page without the template's link to two fonts on a server of Google."""
+        page = FONTS.sub("", _get_deck(self._ctx.user_space_params, ignore_jupyter=True))
         beside = self.path.with_suffix(".new")
         beside.write_text(page, encoding="utf-8", errors="replace")
         beside.replace(self.path)  # a browser that reloads gets a whole page

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.metadata import distributions
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ from flytekit.configuration import SerializationSettings
 from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
-from flytekit.deck.deck import DECK_FILE_NAME, DeckField
+from flytekit.deck.deck import DeckField
+from flytekit.deck.renderer import SourceCodeRenderer
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.models.literals import Literal, LiteralMap
@@ -52,7 +52,7 @@ CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
 STAND_IN = "_dummy_task_func"
-OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT)
+OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT, DeckField.SOURCE_CODE)
 """Tabs of the Deck that this package writes in place of flytekit's."""
 
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
@@ -67,9 +67,6 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         _refuse_stand_in(task_config, task_function)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
-        asked: list[DeckField] = list(self.deck_fields)
-        self._own_tabs = [each for each in OWN_TABS if each in asked]
-        self._deck_fields = [each for each in asked if each not in OWN_TABS]
         self._made: Mapping[str, Literal] = {}
         """Outputs of the task as literals, by name."""
 
@@ -79,7 +76,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return literals, values
 
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
-        """Write the Deck: first the tabs of the task's own code, then this package's and flytekit's.
+        """Write the Deck: first the tabs of the task's own code, then this package's in place of flytekit's.
 
         Exceptions are logged, and do not fail the task. `outputs` are values, or the HTML of the outputs' tab.
         """
@@ -87,15 +84,15 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
             return
         try:
             params.decks.sort(key=lambda each: each.name == DeckField.TIMELINE.value)
-            for field in self._own_tabs:
+            for field in filter(self.deck_fields.__contains__, OWN_TABS):
                 Deck(field.value, self._own_tab(field, inputs, outputs))
-            super()._write_decks(inputs, outputs, ctx, params)
-            if (file := _deck_file()) is not None:
-                deck.finish(Path(file))
+            deck.write_local(ctx)
         except Exception as error:  # any exception of a disk or a user's Deck
             say(f"{self.name}: the Deck could not be written ({type(error).__name__}: {error}); the outcome stands")
 
     def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
+        if field == DeckField.SOURCE_CODE:
+            return str(SourceCodeRenderer().to_html(local_runs.source_of(self._task_function)))
         if field == DeckField.DEPENDENCIES:  # flytekit's own tab runs pip twice, which takes seconds
             from flytekitplugins.daskpytorch.report import card, page, table
 
@@ -113,7 +110,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         """Run the task. Failures of the infrastructure become system errors, which Flyte retries by itself."""
         exit_quickly()
         pressed = CtrlC()
-        tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed)
+        tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed), deck.local_file.set(None)
         try:
             heeded = contextlib.nullcontext() if self._is_debugging else pressed.heeded()
             with heeding_sigterm(), heeded, self._begun(ctx, input_literal_map):
@@ -125,6 +122,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         finally:
             _dispatched.reset(tokens[0])
             ctrl_c.reset(tokens[1])
+            deck.local_file.reset(tokens[2])
 
     @property
     def _is_debugging(self) -> bool:
@@ -215,7 +213,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
         from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
 
-        has_tab = DeckField.OUTPUT in self._own_tabs
+        has_tab = DeckField.OUTPUT in self.deck_fields
         return lambda folder: FlyteRank.of_current_task(
             self.name, self.python_interface, literals, folder, shows_outputs=has_tab
         )
@@ -227,13 +225,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         # Flyte sets the task's own variables on a backend only, where Dask's variables for its workers may win.
         return {**context.rank_environment(), **self.environment}
 
-    def _published(
-        self, recorder: Recorder, places: Callable[[], Mapping[str, str]]
-    ) -> AbstractContextManager[Path | None]:
+    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[object]:
         return deck.published(recorder, places)
 
     def _page_file(self) -> str | None:
-        return _deck_file()
+        return str(deck.local_file.get() or "") or None
 
     def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
         self._write_local_deck(inputs)
@@ -303,7 +299,7 @@ class DaskClusterTask(_Resumable, _OnDask):
 
     def _write_decks(self, *args: Any) -> None:
         super()._write_decks(*args)
-        if self.enable_deck and (file := _deck_file()) is not None:
+        if (file := deck.local_file.get()) is not None:
             say(f"{self.name.rpartition('.')[2]}: Deck: {file}")
 
 
@@ -350,13 +346,6 @@ def _identity(literal: Literal) -> bytes:
     if blob is None:
         return bytes(literal.to_flyte_idl().SerializeToString(deterministic=True))
     return local_runs.identity_of_file(str(blob.uri))
-
-
-def _deck_file() -> str | None:
-    """Return the path of this process's newest Deck, which flytekit only logs. None: no Deck, or a backend."""
-    ctx = FlyteContextManager.current_context()
-    files = Path(ctx.file_access.local_sandbox_dir).glob(f"*/{DECK_FILE_NAME}") if _is_local(ctx) else ()
-    return str(max(files, key=lambda file: file.stat().st_mtime, default=None) or "") or None
 
 
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
@@ -118,10 +117,8 @@ class InRanks:
         """Return the environment variables of the host and of the task for the ranks."""
         raise NotImplementedError
 
-    def _published(
-        self, recorder: Recorder, places: Callable[[], Mapping[str, str]]
-    ) -> AbstractContextManager[Path | None]:
-        """Publish the training's page during the block and at its end. Yield its local file, or None."""
+    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[object]:
+        """Publish the training's page during the block and at its end."""
         raise NotImplementedError
 
     def _page_file(self) -> str | None:
@@ -229,8 +226,8 @@ class InRanks:
         """Receive the files that ranks submit, and keep the training's Deck up to date if there is one."""
         with contextlib.ExitStack() as stack:
             if self.enable_deck:
-                file = stack.enter_context(self._published(shown.recorder, shown.files))
-                if file is not None:
+                stack.enter_context(self._published(shown.recorder, shown.files))
+                if (file := self._page_file()) is not None:
                     shown.display.say(f"its Deck, to be opened and reloaded: {file}")
             yield stack.enter_context(shown.results.received())
 
@@ -290,12 +287,14 @@ class OnDaskWorkers(InRanks):
             yield DaskAgents(client, config.num_workers)
 
     def _num_ranks_per_worker(self) -> int:
-        return int(self.task_config.ranks_per_worker)
+        chosen = self.task_config.gang.ranks_per_worker
+        return (self._num_gpus_asked() or 1) if chosen == "auto" else int(chosen)
 
     def _num_gpus_to_find(self) -> int:
         return 0 if is_local() else self._num_gpus_asked()
 
     def _num_gpus_asked(self) -> int:
+        """Return the number of GPUs in each worker's resources."""
         return int(self.task_config.num_gpus)
 
 

@@ -200,7 +200,7 @@ def _begin(
         return None
     digests = {name: _digest(identity) for name, identity in inputs.items()}
     attempt_before = attempt_before if attempt_before is not None and (attempt_before / RECORD).exists() else None
-    run = LocalRun(root, task, digests, _digest(_source(function)), attempt_before)
+    run = LocalRun(root, task, digests, _digest(source_of(function).encode()), attempt_before)
     if attempt_before is not None:
         _say(task, "going on from the attempt before")
     elif run.previous is not None:
@@ -273,10 +273,11 @@ def identity_of_file(uri: str) -> bytes:
     return f"{file.name} {file.stat().st_size if file.is_file() else 0}".encode()
 
 
-def _source(function: Callable[..., Any]) -> bytes:
+def source_of(function: Callable[..., Any]) -> str:
+    """Return the source code of a function. Empty if Python cannot find it."""
     with contextlib.suppress(OSError, TypeError):
-        return inspect.getsource(function).encode()
-    return b""
+        return inspect.getsource(function)
+    return ""
 
 
 def _digest(content: bytes) -> str:
