@@ -386,9 +386,8 @@ def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str
     told = {**(options.get("client_kwargs") or {}), **options}
     told.pop("client_kwargs", None)
     if unknown := told.keys() - set(STORAGE_OPTIONS):
-        raise ValueError(
-            f"storage_options has {', '.join(sorted(unknown))}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}"
-        )
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")
     if (told.get("key") is None) != (told.get("secret") is None):
         raise ValueError("storage_options has only one of key and secret: give both, or neither")
     told["region"] = told.pop("region_name", None)
