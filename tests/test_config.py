@@ -79,7 +79,6 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (EarlyStopping, "grace_period", NOT_A_COUNT, A_COUNT),
     (Profile, "steps", [(0, 1), (3, 2), (1,), 5, (1.0, 2)], "the first and the last step"),
     (Profile, "ranks", [(-1,), 0], "a tuple of ranks, counted from 0"),
-    (Profile, "with_stack", [1], "True or False"),
     (Profile, "folder", ["nowhere://x"], "None, a folder or an fsspec URL"),
     (Search, "study", ["rates"], "an optuna.Study"),
     (Search, "suggest", [5], "a function that makes an experiment of a trial"),

@@ -26,8 +26,6 @@ MODE = checks.one_of("min", "max")
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
 """Minimum `hang_timeout`, in seconds. Ranks report five times as often, so a lower one would leave no time to train."""
-RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
-"""Pattern of the run ids that Weights & Biases accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +90,14 @@ class Profile:
     and begins after the call before. If the function returns earlier, the trace has fewer steps."""
     ranks: tuple[int, ...] = (0,)
     """Ranks to record, counted from 0."""
-    with_stack: bool = False
-    """True: record the calls of Python functions, too, which slows these steps down."""
     folder: str | None = None
     """Destination of the traces: a folder or an fsspec URL that the recorded ranks reach. None: the ranks submit the
-    traces like `DaskResultsHandler`, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`. A task's traces
-    are then in the folder of its results."""
+    traces like `DaskResultsHandler`, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`."""
 
     def __post_init__(self) -> None:
         rules = {
             "steps": checks.must_be("the first and the last step, counted from 1", _is_range),
             "ranks": checks.tuple_of("ranks, counted from 0", lambda rank: checks.is_whole(rank, 0)),
-            "with_stack": checks.BOOLEAN,
             "folder": checks.optional(checks.uri),
         }
         checks.Problems("Profile", self, rules).raise_any()
@@ -138,11 +132,9 @@ class Gang:
     devices: Literal["own", "all"] = "own"
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
-    uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is the rank's own GPU in both
-    cases."""
+    uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is always the rank's own GPU."""
     min_workers: int | None = None
-    """Minimum number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all
-    workers."""
+    """Minimum number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all."""
     max_restarts: int = 3
     """Maximum number of restarts of a failed gang, each from its newest checkpoint. 0: never restart.
 
@@ -168,21 +160,16 @@ class Gang:
     - A number: Seconds of silence after which a single rank counts as hung. Allow for the longest time between two
       signs of life, including evaluation and the start of training.
 
-    A proven deadlock ends the gang within 10 s for every value of `hang_timeout`. In a proven deadlock each rank has
-    returned, or waits in a gloo collective, `recv` or `send` that can never complete. The proof needs the flight
-    recorder, too.
+    A proven deadlock always ends the gang within 10 s. In a proven deadlock each rank has returned, or waits in a gloo
+    collective, `recv` or `send` that can never complete. The proof needs the flight recorder, too.
     """
-
     grace_period: float = 20.0
     """Seconds for ranks to save and return after the task or a worker receives SIGTERM. Later steps, such as the
     checkpoint's upload, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one and a half
     times this value. For 20 the product is Kubernetes' default of 30."""
-
     hints: bool = True
-    """True: log one line for each likely mistake, such as a loss of NaN or infinity, or ranks without collectives.
-    Other mistakes are a shuffling `DistributedSampler` without `set_epoch`, and a metric of `keep` that no checkpoint
-    has."""
-
+    """True: log one line for each likely mistake: a loss of NaN or infinity, ranks without collectives, a shuffling
+    `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has."""
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
@@ -190,9 +177,8 @@ class Gang:
     keep: Keep = field(default_factory=Keep)
     """Retention policy for checkpoints. Default: the newest two stay."""
     debug: bool = False
-    """True: train in one rank, the calling process, with its own process group. Breakpoints, profilers and `pytest
-    --pdb` work as usual, since debug mode needs no fork, no Dask and no restart. `DASKPYTORCH_DEBUG=1` switches on
-    debug mode for all gangs. `dispatch.map` ignores both."""
+    """True: train in one rank, the calling process, where breakpoints, profilers and `pytest --pdb` work as usual.
+    `DASKPYTORCH_DEBUG=1` switches on debug mode for all gangs. `dispatch.map` ignores both."""
     checkpoint_uri: str | None = None
     """Storage for sharded checkpoints: a folder that all workers reach, or an fsspec URL (`s3://bucket/prefix`). Each
     gang gets a folder below it.
@@ -200,15 +186,10 @@ class Gang:
     None: Flyte's storage for the task's checkpoints. Without Flyte: a temporary folder of the driver, which ranks on
     other machines cannot reach.
 
-    Outside a Flyte task the gang's folder holds all that a later call needs to go on. A gang with a `key` goes on from
-    the newest checkpoint in the folder of that key. Without a `key`, the folder is named after the function and the
-    number of its call in the process:
-
-    - In the next process, the call with the same number goes on from the folder's newest checkpoint.
-    - In the same process, an equal call goes on from a call that has failed or was cancelled.
-    - After a call that has succeeded, an equal call starts afresh, in a new folder.
-
-    The log says from where a gang goes on. A second gang is refused while another one uses the same folder.
+    Outside a Flyte task the folder has all that a later call needs to go on: the call with the same `key`, or else the
+    call of the same function with the same number in its process. An equal call in the same process goes on from a
+    failed or cancelled call, and starts afresh after a successful one. The log names the step and the folder. A second
+    gang is refused while another one uses the same folder.
     """
     shard_cache: str | None = None
     """Absolute path of a folder on each node's own disk for copies of the newest sharded checkpoint. A restarted gang
@@ -238,7 +219,9 @@ class Gang:
             "profile": checks.optional(checks.instance_of(Profile)),
             "key": checks.optional(checks.KEY),
             "checkpoint_uri": checks.optional(checks.uri),
-            "shard_cache": checks.optional(checks.must_be("an absolute path", _is_absolute)),
+            "shard_cache": checks.optional(
+                checks.must_be("an absolute path", lambda path: isinstance(path, str) and path.startswith("/"))
+            ),
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
         checks.Problems("Gang", self, rules).raise_any()
@@ -383,7 +366,7 @@ class Wandb:
             "id": checks.optional(
                 checks.must_be(
                     r"a text of up to 128 characters without any of /\#?%:",
-                    lambda value: checks.is_text(value) and RUN_ID.fullmatch(value) is not None,
+                    lambda value: checks.is_text(value) and re.fullmatch(r"[^/\\#?%:]{1,128}", value) is not None,
                 )
             ),
             "tags": checks.tuple_of("texts", checks.is_text),
@@ -410,10 +393,6 @@ def is_debugging(gang: Gang | None = None) -> bool:
 def _is_range(steps: object) -> bool:
     is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(checks.is_whole(step, 1) for step in steps)
     return is_pair and steps[0] <= steps[1]  # type: ignore[index]
-
-
-def _is_absolute(path: object) -> bool:
-    return isinstance(path, str) and path.startswith("/")
 
 
 def _is_secret(value: object) -> bool:

@@ -61,7 +61,7 @@ class StepProfiler:
         first, last = self._asked.steps
         warmup = min(1, first - 1)  # a step for the profiler's own start
         phases = schedule(skip_first=first - 1 - warmup, wait=0, warmup=warmup, active=last - first + 1, repeat=1)
-        self._profile = profile(schedule=phases, with_stack=self._asked.with_stack, on_trace_ready=self._keep)
+        self._profile = profile(schedule=phases, on_trace_ready=self._keep)
         self._profile.start()
 
     def _step(self) -> None:
