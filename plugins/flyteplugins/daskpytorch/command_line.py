@@ -9,8 +9,6 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
-from flytekitplugins.daskpytorch.process.system import runs_gangs
-from flytekitplugins.daskpytorch.settings import is_debugging
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
 from flytekitplugins.daskpytorch.task.process import is_worthwhile
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
@@ -20,11 +18,10 @@ HERE = ("--local", "--tracked")
 
 def run(command: Any) -> Any:
     """Return Flyte's command `run`, changed if it may start gangs on this machine. Called by Flyte's command line."""
-    if not is_worthwhile(sys.argv, "flyte", here=HERE) or is_debugging():
+    if not is_worthwhile(sys.argv, "flyte", here=HERE):
         return command
-    if runs_gangs():
-        fork_client.import_ahead(IMPORTED_AHEAD)
-        fork_client.connect().close()
+    fork_client.import_ahead(IMPORTED_AHEAD)
+    fork_client.connect().close()
     command.invoke = functools.partial(_heeding_ctrl_c, command.invoke)
     return command
 

@@ -11,10 +11,8 @@ import sys
 from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyte the host
 from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.process.system import runs_gangs
-from flytekitplugins.daskpytorch.settings import is_debugging
 from flytekitplugins.daskpytorch.task.process import is_worthwhile
 
 fork_client.import_ahead(IMPORTED_AHEAD)
-if is_worthwhile(sys.argv, "pyflyte") and runs_gangs() and not is_debugging():
+if is_worthwhile(sys.argv, "pyflyte"):
     fork_client.connect().close()

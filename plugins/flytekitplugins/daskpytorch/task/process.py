@@ -13,7 +13,9 @@ from itertools import dropwhile
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
+from flytekitplugins.daskpytorch.settings import is_debugging
 
 NOT_HERE = {"--remote", "-r", "--help"}
 """Options with which a command line runs no task on this machine."""
@@ -24,7 +26,7 @@ SIGTERM = "the task was told to end (SIGTERM)"
 
 
 def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
-    """Return True if a command line runs a task on this machine, from a file that names this package.
+    """Return True if a command line may start gangs on this machine: it runs a task of a file that names this package.
 
     The gangs' fork server then starts before the tasks' file and torch are imported. Both take seconds.
 
@@ -34,6 +36,8 @@ def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str]
         here: Options of which a local run has at least one. Empty: every run is local, unless it has an option of
             `NOT_HERE`.
     """
+    if is_debugging() or not runs_gangs():
+        return False
     called, *rest = arguments or [""]
     _, *options = list(dropwhile(lambda option: option != "run", rest)) or [""]
     file, *what = list(dropwhile(lambda option: not option.endswith(".py"), options)) or [""]
