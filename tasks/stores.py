@@ -74,10 +74,7 @@ class Folder:
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, without partial files of killed processes."""
-        try:
-            return sorted(path.name for path in self._path(folder).iterdir() if not path.name.startswith("."))
-        except FileNotFoundError:
-            return []
+        return sorted(path.name for path in self._path(folder).glob("[!.]*"))
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the files' bytes."""
