@@ -205,7 +205,20 @@ class _Trainer(Trainer):
 
     def shown(self, metrics: EpochMetrics) -> dict[str, Any]:
         """Return the metrics, on rank 0 with the predictions. Without a run of Weights & Biases, these are dropped."""
-        return super().shown(metrics) | self._table()
+        shown = super().shown(metrics)
+        if self.rank.is_main and self.recorded.num_batches and self.recorded.num_images and self.evaluation:
+            try:
+                shown["predictions"] = predictions_table(
+                    self.test.images,
+                    self.test.labels,
+                    self.evaluation.scores,
+                    batch_size=self.hp.test_batch_size,
+                    num_batches=self.recorded.num_batches,
+                    num_images=self.recorded.num_images,
+                )
+            except Exception as error:  # such as a full disk; a record must not fail the training
+                logger.warning("no table of predictions: %s: %s. The training goes on.", type(error).__name__, error)
+        return shown
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"evaluation": self.evaluation}
@@ -213,23 +226,6 @@ class _Trainer(Trainer):
     def resume(self, state: Mapping[str, Any]) -> None:
         super().resume(state)
         self.evaluation = state["evaluation"]
-
-    def _table(self) -> dict[str, Any]:
-        if not (self.rank.is_main and self.recorded.num_batches and self.recorded.num_images and self.evaluation):
-            return {}
-        try:
-            table = predictions_table(
-                self.test.images,
-                self.test.labels,
-                self.evaluation.scores,
-                batch_size=self.hp.test_batch_size,
-                num_batches=self.recorded.num_batches,
-                num_images=self.recorded.num_images,
-            )
-        except Exception as error:  # such as a full disk; a record must not fail the training
-            logger.warning("no table of predictions: %s: %s. The training goes on.", type(error).__name__, error)
-            return {}
-        return {"predictions": table}
 
 
 @torch.no_grad()
