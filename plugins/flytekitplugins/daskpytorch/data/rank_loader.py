@@ -101,16 +101,12 @@ class RankLoader:
             rank=rank,
             world_size=world_size,
         )
-        self._num_items = len(dataset)
+        self.num_items = len(dataset)
+        """Number of items of the dataset."""
         self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
         source, batches = reading_ahead(dataset, self._batches, options.get("num_workers", 0))
         self._loader: DataLoader[Any] = DataLoader(source, batch_sampler=batches, generator=self._generator, **options)
-
-    @property
-    def num_items(self) -> int:
-        """Number of items of the dataset."""
-        return self._num_items
 
     @property
     def weight(self) -> float:
