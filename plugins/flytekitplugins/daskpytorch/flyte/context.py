@@ -36,8 +36,7 @@ class FlyteExecution(host.Execution):
         """Return the folders of the gang's checkpoints: in Flyte's storage, or on this machine in a local run."""
         if self._run is not None:
             return self._run.paths(key)
-        state = self._ctx.execution_state
-        if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION:
+        if not is_on_backend(self._ctx):
             return None
         checkpoint = getattr(self._params, "_checkpoint", None)
         own, previous = getattr(checkpoint, "_checkpoint_dest", None), getattr(checkpoint, "_checkpoint_src", None)
@@ -106,6 +105,11 @@ def rank_environment() -> dict[str, str]:
 def current() -> FlyteExecution:
     """Return the execution of the task that runs here."""
     return FlyteExecution(FlyteContextManager.current_context(), local_run.get())
+
+
+def is_on_backend(ctx: FlyteContext) -> bool:
+    """Return True if Flyte's backend runs the task."""
+    return ctx.execution_state is not None and ctx.execution_state.mode == ExecutionState.Mode.TASK_EXECUTION
 
 
 def _is_in_task(ctx: FlyteContext) -> bool:

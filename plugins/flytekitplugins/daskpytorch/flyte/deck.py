@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from flytekit import Deck
-from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
+from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 from flytekit.deck.renderer import Renderable
 
 from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.flyte.context import is_on_backend
 from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date, page_of
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ class _DeckFile:
     def __init__(self, ctx: FlyteContext, path: Path | None = None) -> None:
         self._ctx = ctx
         self.path = path or Path(ctx.file_access.get_random_local_directory(), DECK_FILE_NAME)
-        state = ctx.execution_state
-        self.is_local = state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION
+        self.is_local = not is_on_backend(ctx)
         local_file.set(self.path if self.is_local else None)
 
     def write(self) -> None:

@@ -18,7 +18,7 @@ from flyteidl.core import literals_pb2
 from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
 from flytekit.core.array_node_map_task import ArrayNodeMapTask
-from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
+from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import DeckField
 from flytekit.deck.renderer import SourceCodeRenderer
@@ -198,7 +198,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         if task is self:
             return self._train(kwargs, self._rank_host(literals))
         ctx = FlyteContextManager.current_context()
-        is_mapped = _is_on_backend(ctx) and _is_of_map_task(inspect.currentframe())
+        is_mapped = context.is_on_backend(ctx) and _is_of_map_task(inspect.currentframe())
         literals = TypeEngine.dict_to_literal_map(ctx, kwargs, self.python_interface.inputs)
         with heeding_sigterm(), _retried_by_the_mapped():
             made = self._train(kwargs, self._rank_host(literals))
@@ -322,10 +322,6 @@ def _is_local(ctx: FlyteContext) -> bool:
     return ctx.execution_state is not None and bool(ctx.execution_state.is_local_execution())
 
 
-def _is_on_backend(ctx: FlyteContext) -> bool:
-    return ctx.execution_state is not None and ctx.execution_state.mode == ExecutionState.Mode.TASK_EXECUTION
-
-
 def _is_of_map_task(frame: FrameType | None) -> bool:
     """Return True if a `map_task` has called the method of this frame.
 
@@ -363,6 +359,6 @@ def _retried_by_the_mapped() -> Iterator[None]:
     try:
         yield
     except INFRASTRUCTURE_ERRORS as error:
-        if not _is_on_backend(FlyteContextManager.current_context()):
+        if not context.is_on_backend(FlyteContextManager.current_context()):
             raise
         raise FlyteRecoverableException(str(error)) from error
