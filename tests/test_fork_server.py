@@ -751,13 +751,13 @@ def test_server_that_cannot_start_says_why_with_its_own_error(
 
 @pytest.mark.usefixtures("fresh_server")
 def test_server_that_crashes_is_told_from_one_that_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "crashing.py").write_text("import os; os.abort()")
+    (tmp_path / "crashing.py").write_text("import os\ndef crash(): os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
-    fork_client.import_ahead("crashing")
+    fork_client.import_ahead("crashing:crash")
     try:
         assert "has ended with SIGABRT: the log of the worker" in str(error_of_first_rank())
     finally:
-        fork_client._imported_ahead.remove("crashing")
+        fork_client._imported_ahead.remove("crashing:crash")
     with contextlib.closing(fork_client.connect()) as client:
         assert fork_client._owned is not None
         assert fork_client._owned.process is not None
