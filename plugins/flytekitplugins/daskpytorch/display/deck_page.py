@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart, Metrics
 from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left
-from flytekitplugins.daskpytorch.display.usage import GIB, STEPS, RankSpeed, Usages
+from flytekitplugins.daskpytorch.display.usage import QUANTITIES, STEPS, RankSpeed, Usages
 from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
@@ -234,28 +234,16 @@ def _seconds_of(goodput: Goodput) -> dict[str, float]:
 
 def _ranks_table(ranks: Sequence[RankSpeed]) -> str:
     names = list(dict.fromkeys(name for one in ranks for name in one.usage.seconds))
-    has_gpu = any(one.usage.gpu_memory is not None for one in ranks)
-    header = [
-        "rank",
-        "optimizer steps",
-        "optimizer steps/s",
-        *(f"{name} (s)" for name in names),
-        "CPU (cores)",
-        "memory (GiB)",
-    ]
-    header += ["GPU memory (GiB)", "GPU (%)"] if has_gpu else []
-    return report.table(header, [_rank_row(one, names, has_gpu=has_gpu) for one in ranks[:MAX_SHOWN_RANKS]])
+    used = [title for title, (_, of) in QUANTITIES.items() if any(of(one.usage) is not None for one in ranks)]
+    header = ["rank", "optimizer steps", "optimizer steps/s", *(f"{name} (s)" for name in names), *used]
+    return report.table(header, [_rank_row(one, names, used) for one in ranks[:MAX_SHOWN_RANKS]])
 
 
-def _rank_row(one: RankSpeed, names: Sequence[str], *, has_gpu: bool) -> list[object]:
+def _rank_row(one: RankSpeed, names: Sequence[str], used: Sequence[str]) -> list[object]:
     usage = one.usage
     row: list[object] = [usage.rank, usage.num_steps, _brief(one.steps_per_second)]
     row += [f"{usage.seconds[name]:.1f}" if name in usage.seconds else "" for name in names]
-    row += [f"{usage.cpu:.2f}", f"{usage.memory / GIB:.2f}"]
-    if has_gpu:
-        row.append("" if usage.gpu_memory is None else f"{usage.gpu_memory / GIB:.2f}")
-        row.append("" if usage.gpu_utilization is None else f"{100 * usage.gpu_utilization:.0f}")
-    return row
+    return row + [_brief(QUANTITIES[title][1](usage)) for title in used]
 
 
 def _brief(value: float | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.display.training import gang_config
-from flytekitplugins.daskpytorch.display.usage import GIB
+from flytekitplugins.daskpytorch.display.usage import metrics_of
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
@@ -121,7 +121,7 @@ class Tracker(Observer):
     def used(self, usage: RankUsage) -> None:
         """Queue a rank's CPU, memory and GPU as metrics of the newest step."""
         if usage.rank < MAX_RANKS:
-            self._add({f"usage/rank {usage.rank}/{name}": value for name, value in _amounts(usage).items()})
+            self._add({f"usage/rank {usage.rank}/{name}": value for name, value in metrics_of(usage).items()})
 
     def accounted(self, goodput: Goodput) -> None:
         """Keep the newest account of the gang's time for the end."""
@@ -145,15 +145,6 @@ class Tracker(Observer):
             self._add({f"goodput/{name}": value for name, value in account.items()})
         limit = PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT
         self._feeder.end(partial(self._run.close, *_state(error)), limit)
-
-
-def _amounts(usage: RankUsage) -> dict[str, float]:
-    amounts = {"cpu_cores": usage.cpu, "memory_gib": usage.memory / GIB}
-    if usage.gpu_memory is not None:
-        amounts["gpu_memory_gib"] = usage.gpu_memory / GIB
-    if usage.gpu_utilization is not None:
-        amounts["gpu_percent"] = 100 * usage.gpu_utilization
-    return amounts
 
 
 def _state(error: Exception | None) -> tuple[State, str | None]:

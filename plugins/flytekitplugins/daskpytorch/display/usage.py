@@ -1,7 +1,7 @@
 """CPU, memory, GPU and pace of the ranks for the Deck, with a bounded number of points."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.display.training import Pace
@@ -29,14 +29,14 @@ class RankSpeed:
     """Optimizer steps per second of the rank, without the time before the first batch or step. None: unknown."""
 
 
-QUANTITIES: dict[str, Callable[[RankSpeed], float | None]] = {
-    STEPS: lambda one: one.steps_per_second,
-    "CPU (cores)": lambda one: one.usage.cpu,
-    "memory (GiB)": lambda one: one.usage.memory / GIB,
-    "GPU memory (GiB)": lambda one: None if one.usage.gpu_memory is None else one.usage.gpu_memory / GIB,
-    "GPU utilization (%)": lambda one: None if one.usage.gpu_utilization is None else 100 * one.usage.gpu_utilization,
+QUANTITIES: Mapping[str, tuple[str, Callable[[RankUsage], float | None]]] = {
+    "CPU (cores)": ("cpu_cores", lambda usage: usage.cpu),
+    "memory (GiB)": ("memory_gib", lambda usage: usage.memory / GIB),
+    "GPU memory (GiB)": ("gpu_memory_gib", lambda usage: _times(usage.gpu_memory, 1 / GIB)),
+    "GPU utilization (%)": ("gpu_percent", lambda usage: _times(usage.gpu_utilization, 100)),
 }
-"""Drawn quantities: name of the chart, and function that returns the value of a sample."""
+"""Quantities of a sample for the Deck and for trackers: title in the Deck -> metric of trackers, and function that
+returns the value."""
 
 
 @dataclass
@@ -76,12 +76,13 @@ class Usages:
             yield what, {name: line.points for name, line in sorted(lines.items(), key=_order)}
 
     def _draw(self, time: float, name: str, speed: RankSpeed) -> None:
-        for what, of in QUANTITIES.items():
-            self._add(what, name, time, of(speed))
+        for what, value in _drawn(speed).items():
+            self._add(what, name, time, value)
 
     def _draw_spread(self, time: float) -> None:
-        for what, of in QUANTITIES.items():
-            if values := sorted(value for speed in self.newest.values() if (value := of(speed)) is not None):
+        drawn = [_drawn(speed) for speed in self.newest.values()]
+        for what in (STEPS, *QUANTITIES):
+            if values := sorted(value for each in drawn if (value := each[what]) is not None):
                 for name, value in (
                     ("lowest", values[0]),
                     ("middle", values[len(values) // 2]),
@@ -93,6 +94,19 @@ class Usages:
         if value is not None:
             lines = self._lines.setdefault(what, {})
             lines.setdefault(name, Curve(MAX_POINTS)).add((0, max(0.0, time - self.began_at), value))
+
+
+def metrics_of(usage: RankUsage) -> dict[str, float]:
+    """Return a sample's known values, by their metric of trackers."""
+    return {name: value for name, of in QUANTITIES.values() if (value := of(usage)) is not None}
+
+
+def _drawn(speed: RankSpeed) -> dict[str, float | None]:
+    return {STEPS: speed.steps_per_second} | {title: of(speed.usage) for title, (_, of) in QUANTITIES.items()}
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
 
 
 def _order(line: tuple[str, Curve]) -> int:
