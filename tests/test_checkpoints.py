@@ -340,7 +340,7 @@ def test_upload_that_differs_from_what_was_announced_is_refused(
 ) -> None:
     file = write(agent, 1)
     flip_a_byte(agent / file.name)
-    with pytest.raises(ValueError, match="the checkpoint of step 1 was damaged on its way"):
+    with pytest.raises(ValueError, match="the checkpoint of step 1 was damaged during its transfer"):
         upload(checkpoints, agent, file)
     assert checkpoints.newest() is None
     assert names(folder) == []
@@ -350,7 +350,7 @@ def test_damaged_upload_leaves_the_good_file_of_that_name(checkpoints: Checkpoin
     file = write(agent, 1)
     upload(checkpoints, agent, file)
     flip_a_byte(agent / file.name)
-    with pytest.raises(ValueError, match="damaged on its way"):
+    with pytest.raises(ValueError, match="damaged during its transfer"):
         upload(checkpoints, agent, file)
     assert checkpoints.newest() == file
 

@@ -329,7 +329,7 @@ class Brain:
         if self._state.is_cancelled:
             raise self._cancelled()
         if (self._saving.is_committing or (self._saving.is_fetching and self._stays_here())) and self._now() < limit:
-            self._announcer.remind("waiting for the newest checkpoint, which is on its way")
+            self._announcer.remind("waiting until the newest checkpoint is complete")
             return self._wait(limit)
         self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
@@ -348,7 +348,7 @@ class Brain:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._saving.is_busy and self._now() < self._ended_at + limit:
-            self._announcer.remind("waiting for the newest checkpoint, which is on its way")
+            self._announcer.remind("waiting until the newest checkpoint is complete")
             return self._wait(self._ended_at + limit)
         self._saving.give_up_fetches()
         return self._go_on()

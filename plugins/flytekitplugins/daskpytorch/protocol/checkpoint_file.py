@@ -99,7 +99,7 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> P
                 size += len(piece)
                 file.write(piece)
         if digest.hexdigest() != wanted.digest:
-            raise ValueError(f"the checkpoint of step {wanted.step} was damaged on its way")
+            raise ValueError(f"the checkpoint of step {wanted.step} was damaged during its transfer")
         return unfinished.rename(folder / wanted.name)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -242,8 +242,8 @@ class ShardedCheckpoints:
         if save.metrics:  # perhaps the best save
             metrics = ", ".join(f"{name} {value:g}" for name, value in save.metrics.items())
             self._say(
-                f"the sharded checkpoint of step {save.step} ({metrics}) was not written: the next one came while the "
-                "one before it was still on its way. Save less often, where each of them counts."
+                f"the sharded checkpoint of step {save.step} ({metrics}) was not written: a newer save came while "
+                "an earlier one was still being written. Save less often if every checkpoint counts."
             )
 
     def _tell_unread(self, checkpoint: ShardedCheckpoint, unread: frozenset[str]) -> None:
