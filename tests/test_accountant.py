@@ -1,4 +1,4 @@
-"""Where a gang's time goes, as its driver counts it: what happens is told, and the clock goes as the test says."""
+"""Goodput: the driver assigns every second of a gang to one phase. Events and the clock are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent does with its orders: a real one with real ranks, and a driver that the test is."""
+"""An agent carries out the driver's orders. The agent and its ranks are real, and the test plays the driver."""
 
 from __future__ import annotations
 

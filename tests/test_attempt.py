@@ -1,4 +1,4 @@
-"""Whose fault the end of an attempt is, and how the error says so. What follows from it is in `test_brain`."""
+"""The end of an attempt: the blamed rank and its error. `test_brain.py` has the decision that follows."""
 
 from __future__ import annotations
 

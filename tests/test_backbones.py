@@ -1,4 +1,4 @@
-"""The networks: their heads, and the weights that they start from."""
+"""The networks of transfer learning: their heads, and the weights from which they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Flyte's own code makes of our tasks, as golden files: whether it is what the README promises."""
+"""Flyte's own code compiles and runs our tasks as the README promises. Golden files hold the results."""
 
 from __future__ import annotations
 

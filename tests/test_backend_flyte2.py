@@ -1,4 +1,4 @@
-"""What failed attempts of our tasks for Flyte 2's SDK leave for Flyte 2's executor to read."""
+"""Failed attempts of Flyte 2 tasks write what Flyte 2's executor needs to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank really failed: the rules of blame case by case, and the error that the user sees."""
+"""The error names the rank that failed first. One test per rule of blame, and the error that the user sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever keeps what ranks log keeps a bounded part of it: a driver's memory does not grow with the training."""
+"""Memory is bounded: no part of the driver keeps more records, however much the ranks log."""
 
 from __future__ import annotations
 

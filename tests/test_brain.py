@@ -1,4 +1,4 @@
-"""What the driver decides, in whatever order things happen: agents, ranks and the clock are simulated."""
+"""The driver's decisions are right for any order of events. Agents, ranks and the clock are simulated."""
 
 from __future__ import annotations
 

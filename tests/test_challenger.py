@@ -1,4 +1,4 @@
-"""What a retraining decides, on a registry in a folder."""
+"""A retraining promotes or rejects its new model correctly, in a registry in a local folder."""
 
 from __future__ import annotations
 

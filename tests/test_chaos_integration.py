@@ -1,4 +1,4 @@
-"""Random schedules of faults, and many gangs in a row; `benchmarks/chaos.py --schedules 200` runs more of the same.
+"""Gangs survive random faults. `benchmarks/chaos.py --schedules 200` runs more of the same schedules.
 
 A few of each in every run, so that neither benchmark can be broken for days.
 """

@@ -1,4 +1,4 @@
-"""The character model: its windows, its training alone and in a real gang of two processes, and its names."""
+"""The character model: its windows, its training alone and in a real gang of two ranks, and its sampled names."""
 
 from __future__ import annotations
 

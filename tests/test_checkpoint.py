@@ -1,4 +1,4 @@
-"""A rank's checkpoints: copied at once, written behind its back, whole or not at all, read by the next attempt."""
+"""A rank's checkpoints: copied at once, written in a thread, complete or absent, loaded by the next attempt."""
 
 from __future__ import annotations
 

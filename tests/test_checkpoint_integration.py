@@ -1,4 +1,4 @@
-"""Checkpoints of real gangs: FSDP2's sharded state, which is refused, and the best, which every node can have."""
+"""Checkpoints of real gangs: FSDP2's sharded state is refused, and all nodes can load the best one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are safe: whole or not at all, none of an older attempt, the newest that is not damaged."""
+"""The driver keeps complete checkpoints only, refuses those of earlier attempts, and finds the newest undamaged."""
 
 from __future__ import annotations
 

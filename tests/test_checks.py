@@ -1,4 +1,4 @@
-"""Wrong hyper-parameters: each dataclass of the trainings names all of its wrong values in one error."""
+"""Each hyper-parameter class reports all of its invalid values in one error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use the address of checkpoints: one gang at a time, and the next once the one before has ended."""
+"""One gang at a time uses a checkpoint address. The next gang may use it once the one before has ended."""
 
 from __future__ import annotations
 

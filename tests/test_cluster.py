@@ -1,4 +1,4 @@
-"""Clusters as the driver sees them: one made here, and a scheduler that is none."""
+"""The driver connects to a cluster, makes a local one, or reports that no scheduler answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters that only speak TLS, and a scheduler that falls silent while its workers are waited for."""
+"""Gangs run on clusters with TLS. A scheduler that stops answering during the start is reported."""
 
 from __future__ import annotations
 

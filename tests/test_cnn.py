@@ -1,4 +1,4 @@
-"""The network for digits: its training and evaluation alone, and in real gangs of one, two and three processes."""
+"""The network for digits: training and evaluation alone, and in real gangs of one, two and three ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's code and arguments as bytes: what travels, how it is named, and that it runs where the project is not."""
+"""The user's code and arguments are pickled so that they run on machines without the project."""
 
 from __future__ import annotations
 

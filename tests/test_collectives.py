@@ -1,4 +1,4 @@
-"""What differs in the collectives that ranks remember."""
+"""The error of a hang or mismatch names the collectives in which the ranks' records differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of docs/coming_from.md: what they make of other launchers' programs runs, in a gang."""
+"""The code blocks of docs/coming_from.md run in a gang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded checkpoints in storage: what counts, what is removed, and what the next gang goes on from."""
+"""Sharded checkpoints in storage: commits, removals, and the checkpoint from which the next gang starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: whatever a user asks for works, or is refused before anything starts, in words that name the wrong field."""
+"""Every config works, or is refused before anything starts, with an error that names the wrong field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who am I: rank 0 of 1 outside a gang, plain numbers in records, forked children that report nowhere, common stops."""
+"""`current_rank()`: rank 0 of 1 outside a gang, plain numbers in records, silent forks, stops at the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C does while a task runs: whether the gang ends in good order, and whether a second one is waited for."""
+"""Ctrl-C during a task ends the gang in good order. A second Ctrl-C ends the process at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at a script that runs a gang by itself: the gang ends first, and the same script goes on from there."""
+"""Ctrl-C in a script with a gang: the gang ends first, and the same script continues from its checkpoint."""
 
 from __future__ import annotations
 

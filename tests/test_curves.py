@@ -1,4 +1,4 @@
-"""The charts and tables of a sweep."""
+"""The charts and tables of a sweep show the right numbers."""
 
 from __future__ import annotations
 

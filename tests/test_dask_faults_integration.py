@@ -1,4 +1,4 @@
-"""What happens when Dask fails: cases 20 to 35 of the project's list of faults, by number."""
+"""Gangs survive failures of Dask: cases 20 to 35 of the project's list of faults, by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dask's own functions in a rank: its client, its worker, and what they share; with threads or processes as workers."""
+"""Dask's functions work in a rank: client, worker and shared objects, with workers as threads or processes."""
 
 from __future__ import annotations
 

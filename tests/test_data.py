@@ -1,4 +1,4 @@
-"""What `S3ImageFolder` makes of its arguments, without a server; with one, see test_s3_*_integration.py."""
+"""`S3ImageFolder` checks its arguments without a server. test_s3_*_integration.py has tests with a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that ends a gang has its time from one grace period."""
+"""All times after SIGTERM follow from one grace period."""
 
 from __future__ import annotations
 

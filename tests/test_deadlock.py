@@ -1,4 +1,4 @@
-"""What is proved to be a deadlock, and what is not: agents, ranks and the clock are simulated."""
+"""The driver proves real deadlocks, and takes nothing else for one. Agents, ranks and the clock are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlocks of real ranks end within seconds, by name; programs that only take their time do not end so."""
+"""Real deadlocked ranks end within seconds, with an error that names them. Slow programs run on."""
 
 from __future__ import annotations
 

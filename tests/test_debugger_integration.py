@@ -1,4 +1,4 @@
-"""`breakpoint()` in ranks of a real `pyflyte run`, at a real terminal and without one; editors that attach."""
+"""`breakpoint()` in ranks of a real `pyflyte run`, with and without a terminal, and editors that attach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Deck of a training: what is kept of it, and what the page says."""
+"""The Deck of a training shows the right content, and its recorder keeps bounded data."""
 
 from __future__ import annotations
 

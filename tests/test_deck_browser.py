@@ -1,4 +1,4 @@
-"""Decks in a real browser, all in one page load: what is drawn, what is said of it, what overflows."""
+"""Decks in a real browser: everything is drawn, labelled, and within the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Deck's tabs of inputs and outputs: what is hidden, what is escaped, what is a table, and that nothing is read."""
+"""The Deck's tabs of inputs and outputs hide secrets, escape text, make tables, and read no file."""
 
 from __future__ import annotations
 

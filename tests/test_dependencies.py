@@ -1,4 +1,4 @@
-"""What the plugin imports, and what it says that it needs."""
+"""The package imports only what its metadata declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank beside its GPU. No machine of this project has two: the GPUs, and the kernel's word on them, are made up."""
+"""Each rank gets its own GPU and the nearest NUMA node. The GPUs and the kernel's answers are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digits: from a directory, a mirror, a network that is down, and scikit-learn."""
+"""The digits load from a directory, a mirror, or scikit-learn if the network is down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dispatch` refuses before anything starts, and the futures of a gang whose end is simulated."""
+"""`dispatch` refuses wrong calls before anything starts. Futures follow the simulated end of a gang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gangs on real Dask clusters: schedulers, workers and ranks are processes of their own."""
+"""Gangs train on real Dask clusters. Schedulers, workers and ranks are separate processes."""
 
 from __future__ import annotations
 

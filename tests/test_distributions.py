@@ -1,4 +1,4 @@
-"""What is released: the wheel, the source distribution, the changelog's version, and what tells of them."""
+"""The wheel, the source distribution, the changelog and the repository's forms are fit for a release."""
 
 from __future__ import annotations
 

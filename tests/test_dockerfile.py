@@ -1,4 +1,4 @@
-"""Promise: the image holds no secret, runs as user 1000 on a read-only root, and has the backend's commands."""
+"""The image holds no secret, runs as user 1000 on a read-only root, and has the backend's commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of the README and of the pages in docs/ run, and the tree of files is the tree."""
+"""The code blocks of the README and of the pages in docs/ run, and the file trees in them are up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation's site: all that is public stands in it, and it asks nothing of any network."""
+"""The documentation's site contains all public names, and loads nothing from any network."""
 
 from __future__ import annotations
 

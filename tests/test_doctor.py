@@ -1,4 +1,4 @@
-"""What the doctor makes of what it sees."""
+"""The doctor draws the right verdict from each finding."""
 
 from __future__ import annotations
 

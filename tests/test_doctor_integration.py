@@ -1,4 +1,4 @@
-"""The doctor on a real cluster: all well, a worker with another torch, workers that are busy or do not answer."""
+"""The doctor on a real cluster: no problem, a worker with another torch, busy workers, silent workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dogs' workflow through the real `pyflyte` script: on generated pictures, and on a bucket of a real S3 server."""
+"""The dogs' workflow runs in the real `pyflyte`, with generated pictures and a bucket of a real S3 server."""
 
 from __future__ import annotations
 

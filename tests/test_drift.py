@@ -1,4 +1,4 @@
-"""What keeps new names from being trained on."""
+"""A retraining refuses new names whose distribution has changed too much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that hold the driver's world: refused or made anew in the ranks of a gang."""
+"""Objects with the driver's rank and world size are refused, or made again, in the ranks of a gang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the fork server is started ahead: only where something will run here that may need it, with either SDK."""
+"""The fork server starts early only if the process will run a gang, with either of Flyte's SDKs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: a workflow whose task was `Elastic`'s has rank 0's outputs of all types, whichever way ranks start.
+"""A workflow that replaces `Elastic` gets rank 0's outputs of all types, however the ranks start.
 
 The rest of what `Elastic` promises is in test_spawn_integration.py, and threads in test_orders.py.
 """

@@ -1,4 +1,4 @@
-"""How ranks end: what Python does at the end of a program, and what comes of a rank that ends in another way."""
+"""A rank ends as a Python program does. Each other kind of end is reported."""
 
 from __future__ import annotations
 

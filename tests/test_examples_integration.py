@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public names that need a cluster, or pictures in a bucket, do what they say."""
+"""The docstring examples that need a cluster, or pictures in a bucket, do what they say."""
 
 from __future__ import annotations
 

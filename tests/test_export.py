@@ -1,4 +1,4 @@
-"""Weights as safetensors: what other tools read of a state that ranks share."""
+"""`export_safetensors` writes files that other tools can read, from a state that is sharded over ranks."""
 
 from __future__ import annotations
 

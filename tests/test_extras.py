@@ -1,4 +1,4 @@
-"""What is installed only where it is asked for: the core does without, and who configures it is told of it."""
+"""The core works without optional packages. A config that needs a missing package raises an error."""
 
 from __future__ import annotations
 

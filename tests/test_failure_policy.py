@@ -1,4 +1,4 @@
-"""Whether a failed gang may start again: two budgets, and no third try at the same error in the same place."""
+"""The limits of restarts: two budgets, and no third attempt after the same error at the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is brought to the driver next."""
+"""The driver fetches checkpoints in the right order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harness of the benchmarks: the row of a figure, the table that `benchmarks/all.py` writes, options and turns."""
+"""The benchmarks' harness: rows, the table of `benchmarks/all.py`, options, and turns of the compared ways."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A rank that runs is watched by py-spy because somebody has asked."""
+"""A user's request makes a running rank record a flame graph with py-spy."""
 
 from __future__ import annotations
 

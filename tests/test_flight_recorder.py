@@ -1,4 +1,4 @@
-"""What a rank remembers of its collectives with torch's NCCL backends: entries are real, of torch's `fake` backend."""
+"""The record of a rank's collectives with torch's NCCL backends. The entries come from torch's `fake` backend."""
 
 from __future__ import annotations
 

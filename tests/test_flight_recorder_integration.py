@@ -1,4 +1,4 @@
-"""Collectives that do not fit: what real ranks remember of them, and what the error says."""
+"""Real ranks that call mismatched collectives: their records, and the error that names the mismatch."""
 
 from __future__ import annotations
 

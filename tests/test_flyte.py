@@ -1,4 +1,4 @@
-"""Rank 0's return value as the task's outputs."""
+"""Rank 0's return value becomes the task's outputs."""
 
 from __future__ import annotations
 

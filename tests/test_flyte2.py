@@ -1,4 +1,4 @@
-"""The task types for Flyte 2 as its backend and its users see them, without a rank."""
+"""The task types for Flyte 2, as its backend and its users see them. No rank runs."""
 
 from __future__ import annotations
 

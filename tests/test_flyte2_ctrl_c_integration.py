@@ -1,4 +1,4 @@
-"""Ctrl-C at a terminal in which a task of Flyte 2 trains: the gang ends, says so, and leaves the terminal as it was."""
+"""Ctrl-C during a Flyte 2 task at a terminal: the gang ends, logs it, and leaves the terminal intact."""
 
 from __future__ import annotations
 

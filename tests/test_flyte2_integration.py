@@ -1,4 +1,4 @@
-"""Tasks of Flyte 2 as `flyte.run` runs them here: real ranks of a real gang, in this process's own fork server."""
+"""Flyte 2 tasks under a local `flyte.run`: real ranks of a real gang, in this process's own fork server."""
 
 from __future__ import annotations
 

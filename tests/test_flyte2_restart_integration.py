@@ -1,4 +1,4 @@
-"""Flyte 2 starts an attempt again after a system error, by the same names: what our tasks make of that."""
+"""Flyte 2 repeats an attempt after a system error with equal paths, and our tasks end correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens on Flyte's side: cases 41 to 43 of the project's list of faults, and attempts that follow one another.
+"""Gangs survive failures of Flyte: cases 41 to 43 of the project's list of faults, and later attempts.
 
 Cases 44 and 45 are in test_task_integration.py.
 """

@@ -1,4 +1,4 @@
-"""The real fork server: how ranks end, who hears of it, and that nothing is left when anyone along the line dies."""
+"""The real fork server reports every end of a rank, and leaves no process if any part of the chain dies."""
 
 from __future__ import annotations
 

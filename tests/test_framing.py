@@ -1,4 +1,4 @@
-"""What is sent arrives whole, whatever the pieces in which it comes, and nothing of what follows is taken with it."""
+"""Messages arrive complete, whatever pieces the network delivers, and without bytes of the next message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a gang's time goes: the record."""
+"""`Goodput`: the record of a gang's time."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Strangers: whoever does not know a gang's token is sent away, and nothing that he sends is unpickled."""
+"""A caller without the gang's token is refused, and nothing that it sends is unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds up the others, by collectives and stacks. When a gang counts as hung is in `test_brain`."""
+"""The hang detector finds the rank that holds up the others, by collectives and stacks."""
 
 from __future__ import annotations
 

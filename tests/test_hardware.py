@@ -1,4 +1,4 @@
-"""What a node finds out about its machine."""
+"""A node finds its cores, memory, network interfaces and GPUs."""
 
 from __future__ import annotations
 

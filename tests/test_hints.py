@@ -1,4 +1,4 @@
-"""What a rank finds worth a hint, and what not."""
+"""Hints come for likely mistakes, and only for these."""
 
 from __future__ import annotations
 

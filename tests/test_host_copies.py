@@ -1,4 +1,4 @@
-"""Copies of tensors of simulated devices: each has what its tensor had, and memory is locked where that goes well."""
+"""Host copies of device tensors have the tensors' values, in locked memory where possible. Devices are simulated."""
 
 from __future__ import annotations
 

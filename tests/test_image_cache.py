@@ -1,4 +1,4 @@
-"""A local cache of what was read: whole, of this version of the object, and no larger than it may be."""
+"""The picture cache returns complete files of the current version, and stays below its size."""
 
 from __future__ import annotations
 

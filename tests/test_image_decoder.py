@@ -1,4 +1,4 @@
-"""Pictures of all kinds become the same, whoever decodes them; broken ones are never taken for whole."""
+"""Every decoder returns the same pixels, and no broken picture counts as complete."""
 
 from __future__ import annotations
 

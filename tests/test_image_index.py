@@ -1,4 +1,4 @@
-"""Which objects of a listing are pictures, and of which class."""
+"""An index finds the pictures in a listing, and the class of each."""
 
 from __future__ import annotations
 

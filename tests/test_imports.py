@@ -1,4 +1,4 @@
-"""Calls that wait for an import."""
+"""Calls that wait for an import run once it is complete."""
 
 from __future__ import annotations
 

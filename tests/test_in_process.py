@@ -1,4 +1,4 @@
-"""Debugging in one rank that is the calling process: what is there in a gang is there, and nothing stays."""
+"""Debug mode: one rank in the calling process has what a gang has, and leaves nothing behind."""
 
 from __future__ import annotations
 

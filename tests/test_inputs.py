@@ -1,4 +1,4 @@
-"""Dataclasses as inputs: what is misspelt or of the wrong type is said, not dropped."""
+"""Dataclass inputs: a misspelt key or a value of the wrong type is an error, and never dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gangs of a task are called: the same in every attempt, whatever they are called with."""
+"""The gangs of a task have the same keys in every attempt, whatever the arguments of their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries that guess rank and world size get the gang's. test_libraries_integration.py has the refusals."""
+"""Libraries find the gang's rank and world size. test_libraries_integration.py has the refusals."""
 
 from __future__ import annotations
 

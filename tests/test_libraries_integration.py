@@ -1,4 +1,4 @@
-"""Lightning, Accelerate, Transformers and the like, each in each kind of gang, with nothing changed for it.
+"""Unchanged programs for Lightning, Accelerate, Transformers and others run in each kind of gang.
 
 One gang for each kind runs all of `library_examples.py`: the fork servers import the libraries once for all of them.
 """

@@ -1,4 +1,4 @@
-"""The driver's ear: what agents say arrives whole and in order, and none of them holds up the others."""
+"""Messages of agents reach the driver complete and in order, and no agent delays the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gangs of real agents and ranks that are cancelled while they start: driver and agents are one process here."""
+"""Gangs that are cancelled during their start. Agents and ranks are real, in one process with the driver."""
 
 from __future__ import annotations
 

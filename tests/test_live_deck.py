@@ -1,4 +1,4 @@
-"""A training's Deck while it trains: what is published when, where, and what that may not disturb."""
+"""The Deck during a training: when and where it is published, and that a failure does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real rank's DataLoaders, whose workers hear the SIGTERM that goes to all processes."""
+"""A SIGTERM to all processes does not disturb the DataLoader workers of a real rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of local runs: kept, found again, told apart, and cleared away."""
+"""Checkpoints of local runs are kept, found by the next run, told apart, and removed in time."""
 
 from __future__ import annotations
 

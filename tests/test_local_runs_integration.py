@@ -1,4 +1,4 @@
-"""A local run that is ended by Ctrl-C, or by SIGKILL as in a power cut, and the one that goes on from there."""
+"""After Ctrl-C or SIGKILL of a local run, the next run continues from its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the package says to machines: one object a line, of driver and ranks, at the levels of Flyte's setting."""
+"""`DASKPYTORCH_LOG=json`: one object per line for driver and ranks, at the levels of Flyte's setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that `pyflyte run` of a gang that loses a rank writes to standard error is objects, one a line."""
+"""With JSON logs, all standard error of `pyflyte run` is objects, one per line, even if a rank is lost."""
 
 from __future__ import annotations
 

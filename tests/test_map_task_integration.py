@@ -1,4 +1,4 @@
-"""Gangs that are elements of a `map_task`, or called by hand: in this process, and by the container's command."""
+"""Gangs as elements of a `map_task`, in this process and by the container's command."""
 
 from __future__ import annotations
 

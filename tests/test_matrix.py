@@ -1,4 +1,4 @@
-"""The matrix of versions: how it reads what pytest says, and what it writes of that."""
+"""The matrix of versions: how it reads pytest's output, and the table that it writes."""
 
 from __future__ import annotations
 

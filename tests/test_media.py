@@ -1,4 +1,4 @@
-"""Histograms and pictures as ranks log them."""
+"""`Histogram` and `Picture`, as ranks log them."""
 
 from __future__ import annotations
 

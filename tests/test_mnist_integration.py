@@ -1,4 +1,4 @@
-"""The digits' workflow through the real `pyflyte` script."""
+"""The digits' workflow runs in the real `pyflyte`."""
 
 from __future__ import annotations
 

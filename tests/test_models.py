@@ -1,4 +1,4 @@
-"""The futures of many models, without gangs: what is made of their results and records, and what a notebook shows."""
+"""`ModelFutures`: results, records, errors and the notebook's table. No gang runs."""
 
 from __future__ import annotations
 

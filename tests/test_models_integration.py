@@ -1,4 +1,4 @@
-"""Many models at once on one real cluster, each as a gang of its own."""
+"""`dispatch.map` trains many models at once on a real cluster, each as a gang."""
 
 from __future__ import annotations
 

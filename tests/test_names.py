@@ -1,4 +1,4 @@
-"""The names of the example: reading, cleaning and splitting them."""
+"""The names of the pet names example are read, cleaned and split correctly."""
 
 from __future__ import annotations
 

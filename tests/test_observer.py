@@ -1,4 +1,4 @@
-"""Those who watch a gang, here and in rank 0: one that fails is left out, and the others and the training go on."""
+"""An observer that fails, in the driver or in rank 0, is dropped. The others and the training go on."""
 
 from __future__ import annotations
 

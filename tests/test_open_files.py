@@ -1,4 +1,4 @@
-"""How many agents a driver may hear, said before the first of them is asked to come."""
+"""A gang that needs more open files than the driver may have is refused before its first agent."""
 
 from __future__ import annotations
 

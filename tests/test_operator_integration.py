@@ -1,4 +1,4 @@
-"""The real Dask operator runs what Flyte's plugin has made, on a Kubernetes whose pods are processes."""
+"""The real Dask operator runs our tasks' clusters, on a Kubernetes whose pods are local processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only makes a gang faster, or only measures it, may fail, and its ranks train all the same."""
+"""An error in code that only speeds up or measures a gang does not stop its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's environment holds."""
+"""A rank's environment has the right variables."""
 
 from __future__ import annotations
 

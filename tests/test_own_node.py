@@ -1,4 +1,4 @@
-"""`SpawnDDP` as Flyte's backend sees it, and how many ranks it means on a node."""
+"""`SpawnDDP`: the task as Flyte's backend sees it, and its number of ranks on a node."""
 
 from __future__ import annotations
 

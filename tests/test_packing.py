@@ -1,4 +1,4 @@
-"""Which gangs start when: simulated without a clock, beside bounds that no packing can beat."""
+"""Gangs start on free workers in a good order. Simulated without a clock, and compared with lower bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank gets which partition."""
+"""Each rank gets its share of the partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are fed from what Dask holds, on real clusters."""
+"""Ranks on real clusters read partitions that Dask holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job through the real `pyflyte` script."""
+"""The pet names' workflow, the main example, runs in the real `pyflyte`."""
 
 from __future__ import annotations
 

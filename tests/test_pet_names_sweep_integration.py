@@ -1,4 +1,4 @@
-"""Sweeps and scaling of pet names through the real `pyflyte` script, and their Decks in a real browser."""
+"""Sweeps and scaling of pet names run in the real `pyflyte`, and their Decks in a real browser."""
 
 from __future__ import annotations
 

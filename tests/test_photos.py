@@ -1,4 +1,4 @@
-"""The generated photographs: the same for the same seed, of twenty breeds, of many sizes."""
+"""The generated photographs: equal for equal seeds, with twenty breeds, of many sizes."""
 
 from __future__ import annotations
 

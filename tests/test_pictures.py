@@ -1,4 +1,4 @@
-"""How predictions are shown."""
+"""The pictures that show predictions are drawn correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers to ranks: order, ranks, GPUs, cores and the backend that follows."""
+"""The driver assigns workers, ranks, GPUs, cores and the backend correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that forms its process group itself, as under `torchrun`: real ranks, whose group has been formed before."""
+"""Programs that call `init_process_group` themselves, as under `torchrun`, run in real ranks."""
 
 from __future__ import annotations
 

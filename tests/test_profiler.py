@@ -1,4 +1,4 @@
-"""Steps that `torch.profiler` records: of a rank's own optimizer, and of a gang."""
+"""`Profile` records the right steps, counted by a rank's own optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: in a rank a script has its `__main__`, command line, files and logging, on its machine and on another.
+"""In a rank, a script has its `__main__`, command line, files and logging, on its machine and on another.
 
 The rank is an interpreter that does what one does before it joins its gang; it imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Which rank's debugger has the terminal, in whatever order they ask."""
+"""One rank's debugger at a time has the terminal, in any order of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards that obstore writes and reads where s3fs would: the same objects, and s3fs for all that it cannot."""
+"""Obstore and s3fs write and read the same shards. s3fs takes over whatever obstore cannot do."""
 
 from __future__ import annotations
 

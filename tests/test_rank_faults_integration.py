@@ -1,4 +1,4 @@
-"""Promise: a rank that fails or hangs costs a restart, and is blamed: cases 1 to 19 of the list of faults."""
+"""A rank that fails or hangs costs a restart, and is blamed: cases 1 to 19 of the list of faults."""
 
 from __future__ import annotations
 

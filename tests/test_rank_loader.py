@@ -1,4 +1,4 @@
-"""A loader that gangs of any size go on with: nothing is lost, nothing comes twice, also where workers prefetch."""
+"""`RankLoader`: gangs of any size resume without losing or repeating an item, also with loader workers."""
 
 from __future__ import annotations
 

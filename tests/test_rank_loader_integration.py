@@ -1,4 +1,4 @@
-"""Gangs of real ranks with loader workers, killed in the middle of an epoch: what they see together is undisturbed."""
+"""Real ranks with loader workers, killed within an epoch, see the same items as an undisturbed gang."""
 
 from __future__ import annotations
 

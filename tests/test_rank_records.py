@@ -1,4 +1,4 @@
-"""What a rank logs, on its way to its agent: several records in a message, none lost, none out of order."""
+"""A rank's log records reach its agent: several per message, none lost, all in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch comes next, as the loader says it, and that its pictures are asked for before anybody waits for them."""
+"""The pictures of the next batch are requested before the loop asks for them."""
 
 from __future__ import annotations
 

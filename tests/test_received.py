@@ -1,4 +1,4 @@
-"""What a gang's ranks have returned: whole or not at all, of the newest attempt, and each piece only once."""
+"""The driver receives return values complete or not at all, of the newest attempt, and each part once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All workflows can be registered, and the backend is told of them what it was told before."""
+"""All workflows can be registered, and the backend receives the recorded specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a registry of models keeps, and what it refuses."""
+"""The registry of models keeps versions and promotions, and refuses invalid changes."""
 
 from __future__ import annotations
 

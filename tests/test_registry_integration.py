@@ -1,4 +1,4 @@
-"""Retrainings that are killed, that come at the same time, and whose S3 server fails them."""
+"""Registries survive killed and simultaneous retrainings, and failures of an S3 server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pieces of a page: what no name or value can break, how much a page may weigh, what it asks of others."""
+"""Pieces of report pages: no name or value breaks them, they stay small, and load nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks report, on its way to the driver: few messages, nothing lost, nothing out of order."""
+"""Reports of ranks reach the driver: in few messages, none lost, all in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Return values on their way: small ones whole, others in pieces, from which the same bytes are read again."""
+"""Return values in frames: small ones whole, large ones in pieces, with equal bytes at the end."""
 
 from __future__ import annotations
 

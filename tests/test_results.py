@@ -1,4 +1,4 @@
-"""Results on their way to files: pieces, the buffer, the received, paths and keys."""
+"""Submitted results become files: pieces, buffer, paths and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of gangs on real Dask clusters, as files: complete, in order, whatever happens to the ranks."""
+"""Submitted results of real gangs become files, complete and in order, whatever happens to the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, whatever their metrics are."""
+"""`Keep` keeps the right checkpoints, for any metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrainings day after day: what is trained and promoted, and what is left when one is killed."""
+"""Daily retrainings promote the right models, and leave a valid registry if one is killed."""
 
 from __future__ import annotations
 

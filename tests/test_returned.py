@@ -1,4 +1,4 @@
-"""What ranks return, made ready for a driver that has neither their GPUs nor their process group."""
+"""Return values are made ready for a driver without the rank's GPU and process group."""
 
 from __future__ import annotations
 

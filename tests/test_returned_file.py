@@ -1,4 +1,4 @@
-"""Return values in a file: the same values come out of it, what is large unmoved, and no name of it is left."""
+"""Return values in a file arrive unchanged, without copies of large parts, and leave no file name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large return values of real ranks: what they cost in memory, and ranks that die while they are on their way."""
+"""Large return values of real ranks: the memory that they take, and ranks that die during the transfer."""
 
 from __future__ import annotations
 

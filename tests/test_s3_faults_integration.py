@@ -1,4 +1,4 @@
-"""What happens to `S3ImageFolder` when a real S3 server, what lies in it, or the way to it is not as it should be."""
+"""`S3ImageFolder` reports or survives faults of a real S3 server, its objects and its network."""
 
 from __future__ import annotations
 

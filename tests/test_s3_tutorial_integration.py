@@ -1,4 +1,4 @@
-"""Transfer learning as dask-pytorch-ddp taught it, after a change of the import line, on a real S3 server."""
+"""The transfer learning tutorial of dask-pytorch-ddp runs with only its import changed, on a real S3 server."""
 
 from __future__ import annotations
 

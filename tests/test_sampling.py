@@ -1,4 +1,4 @@
-"""Splits without leakage, and batches that see everything once."""
+"""Splits share no equal items between training and test, and batches cover every item once."""
 
 from __future__ import annotations
 

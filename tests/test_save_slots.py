@@ -1,4 +1,4 @@
-"""Which save is in flight and which waits, whatever the order in which ranks hear that one is settled."""
+"""One save is in flight and one waits, in whatever order ranks learn that a save is settled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Temporary folders that go with their process: by itself, and when it is killed."""
+"""Temporary folders are removed with their process, even after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that is run as users run theirs, with a gang whose ranks find in `__main__` what it defines."""
+"""A user's script with a gang: the ranks find in `__main__` what the script defines."""
 
 from __future__ import annotations
 

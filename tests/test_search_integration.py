@@ -1,4 +1,4 @@
-"""Models of an Optuna study on a real cluster: asked for when they are needed, pruned, and taken up again."""
+"""A `Search` on a real cluster suggests experiments late, prunes models, and resumes."""
 
 from __future__ import annotations
 

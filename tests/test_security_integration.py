@@ -1,4 +1,4 @@
-"""What is read from outside runs no code, and secrets are shown to nobody."""
+"""Data from outside runs no code, and secrets appear nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is large in a call: it stands in shared memory once, and comes out as it went in."""
+"""Large arguments lie once in shared memory, and arrive unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a rank's shards on its node's disk: what is read from them, and when they go."""
+"""Copies of shards on the node's disk: the reads that they serve, and their removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of a single rank: what is refused, damaged, or cannot be written at first."""
+"""Sharded checkpoints of one rank: refused states, damage, and storage that fails at first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded checkpoints in whole gangs: ranks that die at a chosen moment, storage that refuses, expires or is full."""
+"""Sharded checkpoints of gangs survive ranks that die at set moments, and failing or full storage."""
 
 from __future__ import annotations
 

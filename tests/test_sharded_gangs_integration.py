@@ -1,4 +1,4 @@
-"""Sharded checkpoints in whole gangs: ranks that are killed at any moment, other numbers of ranks, folders and S3."""
+"""Sharded checkpoints of gangs: kills at any moment, other numbers of ranks, folders and S3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded checkpoints in groups of real processes: written by each rank, read again at other numbers of ranks."""
+"""Sharded checkpoints of real process groups are written by all ranks, and read by other numbers of ranks."""
 
 from __future__ import annotations
 

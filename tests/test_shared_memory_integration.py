@@ -1,4 +1,4 @@
-"""Large arguments of real ranks: each worker gets them once, whatever becomes of its ranks, and nothing is left."""
+"""Large arguments reach each worker once, whatever happens to its ranks, and no memory is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when storage fails: cases 36 to 40 of the project's list of faults, by number."""
+"""Gangs survive failures of storage: cases 36 to 40 of the project's list of faults, by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors through a pickle: all kinds, as they were, and without copies of their memory."""
+"""Tensors of all kinds are pickled unchanged, and without copies of their memory."""
 
 from __future__ import annotations
 

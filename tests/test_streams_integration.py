@@ -1,4 +1,4 @@
-"""Users' scripts without standard streams, at Ctrl-C, and at signals to all their processes."""
+"""Scripts without standard streams, at Ctrl-C, and at signals to all their processes."""
 
 from __future__ import annotations
 

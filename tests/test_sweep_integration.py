@@ -1,4 +1,4 @@
-"""A sweep on one real cluster: hopeless models are stopped early, records are live, every model has its run."""
+"""A sweep on a real cluster stops poor models early, streams records, and gives every model its own run."""
 
 from __future__ import annotations
 

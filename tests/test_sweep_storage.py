@@ -1,4 +1,4 @@
-"""What a sweep leaves in storage, what is found there again, and what differs."""
+"""`dispatch.map(storage=...)`: files of a sweep, their use by the next call, and errors about differences."""
 
 from __future__ import annotations
 

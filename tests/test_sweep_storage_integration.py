@@ -1,4 +1,4 @@
-"""Sweeps that are interrupted, and go on from what storage has of them."""
+"""Interrupted sweeps continue from their storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids, what comes of their experiments, and what is made of it."""
+"""The workflows' sweeps: grids, outcomes of experiments, and their evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said on a system on which gangs do not run."""
+"""On systems that cannot run gangs, the error says so, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task types as Flyte's backend sees them: serialised, beside what flytekitplugins-dask makes of the same."""
+"""The task types as Flyte's backend sees them: their specs equal those of flytekitplugins-dask where they must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a task submit, on its way to the task's folder: here, and on a real S3 server."""
+"""Submitted files of a task's ranks reach the task's folder, on this machine and on a real S3 server."""
 
 from __future__ import annotations
 

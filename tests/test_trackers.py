@@ -1,4 +1,4 @@
-"""TensorBoard and MLflow: what is recorded of a gang that is told to them, read back with their own libraries."""
+"""TensorBoard and MLflow record what a gang reports, as their own libraries read it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard and MLflow beside a gang that loses a rank: one run, and each step once."""
+"""TensorBoard and MLflow have one run and each step once, though the gang loses a rank."""
 
 from __future__ import annotations
 

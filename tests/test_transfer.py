@@ -1,4 +1,4 @@
-"""Transfer learning: its training alone, frozen, interrupted, and in real gangs of two processes."""
+"""Transfer learning: alone, frozen, interrupted, and in real gangs of two ranks."""
 
 from __future__ import annotations
 

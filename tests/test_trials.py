@@ -1,4 +1,4 @@
-"""Early stopping stops the models that fall behind, at rungs; a search asks, prunes and tells the user's study."""
+"""Early stopping stops the worst models at each rung. A `Search` reports to the user's study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's time goes into, by its ledger."""
+"""The ledger of a rank's time assigns each second to one use."""
 
 import math
 import queue

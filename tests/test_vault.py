@@ -1,4 +1,4 @@
-"""Checkpoints in storage: what the next attempt finds, however the attempt before it ended."""
+"""The next attempt finds the right checkpoints in storage, however the attempt before ended."""
 
 from __future__ import annotations
 

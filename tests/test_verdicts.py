@@ -1,4 +1,4 @@
-"""What the chaos benchmark asserts of a gang: a story that is right passes, and each thing that is wrong is found."""
+"""The chaos benchmark's assertions accept a correct story, and find each kind of fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: which run, with which key, and one that is really recorded; never in the way of the training."""
+"""Weights & Biases: the right run and key, a real record, and no disturbance of the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: a program that runs in a fork of the tests' warm Python is the program that Python itself would run."""
+"""A program in a fork of the tests' warm Python runs as the same program under `python` does."""
 
 from __future__ import annotations
 

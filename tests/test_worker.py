@@ -1,4 +1,4 @@
-"""The order in which a gang's work with storage is done, and what becomes of work that fails."""
+"""The driver's storage worker does jobs in the right order, and repeats failed ones."""
 
 from __future__ import annotations
 

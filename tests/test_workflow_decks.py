@@ -1,4 +1,4 @@
-"""The Decks of the workflows, made of numbers that nobody had to train for."""
+"""The workflows' Decks, made from numbers without a training."""
 
 from __future__ import annotations
 
