@@ -22,7 +22,12 @@ from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from processes import nothing_left_behind
+
+JOB = {"gang": "g", "attempt": 0, "call": b"", "backend": "gloo", "timeout": 1.0, "hints": True} | {
+    "sharding": Sharding(base="", nonce="")
+}
 
 
 class Notes(Observer):
@@ -110,7 +115,7 @@ def order_for(**job: Any) -> RankOrder:
     [[place]] = place_ranks([node], 1)
     return RankOrder(
         place=place,
-        job=Job(**{"gang": "g", "attempt": 0, "call": b"", "backend": "gloo", "timeout": 1.0, "hints": True} | job),
+        job=Job(**{**JOB, **job}),
         sources=Sources(folders=(), script=None),
         program=Program(),
         scratch="/nowhere",

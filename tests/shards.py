@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
+from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.sharded import (
     LAYOUT,
     ShardedCheckpoint,
@@ -19,8 +19,8 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     WrittenShards,
     folder_name,
     layout_of,
+    metadata_of,
 )
-from flytekitplugins.daskpytorch.protocol.torch_metadata import metadata_of
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 NONCE = "nonce"
@@ -42,7 +42,7 @@ class Rank:
         self.base = str(base)
         self.nonce = nonce
         self.attempt = attempt
-        self.reports: list[ShardsWritten | ShardsNotWritten] = []
+        self.reports: list[WrittenShards | ShardsNotWritten] = []
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
             Sharding(base=self.base, nonce=nonce, token=token, start=tuple(start), cache=cache and str(cache)),
@@ -64,14 +64,14 @@ class Rank:
         """What the driver does when all ranks have reported."""
         self.checkpoints.flush()
         report = self.reports.pop(0)
-        assert isinstance(report, ShardsWritten), report
-        everywhere: list[Any] = [report.shards] * current_rank().world_size
+        assert isinstance(report, WrittenShards), report
+        everywhere: list[Any] = [report] * current_rank().world_size
         if len(everywhere) > 1:
-            dist.all_gather_object(everywhere, report.shards)
+            dist.all_gather_object(everywhere, report)
         committed = (commit if current_rank().is_main else entry)(self.base, everywhere, self.nonce)
         if len(everywhere) > 1:
             dist.barrier()
-        self.checkpoints.settle(report.shards.number)
+        self.checkpoints.settle(report.number)
         return committed
 
 

@@ -45,6 +45,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
 )
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from processes import ends, fork_server, is_alive, ranks_of, until
 
 Wanted = TypeVar("Wanted")
@@ -139,6 +140,7 @@ class Driver:
 def job(function: Callable[[], object], pulse: float | None = None) -> Job:
     return Job(
         pulse=pulse,
+        sharding=Sharding(base="", nonce=""),
         gang="g",
         attempt=0,
         call=code.pack_call(function, (), {}),
@@ -234,13 +236,13 @@ def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeyp
     monkeypatch.setattr(transfers, "DIAL_WAITS", (0.01, 0.01))
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
-    told = driver.next(messages.NotSent)
+    told = driver.next(messages.Sent)
     assert told.file == missing
-    assert "FileNotFoundError" in told.reason
+    assert "FileNotFoundError" in told.failure
     driver.listener.close()  # nobody answers the call any more
     driver.send(messages.Fetch(missing))
-    told = driver.next(messages.NotSent)
-    assert "cannot reach the driver" in told.reason
+    told = driver.next(messages.Sent)
+    assert "cannot reach the driver" in told.failure
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import signal
 import tempfile
 from collections import deque
@@ -542,7 +543,7 @@ def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(wor
     agent = world.agent(W1)
     world.step(agent)
     world.obey_all()
-    world.say(agent, messages.NotSent(agent.uploads.pop(), "OSError: a bad disk"))
+    world.say(agent, messages.Sent(agent.uploads.pop(), "OSError: a bad disk"))
     world.step(agent)  # the next one is asked for all the same
     world.obey_all()
     assert [file.step for file in agent.uploads] == [3]
@@ -575,10 +576,9 @@ def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_layou
     assert world.settled == []  # all have written, but nothing is committed
     world.work()
     world.obey_all()
-    assert world.settled == [Settled(0, 100, committed=True)]
+    assert world.settled == [Settled(0)]
     assert world.watcher.kept_steps == [100]
-    newest = world.committer.newest()
-    assert newest is not None
+    [newest] = world.checkpoints.sharded
     assert (newest.step, newest.world_size, newest.size) == (100, 2, 10)
     layout = Path(newest.uri, "layout.json").read_bytes()
     assert hashlib.sha256(layout).hexdigest() == newest.layout_digest
@@ -614,14 +614,14 @@ def test_shards_that_one_rank_cannot_write_are_given_up_once_all_have_said_so(wo
     world.write_shards(world.agent(W1))
     world.work()
     world.obey_all()
-    assert world.settled == [Settled(0, 100, committed=False)]
+    assert world.settled == [Settled(0)]
     assert world.watcher.notes[-1] == (
         "train: the sharded checkpoint of step 100 was not kept: rank 1 could not write its part "
         "(PermissionError: no rights); the training goes on"
     )
     assert folders(world) == []
     world.save_shards()
-    assert world.settled[-1] == Settled(1, 101, committed=True)
+    assert world.settled[-1] == Settled(1)
     assert folders(world) == ["step-101/0-1"]
 
 
@@ -634,7 +634,7 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     world.files.fails = True
     world.save_shards()
     assert world.files.num_failures == committer.MAX_COMMIT_ATTEMPTS
-    assert world.settled[-1] == Settled(1, 101, committed=False)
+    assert world.settled[-1] == Settled(1)
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
     assert world.watcher.notes[-1] == (
@@ -679,7 +679,7 @@ def test_shards_of_an_older_attempt_are_refused(world_of: MakeWorld) -> None:
     world.report_shards(world.agent(second), late[1])
     world.work()
     assert world.commits == set()
-    assert world.committer.newest() is None
+    assert world.checkpoints.sharded == []
     world.save_shards()
     assert folders(world) == ["step-100/1-0"]
 
@@ -1373,6 +1373,14 @@ def test_the_best_is_brought_though_newer_ones_wait(world_of: MakeWorld) -> None
     assert [file.step for file in world.checkpoints.entries()] == [2, 4]
     assert world.agent(W1).kept == world.agent(W2).kept == [2, 4]
     assert [[kept.step for kept in told] for told in world.watcher.checkpoints] == [[1], [2], [2, 4]]
+
+
+def test_a_checkpoint_whose_metric_is_no_number_is_brought_once(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    world.save(world.agent(W1), 1, loss=math.nan)
+    assert arrive(world) == [1]
+    assert not world.state.saving.is_fetching
 
 
 def test_a_metric_that_counts_and_that_no_checkpoint_has_is_hinted_at(world_of: MakeWorld) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, SavedCheckpoint, current_rank
-from flytekitplugins.daskpytorch.driver.retention import best_first
+from flytekitplugins.daskpytorch.driver.manifest import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
 from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
@@ -34,7 +34,6 @@ from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.settings import Keep
 from gangs import order_for
-from processes import run_program
 
 
 @dataclasses.dataclass
@@ -167,31 +166,6 @@ def test_tensors_come_without_gradient_and_graph(rank: Rank) -> None:
     assert again["loss"].item() == 4.0
     assert again["loss"].grad_fn is None
     assert again["grad"].equal(torch.full((2,), 3.0))
-
-
-def test_training_with_adam_goes_on_as_if_nothing_had_happened(rank: Rank) -> None:
-    data = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-
-    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = torch.nn.Linear(3, 1)
-        return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(data).square().sum().backward()
-            optimizer.step()
-
-    model, optimizer = make()
-    train(model, optimizer)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    again = rank.through(state, lambda: train(model, optimizer))
-    restored, restored_optimizer = make()
-    restored.load_state_dict(again["model"])
-    restored_optimizer.load_state_dict(again["optimizer"])
-    train(restored, restored_optimizer)
-    for one, other in zip(model.parameters(), restored.parameters(), strict=True):
-        assert one.equal(other)
 
 
 def test_model_that_is_saved_itself_comes_back_trainable(rank: Rank) -> None:
@@ -394,41 +368,6 @@ def test_flush_waits_no_longer_than_it_is_told(rank: Rank) -> None:
     go_on.set()
     checkpoint.flush()
     assert len(rank.announced) == 1
-
-
-FULL_DISK = """
-import contextlib, resource, sys
-from types import SimpleNamespace
-
-import torch
-
-from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.context import Progress
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-link = SimpleNamespace(
-    progress=Progress(),
-    send=lambda said: print("announced", said.file.step),
-    saving=lambda _: contextlib.nullcontext(),
-)
-job = SimpleNamespace(attempt=0, checkpoint=None, timeout=1.0, storage=None, best_by=None)
-checkpoint = RankCheckpoint(SimpleNamespace(scratch=sys.argv[1], place=SimpleNamespace(rank=0), job=job), link)
-for step, size in [(1, 10), (2, 1_000_000), (3, 30_000), (4, 10)]:
-    checkpoint.save({"w": torch.zeros(size)}, step)
-checkpoint.flush()
-print("went on")
-"""
-
-
-def test_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
-    result = run_program(["-c", FULL_DISK, tmp_path], cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["announced 1", "announced 4", "went on"]
-    assert "the checkpoint of step 2 was not written" in result.stderr
-    assert "the checkpoint of step 3 was not written" in result.stderr
-    assert "File too large" in result.stderr
-    assert "the training goes on" in result.stderr
-    assert sorted(path.name.rpartition("-")[0] for path in tmp_path.iterdir()) == ["step-1", "step-4"]
 
 
 def test_folder_that_is_gone_costs_the_checkpoint_and_not_the_training(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver import checkpoints as checkpoints_module
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver import vault as vault_module
+from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol import checkpoint_file
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from processes import ends
@@ -36,14 +35,14 @@ def agent(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The checkpoints's."""
+    """The driver's."""
     (tmp_path / "checkpoints").mkdir()
     return tmp_path / "checkpoints"
 
 
 @pytest.fixture
-def checkpoints(folder: Path) -> Checkpoints:
-    return Checkpoints(folder, Vault(None, Keep()))
+def checkpoints(folder: Path) -> Vault:
+    return Vault(None, Keep(), folder)
 
 
 def write(agent: Path, step: int, attempt: int = 0, size: int = SIZE) -> CheckpointFile:
@@ -73,7 +72,7 @@ def sending(path: Path) -> Iterator[Connection]:
     assert not thread.is_alive()
 
 
-def upload(checkpoints: Checkpoints, agent: Path, file: CheckpointFile) -> None:
+def upload(checkpoints: Vault, agent: Path, file: CheckpointFile) -> None:
     with sending(agent / file.name) as connection:
         checkpoints.serve(connection, Upload(file))
 
@@ -91,16 +90,7 @@ def flip_a_byte(path: Path) -> None:
 # ---- Keeping --------------------------------------------------------------------------------------------------------
 
 
-def test_file_that_came_whole_is_the_newest(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
-    assert checkpoints.newest() is None
-    file = write(agent, 1)
-    upload(checkpoints, agent, file)
-    assert checkpoints.newest() == file
-    assert names(folder) == [file.name]
-    assert digest_of(folder / file.name) == file.digest
-
-
-def test_last_few_are_kept_and_older_ones_dropped(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
+def test_last_few_are_kept_and_older_ones_dropped(checkpoints: Vault, agent: Path, folder: Path) -> None:
     files = [write(agent, step, size=100) for step in range(NUM_KEPT + 2)]
     for file in files:
         upload(checkpoints, agent, file)
@@ -108,7 +98,7 @@ def test_last_few_are_kept_and_older_ones_dropped(checkpoints: Checkpoints, agen
     assert names(folder) == sorted(file.name for file in files[-NUM_KEPT:])
 
 
-def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
+def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Vault, agent: Path, folder: Path) -> None:
     first, second = write(agent, 1, size=100), write(agent, 2, size=100)
     for file in (first, second, *[first] * NUM_KEPT):
         upload(checkpoints, agent, file)
@@ -116,7 +106,7 @@ def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Checkpoint
     assert names(folder) == sorted([first.name, second.name])
 
 
-def test_what_was_kept_can_be_had_again(checkpoints: Checkpoints, agent: Path, folder: Path, tmp_path: Path) -> None:
+def test_what_was_kept_can_be_had_again(checkpoints: Vault, agent: Path, folder: Path, tmp_path: Path) -> None:
     file = write(agent, 1)
     upload(checkpoints, agent, file)
     ours, theirs = ends()
@@ -138,7 +128,7 @@ def test_what_was_kept_can_be_had_again(checkpoints: Checkpoints, agent: Path, f
 BEST = Keep(last=1, best=1, metric="loss")
 
 
-def keep_all(checkpoints: Checkpoints, agent: Path, **losses: float) -> list[CheckpointFile]:
+def keep_all(checkpoints: Vault, agent: Path, **losses: float) -> list[CheckpointFile]:
     files = []
     for number, loss in losses.items():
         file = write(agent, int(number.removeprefix("step")), size=100)
@@ -148,7 +138,7 @@ def keep_all(checkpoints: Checkpoints, agent: Path, **losses: float) -> list[Che
 
 
 def test_the_best_stays_beside_the_last(agent: Path, folder: Path) -> None:
-    checkpoints = Checkpoints(folder, Vault(None, BEST))
+    checkpoints = Vault(None, BEST, folder)
     files = keep_all(checkpoints, agent, step1=0.5, step2=0.1, step3=0.9, step4=0.8)
     assert checkpoints.entries() == [files[1], files[3]]
     assert names(folder) == sorted([files[1].name, files[3].name])
@@ -159,22 +149,26 @@ def test_the_best_stays_beside_the_last(agent: Path, folder: Path) -> None:
     ]
 
 
+def found(checkpoints: Vault, step: int | None) -> CheckpointFile | None:
+    return find(checkpoints.intact(), BEST, step)
+
+
 def test_a_checkpoint_is_found_as_the_best_or_by_its_step(agent: Path, folder: Path) -> None:
-    checkpoints = Checkpoints(folder, Vault(None, BEST))
-    assert checkpoints.find(None) is None
+    checkpoints = Vault(None, BEST, folder)
+    assert found(checkpoints, None) is None
     files = keep_all(checkpoints, agent, step1=0.1, step2=0.9)
-    assert [checkpoints.find(step) for step in (None, 1, 2, 3)] == [files[0], files[0], files[1], None]
+    assert [found(checkpoints, step) for step in (None, 1, 2, 3)] == [files[0], files[0], files[1], None]
     flip_a_byte(folder / files[0].name)
-    assert [checkpoints.find(step) for step in (None, 1)] == [files[1], None]
+    assert [found(checkpoints, step) for step in (None, 1)] == [files[1], None]
 
 
 def test_the_same_again_without_metrics_is_as_good_as_it_was(agent: Path, folder: Path) -> None:
-    checkpoints = Checkpoints(folder, Vault(None, BEST))
+    checkpoints = Vault(None, BEST, folder)
     [best] = keep_all(checkpoints, agent, step1=0.1)
     upload(checkpoints, agent, write(agent, 1, size=100))
     keep_all(checkpoints, agent, step2=0.2)
     assert [(file.step, file.metrics) for file in checkpoints.entries()] == [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
-    assert checkpoints.find(None) == best
+    assert found(checkpoints, None) == best
 
 
 # ---- Damage on the disk ---------------------------------------------------------------------------------------------
@@ -182,7 +176,7 @@ def test_the_same_again_without_metrics_is_as_good_as_it_was(agent: Path, folder
 
 @pytest.mark.parametrize("how", ["damaged", "truncated", "missing"])
 def test_newest_that_is_not_whole_is_passed_over(
-    checkpoints: Checkpoints, agent: Path, folder: Path, how: str, capsys: pytest.CaptureFixture[str]
+    checkpoints: Vault, agent: Path, folder: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write(agent, step) for step in (2, 1)]  # the newest came last, whatever its step is
     for file in files:
@@ -199,12 +193,12 @@ def test_newest_that_is_not_whole_is_passed_over(
 
 
 def test_a_file_is_not_read_again_while_nobody_writes_to_it(
-    checkpoints: Checkpoints, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Vault, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(agent, 1)
     upload(checkpoints, agent, file)
     read: list[Path] = []
-    monkeypatch.setattr(checkpoints_module, "digest_of", lambda path: read.append(path) or file.digest)
+    monkeypatch.setattr(vault_module, "digest_of", lambda path: read.append(path) or file.digest)
     assert checkpoints.newest() == file
     assert not read
     os.utime(folder / file.name)  # as whoever writes would leave it
@@ -212,9 +206,7 @@ def test_a_file_is_not_read_again_while_nobody_writes_to_it(
     assert read == [folder / file.name]
 
 
-def test_when_all_are_damaged_there_is_none_until_the_next_comes(
-    checkpoints: Checkpoints, agent: Path, folder: Path
-) -> None:
+def test_when_all_are_damaged_there_is_none_until_the_next_comes(checkpoints: Vault, agent: Path, folder: Path) -> None:
     for step in (1, 2):
         upload(checkpoints, agent, write(agent, step))
     for path in folder.iterdir():
@@ -228,7 +220,7 @@ def test_when_all_are_damaged_there_is_none_until_the_next_comes(
 # ---- Older attempts ----------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_of_an_older_attempt_is_refused(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
+def test_checkpoint_of_an_older_attempt_is_refused(checkpoints: Vault, agent: Path, folder: Path) -> None:
     kept = write(agent, 1, attempt=0)
     upload(checkpoints, agent, kept)
     checkpoints.fence(1)
@@ -238,7 +230,7 @@ def test_checkpoint_of_an_older_attempt_is_refused(checkpoints: Checkpoints, age
     assert names(folder) == [kept.name]
 
 
-def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoints, agent: Path) -> None:
+def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, agent: Path) -> None:
     file = write(agent, 1, attempt=0)
     data = (agent / file.name).read_bytes()
     errors: list[Exception] = []
@@ -263,20 +255,18 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoin
 # ---- On the agent's machine: the same file under a second name ------------------------------------------------------
 
 
-def lend(checkpoints: Checkpoints, agent: Path, folder: Path, file: CheckpointFile) -> None:
+def lend(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointFile) -> None:
     """What the agent does, and then says."""
     assert link_file(agent / file.name, folder)
-    ours, theirs = ends()
-    with contextlib.closing(ours), contextlib.closing(theirs):  # over which nothing more comes
-        checkpoints.serve(theirs, Upload(file, is_there=True))
+    checkpoints.add(file)
 
 
 def test_a_file_that_is_there_is_taken_without_a_look_at_its_bytes_and_stays_when_the_agent_drops_it(
-    checkpoints: Checkpoints, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Vault, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(agent, 1)
     inode = (agent / file.name).stat().st_ino
-    monkeypatch.setattr(checkpoints_module, "digest_of", None)
+    monkeypatch.setattr(vault_module, "digest_of", None)
     lend(checkpoints, agent, folder, file)
     (agent / file.name).unlink()
     assert checkpoints.newest() == file
@@ -285,7 +275,7 @@ def test_a_file_that_is_there_is_taken_without_a_look_at_its_bytes_and_stays_whe
 
 
 def test_a_file_that_is_there_and_damaged_afterwards_is_passed_over(
-    checkpoints: Checkpoints, agent: Path, folder: Path
+    checkpoints: Vault, agent: Path, folder: Path
 ) -> None:
     files = [write(agent, step) for step in (1, 2)]
     for file in files:
@@ -296,7 +286,7 @@ def test_a_file_that_is_there_and_damaged_afterwards_is_passed_over(
 
 @pytest.mark.parametrize("what", ["of an older attempt", "torn"])
 def test_a_file_that_is_there_and_does_not_count_is_removed(
-    checkpoints: Checkpoints, agent: Path, folder: Path, what: str
+    checkpoints: Vault, agent: Path, folder: Path, what: str
 ) -> None:
     file = write(agent, 1)
     if what == "torn":
@@ -306,6 +296,17 @@ def test_a_file_that_is_there_and_does_not_count_is_removed(
     with pytest.raises(ValueError, match="bytes, not" if what == "torn" else "of attempt 0 came when attempt 1"):
         lend(checkpoints, agent, folder, file)
     assert (checkpoints.newest(), names(folder)) == (None, [])
+
+
+def test_a_late_file_of_an_older_attempt_leaves_an_equal_checkpoint_of_this_attempt(
+    checkpoints: Vault, agent: Path, folder: Path
+) -> None:
+    file = write(agent, 1, attempt=1)
+    checkpoints.fence(1)
+    lend(checkpoints, agent, folder, file)
+    with pytest.raises(ValueError, match="of attempt 0 came when attempt 1"):
+        lend(checkpoints, agent, folder, replace(file, attempt=0))
+    assert (checkpoints.newest(), names(folder)) == (file, [file.name])
 
 
 def test_a_second_name_replaces_another_file_and_is_not_to_be_had_where_there_is_no_such_folder(
@@ -324,7 +325,7 @@ def test_a_second_name_replaces_another_file_and_is_not_to_be_had_where_there_is
 # ---- What does not arrive -------------------------------------------------------------------------------------------
 
 
-def test_torn_upload_leaves_nothing(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
+def test_torn_upload_leaves_nothing(checkpoints: Vault, agent: Path, folder: Path) -> None:
     file = write(agent, 1)
     ours, theirs = ends()
     ours._sock.sendall((agent / file.name).read_bytes()[: SIZE // 100])
@@ -335,9 +336,7 @@ def test_torn_upload_leaves_nothing(checkpoints: Checkpoints, agent: Path, folde
     assert names(folder) == []
 
 
-def test_upload_that_differs_from_what_was_announced_is_refused(
-    checkpoints: Checkpoints, agent: Path, folder: Path
-) -> None:
+def test_upload_that_differs_from_what_was_announced_is_refused(checkpoints: Vault, agent: Path, folder: Path) -> None:
     file = write(agent, 1)
     flip_a_byte(agent / file.name)
     with pytest.raises(ValueError, match="the checkpoint of step 1 was damaged during its transfer"):
@@ -346,26 +345,10 @@ def test_upload_that_differs_from_what_was_announced_is_refused(
     assert names(folder) == []
 
 
-def test_damaged_upload_leaves_the_good_file_of_that_name(checkpoints: Checkpoints, agent: Path) -> None:
+def test_damaged_upload_leaves_the_good_file_of_that_name(checkpoints: Vault, agent: Path) -> None:
     file = write(agent, 1)
     upload(checkpoints, agent, file)
     flip_a_byte(agent / file.name)
     with pytest.raises(ValueError, match="damaged during its transfer"):
         upload(checkpoints, agent, file)
     assert checkpoints.newest() == file
-
-
-def test_full_disk_leaves_nothing_and_the_checkpoint_before(
-    checkpoints: Checkpoints, agent: Path, folder: Path
-) -> None:
-    small, large = write(agent, 1, size=1000), write(agent, 2)
-    upload(checkpoints, agent, small)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as good as a full disk
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            upload(checkpoints, agent, large)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert checkpoints.newest() == small
-    assert names(folder) == [small.name]

@@ -17,10 +17,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
-from flytekitplugins.daskpytorch.driver import committer
+from flytekitplugins.daskpytorch.driver import committer, manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE, Committed, Committer
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.request import storage_of
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST, Vault, read_manifest
+from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
@@ -60,13 +62,13 @@ class Driver:
         files = Files(self.fs)
         self.uri = files.path(self.uri)
         paths = StoragePaths(files=files, previous=self.previous or self.uri, own=self.uri)
-        self.vault = Vault(paths, self.keep, retry_after=0.05)
+        self.vault = Vault(paths, self.keep, Path("/nowhere"), Worker(0.05))
         settings = Gang(checkpoint_uri=self.uri)
         self.committer = Committer(settings, paths, self.vault, Path("/nowhere"), lambda _: self.fs, self.heard.append)
 
     def begin(self) -> Driver:
         """Start, on a disk of its own."""
-        self.vault.restore(Path("/nowhere"))
+        self.vault.restore()
         self.committer.begin()
         return self
 
@@ -114,7 +116,7 @@ class Driver:
 
     def named(self) -> list[ShardedCheckpoint]:
         """What the manifest in storage names."""
-        found = read_manifest(Files(self.fs), self.uri)
+        found = manifest.read(Files(self.fs), self.uri)
         assert found is not None
         return found[1]
 
@@ -148,7 +150,7 @@ def test_what_all_ranks_have_written_is_a_checkpoint_once_the_manifest_names_it(
     mine = driver()
     assert mine.save(7, 0).error is None
     [named] = mine.named()
-    assert named == mine.committer.newest()
+    assert [named] == mine.vault.sharded
     assert (named.step, named.world_size, named.size, named.metrics) == (7, 2, 16, {"loss": 1 / 7})
     layout = Path(named.uri, LAYOUT).read_bytes()
     assert hashlib.sha256(layout).hexdigest() == named.layout_digest
@@ -171,7 +173,7 @@ def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it
     def fails(layout: bytes) -> bytes:
         raise ImportError("another torch")
 
-    monkeypatch.setattr(committer.torch_metadata, "metadata_of", fails)
+    monkeypatch.setattr(committer, "metadata_of", fails)
     mine = driver()
     assert mine.save(7, 0).error is None
     assert [entry.step for entry in mine.named()] == [7]
@@ -246,14 +248,14 @@ def test_next_call_with_the_same_uri_goes_on_and_removes_what_was_not_finished(d
 
 
 @pytest.mark.parametrize("where", ["same", "other"])
-@pytest.mark.parametrize("manifest", ["{", '{"checkpoints": [], "sharded": [{"of": "a later version"}]}'])
+@pytest.mark.parametrize("content", ["{", '{"checkpoints": [], "sharded": [{"of": "a later version"}]}'])
 def test_manifest_that_cannot_be_read_costs_no_shards(
-    driver: MakeDriver, tmp_path: Path, manifest: str, where: str
+    driver: MakeDriver, tmp_path: Path, content: str, where: str
 ) -> None:
     first = driver(str(tmp_path / "same"))
     first.save(10, 0)
     first.close()
-    Path(first.uri, MANIFEST).write_text(manifest)
+    Path(first.uri, MANIFEST).write_text(content)
     second = driver(str(tmp_path / where), previous=first.uri)
     assert second.steps() == []
     assert second.flush()
@@ -374,22 +376,6 @@ def options(weed: Weed, **how: Any) -> dict[str, Any]:
     return {"key": told["key"], "secret": told["secret"], "endpoint_url": told["endpoint_url"]}
 
 
-def test_s3_keeps_them_from_gang_to_gang(driver: MakeDriver, weed: Weed, bucket: str) -> None:
-    first = driver(f"s3://{bucket}/kept", options=options(weed))
-    for number in range(3):
-        assert first.save(10 + number, number).error is None
-    first.write(13, 3)
-    assert first.folders() == ["step-11/0-1", "step-12/0-2", "step-13/0-3"]
-    first.close()
-    second = driver(f"s3://{bucket}/kept", options=options(weed))
-    assert second.steps() == [12, 11]
-    assert second.flush()
-    assert second.folders() == ["step-11/0-1", "step-12/0-2"]
-    assert second.committer.sharding().token is None
-    second.save(13, 0)
-    assert second.folders() == ["step-12/0-2", "step-13/0-0"]
-
-
 def test_s3_that_forbids_to_remove_keeps_all_and_says_so_once(
     driver: MakeDriver, weed: Weed, bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,7 +409,7 @@ def place_of(execution: Execution, key: str, settings: Gang, scratch: Path) -> C
         raise AssertionError("nobody asked for it")
 
     paths = storage_of(execution, key, settings)
-    return Committer(settings, paths, Vault(paths, Keep()), scratch, opened, lambda _: None)
+    return Committer(settings, paths, Vault(paths, Keep(), scratch), scratch, opened, lambda _: None)
 
 
 def test_without_storage_they_lie_in_a_folder_that_goes_with_the_driver(tmp_path: Path) -> None:
@@ -500,7 +486,7 @@ def test_what_the_user_keeps_beside_the_shards_stays(tmp_path: Path) -> None:
     driver = Driver(str(tmp_path / "kept"))
     driver.begin()
     driver.save(1, 0)
-    [named] = driver.committer.saved()
+    [named] = [entry.saved for entry in driver.vault.sharded]
     mine = [Path(str(named.place), "notes.txt"), tmp_path / "kept" / "step-9" / "0-1-final" / "model.safetensors"]
     mine[1].parent.mkdir(parents=True)
     for path in mine:

@@ -37,11 +37,11 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.driver.manifest import retained
 from flytekitplugins.daskpytorch.driver.request import Keys
-from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
-from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding, WrittenShards
 from processes import run_program
 from test_task import make, serialised
 
@@ -375,6 +375,7 @@ def test_gangs(values: dict[str, Any]) -> None:
     nodes = [_node(f"tcp://10.0.0.{index}:1", ranks) for index in range(2)]
     places = place_ranks(nodes, ranks, gang.devices)
     job = Job(
+        sharding=Sharding(base="", nonce=""),
         gang="gang",
         attempt=0,
         call=b"",

@@ -25,7 +25,7 @@ from distributed import Client
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from pages import block
 from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (

@@ -210,7 +210,7 @@ def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> 
 def test_all_that_every_rank_imports_is_at_hand(client: ForkServerClient) -> None:
     source = """
         import sys
-        names = ("rank.main", "rank.loaders", "protocol.storages")
+        names = ("rank.main", "rank.loaders", "protocol.torch_parts")
         print(*(f"flytekitplugins.daskpytorch.{name}" in sys.modules for name in names))
     """
     assert Rank.running(client, 0, source).line() == "True True True"

@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-from flytekitplugins.daskpytorch.rank.host_copies import PAGE, HostCopies
+from flytekitplugins.daskpytorch.rank.shard_plan import PAGE, HostCopies
 
 ATEN = torch.ops.aten
 

@@ -18,7 +18,8 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST, Vault
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.flyte.task import identities
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
@@ -67,9 +68,10 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
     source = scratch / "checkpoint"
     source.write_bytes(b"weights %d" % step)
     file = CheckpointFile(attempt=0, step=step, size=source.stat().st_size, digest=digest_of(source))
-    vault = Vault(paths, Keep())
+    vault = Vault(paths, Keep(), scratch)
     with contextlib.closing(vault.worker):
-        vault.offer(file, source.rename(scratch / file.name))
+        source.rename(scratch / file.name)
+        vault.add(file)
         assert vault.flush(60)
     (scratch / file.name).unlink()
     return file
@@ -77,16 +79,16 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
 
 def name_shards(run: LocalRun, uri: str = "/nowhere") -> None:
     """Name a sharded checkpoint of step 3 in the manifest of a run's gang."""
-    vault = Vault(run.paths("gang"), Keep())
+    vault = Vault(run.paths("gang"), Keep(), Path("/nowhere"))
     vault.name([ShardedCheckpoint(attempt=0, step=3, world_size=1, uri=uri, size=5, layout_digest="d")])
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
-    vault = Vault(run.paths(key), Keep())
+    vault = Vault(run.paths(key), Keep(), scratch)
     with contextlib.closing(vault.worker):
-        found = vault.restore(scratch)
+        found = vault.restore()
         assert vault.flush(60)
-    return (scratch / found[-1].name).read_bytes() if found else None
+    return (scratch / found.name).read_bytes() if found is not None else None
 
 
 @pytest.mark.parametrize("how", ["1", "last", "folder"])

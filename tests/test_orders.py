@@ -12,6 +12,7 @@ import pytest
 from flytekitplugins.daskpytorch.protocol import orders
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 
 NODE = Node(worker="w", host="h", num_cores=8, gpus=(), gpu_names=(), interface="lo", versions={})
 WITH_GPUS = replace(NODE, gpus=("4", "5", "6"))
@@ -21,6 +22,7 @@ def variables(
     base: dict[str, str], node: Node = NODE, local_rank: int = 0, interface: str | None = None, **given: Any
 ) -> dict[str, str]:
     job = Job(
+        sharding=Sharding(base="", nonce=""),
         gang="g",
         attempt=0,
         call=b"",

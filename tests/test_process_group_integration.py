@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group
-from gangs import on_this_machine
+from gangs import JOB, on_this_machine
 from processes import run_program
 
 
@@ -134,7 +134,7 @@ def serve_with_few_files(num_ranks: int, soft: int) -> tuple[int, int]:
     for listener in (socket.create_server(("127.0.0.1", 0)), None):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         address = ("127.0.0.1", listener.getsockname()[1]) if listener is not None else None
-        job = Job(gang="g", attempt=0, call=b"", backend="gloo", store=address, timeout=60.0)
+        job = Job(**{**JOB, "store": address, "timeout": 60.0})
         process_group._store(job, listener.detach() if listener is not None else None, num_ranks)
         limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return limits[0], limits[1]
@@ -296,7 +296,7 @@ def test_a_gang_with_nccl_is_called_so_and_exchanges_on_the_cpu_too(monkeypatch:
     monkeypatch.setattr(process_group, "ON_GPUS", "cpu:gloo,cuda:gloo")  # as far as a machine without GPUs goes
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={})
     [[place]] = place_ranks([node], 1)
-    job = Job(gang="g", attempt=0, call=b"", backend="nccl", store=None, timeout=30.0)
+    job = Job(**{**JOB, "backend": "nccl", "timeout": 30.0})
     process_group.install()
     process_group.expect(place, job, lambda: None)
     process_group.join()

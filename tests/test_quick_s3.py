@@ -12,8 +12,12 @@ import pytest
 import torch
 from s3fs import S3FileSystem
 
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.rank import quick_s3
-from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
+from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
+from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
+from flytekitplugins.daskpytorch.rank.shard_plan import Piece
+from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter, _Stream
 from seaweed import READER, Weed
 from shards import Rank
 
@@ -26,37 +30,41 @@ def files(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3FileSystem]
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
     S3FileSystem.clear_instance_cache()
-    QuickS3.of.__func__.cache_clear()
+    quick_s3._opened.cache_clear()
     yield fsspec.filesystem("s3")
     S3FileSystem.clear_instance_cache()
 
 
-def quick_of(files: Any) -> QuickS3:
-    quick = QuickS3.of(files)
+def quick_of(files: Any) -> Any:
+    quick = quick_files(files, "s3://quick/")
     assert quick is not None
     return quick
 
 
 def test_what_is_written_is_what_was_there_when_it_was_handed_over(files: S3FileSystem) -> None:
     memory, handed = bytearray(3 * MIB), b""
-    with quick_of(files).open("s3://quick/folder/object") as file:
+    with quick_of(files).open("s3://quick/folder/object", "wb") as file:
+        stream = _Stream(file)
         for number in range(9):  # more than two blocks
             memory[:] = bytes([number]) * len(memory)
-            file.write(memoryview(memory))
+            stream.write(memoryview(memory))
             handed += memory
     assert files.cat_file("s3://quick/folder/object") == handed
-    assert quick_of(files).read("s3://quick/folder/object", 3 * MIB - 1, 3 * MIB + 1) == b"\0\1"
+    read = quick_of(files).cat_file("s3://quick/folder/object", start=3 * MIB - 1, end=3 * MIB + 1)
+    assert read == b"\0\1"
 
 
 def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileSystem) -> None:
-    def write() -> None:
-        with quick_of(files).open("s3://quick/half") as file:
-            file.write(memoryview(bytes(20 * MIB)))
-            raise KeyError("half way")
+    def write(file: Any) -> None:
+        file.write(memoryview(bytes(20 * MIB)))
+        raise KeyError("half way")
 
+    copies = ShardCopies(Sharding(base="s3://quick", nonce="n"), 0)
+    writer = ShardWriter(files, "s3://quick/half", rank=0, step=1, copies=copies, moved=lambda: None)
+    piece = Piece(item=None, size=1, write=write)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="half way"):
-        write()
-    assert not files.exists("s3://quick/half")
+        writer._write("part", [piece], quick_of(files))
+    assert not files.exists("s3://quick/half/part")
 
 
 @pytest.mark.parametrize(
@@ -69,13 +77,16 @@ def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileS
         ({"profile": "other"}, False),
     ],
 )
-def test_options_that_obstore_is_not_told_of_leave_all_to_s3fs(options: dict[str, Any], is_known: bool) -> None:
-    assert (QuickS3.of(S3FileSystem(**options)) is not None) == is_known
+def test_options_that_obstore_is_not_told_of_leave_all_to_s3fs(
+    options: dict[str, Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_s3, "_opened", lambda *_: "obstore's")
+    assert (quick_files(S3FileSystem(**options), "s3://quick/") is not None) == is_known
 
 
 def test_other_storage_is_fsspecs() -> None:
-    assert QuickS3.of(fsspec.filesystem("file")) is None
-    assert QuickS3.of(fsspec.filesystem("memory")) is None
+    assert quick_files(fsspec.filesystem("file"), "/quick/") is None
+    assert quick_files(fsspec.filesystem("memory"), "/quick/") is None
 
 
 def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: Weed) -> None:
@@ -83,11 +94,11 @@ def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: 
     [mine, nobodys] = [
         quick_of(fsspec.filesystem("s3", key=keys.access, secret=keys.secret)) for keys in (weed.keys, READER)
     ]
-    with mine.open("s3://quick/mine") as file:
-        file.write(memoryview(b"data"))
-    assert nobodys.read("s3://quick/mine", 0, 4) == b"data"
-    with pytest.raises(Exception, match="AccessDenied"), nobodys.open("s3://quick/nobodys") as file:
-        file.write(memoryview(b"data"))
+    with mine.open("s3://quick/mine", "wb") as file:
+        file.write(b"data")
+    assert nobodys.cat_file("s3://quick/mine", start=0, end=4) == b"data"
+    with pytest.raises(Exception, match="AccessDenied"), nobodys.open("s3://quick/nobodys", "wb") as file:
+        file.write(b"data")
 
 
 def test_temporary_keys_are_asked_for_again(files: S3FileSystem) -> None:
@@ -101,25 +112,30 @@ def test_temporary_keys_are_asked_for_again(files: S3FileSystem) -> None:
     assert found["expires_at"] is not None
 
 
-@pytest.mark.parametrize("broken", ["open", "read", None])
+@pytest.mark.parametrize("broken", ["open", "cat_file", None])
 def test_where_obstore_fails_s3fs_writes_and_reads(
     files: S3FileSystem, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str | None
 ) -> None:
     asked: list[str] = []
 
-    def noted(method: str, usual: Any, *how: Any) -> Any:
+    def noted(method: str, usual: Any, *how: Any, **more: Any) -> Any:
         if method == broken:
             raise OSError("no way")
         asked.append(method)
-        return usual(*how)
+        return usual(*how, **more)
 
-    for method in ("open", "read"):
-        how = functools.partial(noted, method, getattr(QuickS3, method))
-        monkeypatch.setattr(QuickS3, method, lambda *given, how=how: how(*given))
+    opened = quick_s3._opened
+
+    def noting(*how: Any) -> SimpleNamespace:
+        store = opened(*how)
+        methods = ("open", "cat_file")
+        return SimpleNamespace(**{name: functools.partial(noted, name, getattr(store, name)) for name in methods})
+
+    monkeypatch.setattr(quick_s3, "_opened", noting)
     base = f"s3://quick/{broken}"
     entry = Rank(base).save({"weights": torch.arange(5 * MIB)}, 1)
     content = {"weights": torch.zeros(5 * MIB, dtype=torch.int64)}
     assert Rank(base, [entry]).checkpoints.load(content) == 1
     assert content["weights"].equal(torch.arange(5 * MIB))
-    assert asked == [method for method in ["open", *["read"] * 6] if method != broken]  # 40 MiB, in pieces
+    assert asked == [method for method in ["open", *["cat_file"] * 6] if method != broken]  # 40 MiB, in pieces
     assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.retention import best_first, hint_of_metric, retained
+from flytekitplugins.daskpytorch.driver.manifest import best_first, hint_of_metric, retained
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Rank:
     forgotten: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots: SaveSlots[Save] = SaveSlots(self._start, lambda save: self.forgotten.append(save.number))
+        self.slots: SaveSlots = SaveSlots(self._start, lambda save: self.forgotten.append(save.number))
 
     def _start(self, save: Save) -> None:
         self.started.append(save.number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -96,8 +95,7 @@ def test_copies_of_the_driver_before_are_read_and_go_with_the_first_new_ones(sto
 def test_all_ranks_of_a_node_clear_it_at_the_same_time(cache: Path) -> None:
     copies = ShardCopies(Sharding(base="s3://there", nonce="nonce", cache=str(cache)), 0)
     for step in range(300):
-        with copies.beside(f"s3://there/step-{step}/0-{step}-nonce/__0_0.distcp", io.BytesIO()) as file:
-            file.write(b"shard")
+        copies.write(f"s3://there/step-{step}/0-{step}-nonce/__0_0.distcp", [lambda file: file.write(b"shard")])
     with ThreadPoolExecutor(4) as pool:
         for cleared in [pool.submit(copies.clear) for _ in range(4)]:
             cleared.result()

@@ -19,8 +19,8 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import Progress
-from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
-from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
+from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.rank import shard_reader, shard_writer, sharded
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from gangs import order_for
@@ -314,20 +314,6 @@ def on(files: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "current_execution", There)
 
 
-def test_what_fails_in_the_middle_of_a_write_is_written_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on(Failing(2), monkeypatch)
-    entry = Rank(tmp_path).save(state(2.0), 1)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "the shards of step 1 could not be written" in told
-    assert "the token has expired" in told
-    content = state()
-    assert Rank(tmp_path, [entry]).checkpoints.load(content) == 1
-    assert_is(content, 2.0)
-
-
 def test_what_cannot_be_written_at_all_is_given_up_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,8 +330,8 @@ def test_what_cannot_be_written_at_all_is_given_up_and_the_next_one_is_tried(
     files.num_failures = 0
     rank.checkpoints.settle(0)
     rank.checkpoints.flush()
-    assert isinstance(rank.reports[0], ShardsWritten)
-    assert rank.reports[0].shards.step == 2
+    assert isinstance(rank.reports[0], WrittenShards)
+    assert rank.reports[0].step == 2
 
 
 def test_a_storage_that_does_not_answer_is_asked_again_and_is_no_fresh_start(
@@ -364,8 +350,10 @@ def test_a_ranks_checkpoint_saves_names_the_step_and_waits_for_what_is_written(t
 
     def checkpoint(of: Rank) -> RankCheckpoint:
         order = replace(order_for(), scratch=str(tmp_path))
-        link: Any = SimpleNamespace(progress=progress, saving=lambda _: contextlib.nullcontext())
-        return RankCheckpoint(order, link, of.checkpoints)
+        link: Any = SimpleNamespace(progress=progress, saving=lambda _: contextlib.nullcontext(), send=None)
+        made = RankCheckpoint(order, link)
+        made.sharded = of.checkpoints
+        return made
 
     first = checkpoint(rank)
     first.save_sharded(state(1.0), torch.tensor(5), metrics={"loss": torch.tensor(0.5)})  # type: ignore[arg-type, dict-item]

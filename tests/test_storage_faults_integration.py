@@ -22,8 +22,8 @@ from distributed import Client
 import fault_training as ft
 from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
-from flytekitplugins.daskpytorch.driver import checkpoints
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST
+from flytekitplugins.daskpytorch.driver import vault
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.rank import checkpoint as rank_checkpoint
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, small_disk, until
 from tasks import char_lstm
@@ -215,8 +215,8 @@ def test_37_a_worker_is_killed_while_it_sends(
                 cluster.kill_worker(0)
             return take_file(connection, wanted, folder)
 
-        take_file = checkpoints.take_file
-        monkeypatch.setattr(checkpoints, "take_file", take)
+        take_file = vault.take_file
+        monkeypatch.setattr(vault, "take_file", take)
         watched = launch(client, outgrow_the_driver, 32 << 20, True, gang=Gang(min_workers=1))
         value = watched.futures[0].result()
     assert value == ft.expected({1: 2, ft.SAVED_AT + 1: 1})

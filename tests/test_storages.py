@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from flytekitplugins.daskpytorch.protocol import storages
+from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
 
 class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        return storages.reduce(obj) or super().reducer_override(obj)
+        return reduce_storage(obj) or super().reducer_override(obj)
 
 
 def through(value: Any) -> Any:

@@ -22,7 +22,8 @@ from flytekit.core.data_persistence import FileAccessProvider
 
 from flytekitplugins.daskpytorch import Keep, StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST, Vault
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
@@ -105,16 +106,18 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     path = tmp_path / "state.pt"
     path.write_bytes(b"a state")
     file = CheckpointFile(attempt=1, step=5, size=7, digest=digest_of(path))
-    vault = Vault(model.paths, Keep())
-    vault.offer(file, path)
+    vault = Vault(model.paths, Keep(), tmp_path)
+    path.rename(tmp_path / file.name)
+    vault.add(file)
     assert vault.flush(60)
     vault.worker.close()
     fs, folder = fsspec.url_to_fs(f"{uri}/grid/7")
     assert sorted(name.rpartition("/")[2] for name in fs.find(folder)) == sorted(["begun.pkl", MANIFEST, file.name])
     assert SweepStorage(uri, "grid").open(train, None)[7].records == RECORDS
     (tmp_path / "disk").mkdir()
-    vault = Vault(model.paths, Keep())
-    [found] = vault.restore(tmp_path / "disk")
+    vault = Vault(model.paths, Keep(), tmp_path / "disk")
+    found = vault.restore()
+    assert found is not None
     assert vault.flush(60)
     vault.worker.close()
     assert (found.step, (tmp_path / "disk" / found.name).read_bytes()) == (5, b"a state")

@@ -19,8 +19,9 @@ from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.vault import LANE, MANIFEST, MAX_READ_ATTEMPTS, Vault, named_in
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+from flytekitplugins.daskpytorch.driver.vault import LANE, MAX_READ_ATTEMPTS, Vault
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -94,24 +95,21 @@ class Task:
         """A driver's own."""
         return Path(tempfile.mkdtemp(dir=self.folder))
 
-    def vault(self, number: int, previous: int | None = None) -> Vault:
+    def attempt(self, number: int, previous: int | None = None) -> Vault:
         before = None if previous is None else f"{self.base}/{previous}"
         paths = StoragePaths(files=self.store, previous=before, own=f"{self.base}/{number}")
-        self.vaults.append(Vault(paths, self.keep, retry_after=0.05))
+        self.vaults.append(Vault(paths, self.keep, self.disk(), Worker(0.05)))
         return self.vaults[-1]
-
-    def attempt(self, number: int, previous: int | None = None) -> Checkpoints:
-        return Checkpoints(self.disk(), self.vault(number, previous))
 
     def restored(self, number: int, previous: int) -> CheckpointFile | None:
         return self.attempt(number, previous).restore()
 
-    def save(self, checkpoints: Checkpoints, step: int, loss: float | None = None) -> CheckpointFile:
+    def save(self, checkpoints: Vault, step: int, loss: float | None = None) -> CheckpointFile:
         """A rank has saved one."""
         file, data = checkpoint(step)
-        (checkpoints._folder / file.name).write_bytes(data)
+        (checkpoints._disk / file.name).write_bytes(data)
         file = replace(file, metrics={} if loss is None else {"loss": loss})
-        checkpoints.keep(file)
+        checkpoints.add(file)
         return file
 
     def ran(self, number: int, *steps: int, **how: int) -> list[CheckpointFile]:
@@ -238,10 +236,15 @@ def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_y
     assert sum(name.startswith("step-5") for name in store.calls) == 1
 
 
-def test_checkpoint_that_has_gone_meanwhile_is_not_tried_again(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
-    vault = task.vault(0)
-    vault.offer(checkpoint(1)[0], task.disk() / "gone.pt")
-    assert vault.flush(PATIENCE)
+def test_checkpoint_that_has_gone_meanwhile_is_not_tried_again(
+    task: Task, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.gate.clear()
+    checkpoints = task.attempt(0)
+    file = task.save(checkpoints, 1)
+    (checkpoints._disk / file.name).unlink()
+    store.gate.set()
+    assert checkpoints.flush(PATIENCE)
     assert not (task.stored(0) / MANIFEST).exists()
     assert capsys.readouterr().err == ""
 
@@ -300,9 +303,9 @@ def test_manifest_that_cannot_be_read_is_a_fresh_start(task: Task, torn: Callabl
     manifest = task.stored(0) / MANIFEST
     manifest.write_bytes(torn(manifest.read_bytes()))
     assert named_in(manifest.read_bytes()) is None
-    vault = task.vault(1, previous=0)
-    assert vault.restore(task.disk()) == []
-    assert not vault.is_known
+    checkpoints = task.attempt(1, previous=0)
+    assert checkpoints.restore() is None
+    assert not checkpoints.is_known
 
 
 def test_a_manifest_from_before_metrics_and_shards_is_read(task: Task) -> None:
@@ -351,8 +354,8 @@ def test_what_was_restored_is_carried_forward_at_once_and_backs_up_the_first_che
 
 
 def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
-    checkpoints, vault = task.attempt(0), task.vaults[-1]
-    vault.worker.submit(LANE, lambda: vault.name([SHARDED]))
+    checkpoints = first = task.attempt(0)
+    first.worker.submit(LANE, lambda: first.name([SHARDED]))
     task.save(checkpoints, 1)
     assert checkpoints.flush(PATIENCE)
     for number in (0, 1):
@@ -361,7 +364,7 @@ def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
         assert ([file.step for file in named[0]], named[1]) == ([1], [SHARDED])
         checkpoints = task.attempt(number + 1, previous=number)
         checkpoints.restore()
-        assert task.vaults[-1].sharded == [SHARDED]
+        assert checkpoints.sharded == [SHARDED]
         assert checkpoints.flush(PATIENCE)
 
 
@@ -425,7 +428,7 @@ def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(task: 
     store.fails_always = "step-"
     until((task.stored(1) / MANIFEST).exists, "the manifest")
     until(lambda: len(store.calls) > read + 6, "a copy that fails")
-    task.vaults[-1].worker.close()
+    checkpoints.worker.close()
     store.fails_always = "nothing"
     assert [path.name for path in task.stored(1).iterdir()] == [MANIFEST]
     checkpoints = task.attempt(2, previous=1)
@@ -484,22 +487,6 @@ def test_who_goes_on_in_the_same_folder_with_less_to_keep_removes_the_others(tas
 
 
 # ---- A real object store --------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_pass_through_s3(tmp_path: Path, weed: Weed) -> None:
-    weed.make_bucket("passed")
-    store = Store(S3FileSystem(key=weed.keys.access, secret=weed.keys.secret, endpoint_url=weed.endpoint))
-    task = Task(tmp_path, store)
-    task.base = "s3://passed/attempts"
-    assert task.restored(0, previous=9) is None
-    task.ran(0, *range(1, NUM_KEPT + 2))
-    checkpoints = task.attempt(1, previous=0)
-    assert checkpoints.restore() == checkpoint(NUM_KEPT + 1, attempt=0)[0]
-    assert checkpoints.flush(PATIENCE)
-    names = [checkpoint(step)[0].name for step in range(2, NUM_KEPT + 2)]
-    assert sorted(store.below("s3://passed/attempts/0")) == sorted([MANIFEST, *names])
-    assert sorted(store.below("s3://passed/attempts/1")) == sorted([MANIFEST, names[-1]])
-    end(task)
 
 
 def test_storage_without_the_right_to_delete_keeps_all_and_is_no_failure(

@@ -32,7 +32,7 @@ _NAMES_IN = {
     "media": ("Histogram", "Picture"),
     "protocol.host": ("url_to_fs",),
     "protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
-    "rank.export": ("export_safetensors",),
+    "rank.checkpoint_files": ("export_safetensors",),
     "settings": ("EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"),
     "task.inputs": ("StrictInputs",),
 }

@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer as Observer
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankObserver
 from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
 from flytekitplugins.daskpytorch.protocol.observer import Training as Training
-from flytekitplugins.daskpytorch.rank.export import export_safetensors as export_safetensors
+from flytekitplugins.daskpytorch.rank.checkpoint_files import export_safetensors as export_safetensors
 from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping
 from flytekitplugins.daskpytorch.settings import Gang as Gang
 from flytekitplugins.daskpytorch.settings import Keep as Keep

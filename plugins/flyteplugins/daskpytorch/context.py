@@ -13,7 +13,7 @@ from flyte._secret import secrets_from_request
 from flyte.models import TaskContext
 from flyte.storage import ABFS, S3, Storage
 
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.files import Files

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
-from flytekitplugins.daskpytorch.driver.retention import find, retained
+from flytekitplugins.daskpytorch.driver.manifest import retained
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol import torch_metadata
 from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
@@ -33,6 +31,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     folder_name,
     is_object,
     layout_of,
+    metadata_of,
     save_of,
 )
 from flytekitplugins.daskpytorch.settings import Gang
@@ -94,8 +93,6 @@ class Committer:
             self.base, self.previous = full_path(self.base), self.previous and full_path(self.previous)
             users = settings.checkpoint_uri is not None  # perhaps on a disk that the ranks' machines share
             self.token = Path(self.base if users else scratch, f".driver-{secrets.token_hex(4)}")
-        self._outdated: set[str] = set()
-        """Names of committed checkpoints that await removal."""
 
     @functools.cached_property
     def files(self) -> Files:
@@ -117,23 +114,6 @@ class Committer:
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start, cache=self._cache)
-
-    def newest(self) -> ShardedCheckpoint | None:
-        """Return the newest committed checkpoint, or None."""
-        kept = self.vault.sharded
-        return kept[-1] if kept else None
-
-    def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return the kept checkpoints as the user sees them, the oldest first."""
-        return tuple(entry.saved for entry in self.vault.sharded)
-
-    def find(self, step: int | None) -> ShardedCheckpoint | None:
-        """Return a kept checkpoint. None: not found.
-
-        Args:
-            step: Step of the wanted checkpoint, the newest among several. None: the best of all checkpoints.
-        """
-        return find(self.vault.sharded, self.vault.keep, step)
 
     def commit(self, written: Sequence[WrittenShards]) -> None:
         """Queue the commit of a checkpoint whose shards all ranks have written.
@@ -157,13 +137,17 @@ class Committer:
         self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
-        """Queue the removal of outdated checkpoints and of this driver's uncommitted saves.
+        """Queue the removal of outdated checkpoints and of uncommitted saves, this driver's and those before.
 
         Args:
             attempt: Number of an attempt. Saves of earlier attempts are removed, too.
             number: Number of the attempt's last save to remove.
         """
-        self._submit_removal(self.base, lambda save, nonce: nonce == self._nonce and save <= (attempt, number))
+
+        def is_over(save: tuple[int, int], nonce: str) -> bool:
+            return save <= (attempt, number) if nonce == self._nonce else self.vault.is_known
+
+        self._submit_removal(self.base, is_over)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all commits are done and all uncommitted saves are removed.
@@ -201,7 +185,7 @@ class Committer:
     # ---- in the thread of the vault's worker
 
     def _commit(self, written: Sequence[WrittenShards]) -> None:
-        first, files, before = written[0], self.files, self.vault.sharded
+        first, files = written[0], self.files
         uri = f"{self.base}/{folder_name(first.attempt, self._nonce, first.step, first.number)}"
         layout = layout_of(written)
         files.write(f"{uri}/{LAYOUT}", layout)
@@ -216,9 +200,7 @@ class Committer:
             layout_digest=hashlib.sha256(layout).hexdigest(),
             metrics=first.metrics,
         )
-        kept = retained([*before, made], self.vault.keep)
-        self.vault.name(kept)
-        self._outdated |= set(map(_name_of, before)) - set(map(_name_of, kept))
+        self.vault.name(retained([*self.vault.sharded, made], self.vault.keep))
         self._say(Committed(first.attempt, first.number, first.step, None))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
@@ -233,9 +215,8 @@ class Committer:
         named = set(map(_name_of, self.vault.sharded))
         with self.vault.removing(base):
             for name, save, nonce in self._saves(base):
-                if name not in named and (is_over(save, nonce) or name in self._outdated):
+                if name not in named and is_over(save, nonce):
                     self.files.remove(f"{base}/{name}", is_object)
-            self._outdated.clear()
 
     def _saves(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
         """Yield each save below `base`: its name, its attempt and number, and its driver's nonce."""
@@ -252,7 +233,7 @@ def _name_of(entry: ShardedCheckpoint) -> str:
 
 def _metadata_of(layout: bytes) -> bytes | None:
     try:
-        return torch_metadata.metadata_of(layout)
+        return metadata_of(layout)
     except Exception as error:  # any error of another version of torch: a gang reads the layout
         say(
             "this sharded checkpoint cannot be read by plain torch, but by checkpoint.load_sharded in a gang: "

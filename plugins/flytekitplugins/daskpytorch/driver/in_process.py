@@ -19,7 +19,6 @@ from typing import Any
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -89,14 +88,12 @@ class _Supervisor(Supervisor):
 
     needs_linux = False
 
-    def _listen(
-        self, checkpoints: Checkpoints, committer: Committer, folder: Path, stack: contextlib.ExitStack
-    ) -> GangState:
+    def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> GangState:
         agent: Any = self._launcher
         post = self._calls.put
         agents = Agents(launcher=agent, num_ranks=1, address=("", 0), post=post, token=b"", folder=folder)
-        state = self._begin(agents, checkpoints, committer)
-        agent.join(state, post, checkpoints, folder)
+        state = self._begin(agents, committer)
+        agent.join(state, post, folder)
         how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
         self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {how}")
         stack.callback(agent.close)
@@ -115,18 +112,16 @@ class _Agent(OwnNode, Connection):
         """The rank's order, link and session after its start, or the error that prevents starting."""
         self._is_closed = False
 
-    def join(self, state: GangState, post: Callable[[Call], object], checkpoints: Checkpoints, folder: Path) -> None:
+    def join(self, state: GangState, post: Callable[[Call], object], folder: Path) -> None:
         """Join a gang.
 
         Args:
             state: State of the gang.
             post: Queues calls for the gang's thread, from any thread.
-            checkpoints: The driver's checkpoints.
             folder: Scratch folder, shared by driver and rank.
         """
         self._state = state
         self._post = post
-        self._checkpoints = checkpoints
         self._folder = folder
 
     # ---- the launcher
@@ -155,12 +150,7 @@ class _Agent(OwnNode, Connection):
             case messages.Tell(order):
                 self._session.follow(order)
             case messages.Fetch(file):
-                error = None
-                try:
-                    self._checkpoints.serve(self, messages.Upload(file, is_there=True))
-                except Exception as refused:
-                    error = refused
-                self._post(partial(self._state.note_upload, file, error))
+                self._say(messages.Sent(file))
             case messages.Bring(chosen):
                 self._session.follow(chosen)
             case messages.Stop():

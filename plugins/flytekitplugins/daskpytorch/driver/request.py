@@ -290,7 +290,7 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return key_of(function), settings.checkpoint_uri, digest.digest()
 
 
-def start_of(storage: StoragePaths | None, settings: Gang, steps: Sequence[int]) -> str | None:
+def start_of(storage: StoragePaths | None, settings: Gang, step: int | None) -> str | None:
     """Return a user message about the checkpoint from which a gang begins.
 
     Without a checkpoint, return a message only if the next call uses the same folder.
@@ -298,12 +298,12 @@ def start_of(storage: StoragePaths | None, settings: Gang, steps: Sequence[int])
     Args:
         storage: Folders of the gang's checkpoints.
         settings: Settings of the gang.
-        steps: Steps of the newest checkpoints found, one per kind.
+        step: Step of the newest checkpoint. None without a checkpoint.
     """
     if storage is None or storage.previous != storage.own:
-        return f"going on from the previous attempt's checkpoint of step {max(steps)}" if steps else None
-    if steps:
-        return f"going on from the checkpoint of step {max(steps)} in {storage.own}"
+        return f"going on from the previous attempt's checkpoint of step {step}" if step is not None else None
+    if step is not None:
+        return f"going on from the checkpoint of step {step} in {storage.own}"
     is_later = settings.key is None and not storage.own.endswith("-1")
     more = "; each call has a folder of its own, unless Gang(key=...) names one" if is_later else ""
     return f"starting afresh, since no checkpoint is in {storage.own}{more}"

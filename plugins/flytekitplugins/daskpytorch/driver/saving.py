@@ -1,22 +1,27 @@
 """Transfer of a gang's checkpoints from ranks and to ranks. Runs in the driver.
 
-Rank 0 writes a whole checkpoint, which its agent sends to the driver (`checkpoints`). All ranks write the shards of a
-sharded checkpoint directly to storage, and the driver commits the checkpoint (`committer`).
+Rank 0 writes a whole checkpoint, which its agent sends to the driver (`vault`). All ranks write the shards of a sharded
+checkpoint directly to storage, and the driver commits the checkpoint (`committer`).
 """
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.announcer import Announcer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, listed
+from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, listed, retained
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding, WrittenShards
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards
 from flytekitplugins.daskpytorch.settings import Keep
+
+MAX_RETRIES = 2
+"""Maximum number of retries of a checkpoint's fetch whose connection broke."""
 
 
 class Saving:
@@ -24,21 +29,15 @@ class Saving:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
         committer: Committer,
         accountant: Accountant,
         announcer: Announcer,
-        *,
-        keep: Keep,
     ) -> None:
-        self._checkpoints = checkpoints
+        self._vault = committer.vault
         self._committer = committer
         self._accountant = accountant
         self._announcer = announcer
-        self._keep = keep
-        self._fetches = Fetches(keep, checkpoints.entries)
-        self.newest: CheckpointFile | None = None
-        """Whole checkpoint from which the attempt starts, or None."""
+        self._fetches = Fetches(self._vault.keep, self._vault.entries)
         self.has_news = False
         """True if a checkpoint has been kept since `Brain` last reset this."""
         self.commits: dict[tuple[int, int], int] = {}
@@ -50,6 +49,18 @@ class Saving:
         """Record that a rank wrote a whole checkpoint, and request the file from its agent."""
         attempt.steps[rank] = file.step
         self._fetches.fetch(peer, file)
+
+    def note_sent(self, peer: Peer, attempt: Attempt | None, sent: messages.Sent) -> None:
+        """Keep a whole checkpoint that an agent has linked into the driver's folder, or record the agent's failure."""
+        error: Exception | None = None
+        if sent.failure is not None:
+            error = OSError(f"{peer.node.worker} could not send it: {sent.failure}")
+        else:
+            try:
+                self._vault.add(sent.file)
+            except (OSError, ValueError) as refusal:
+                error = refusal
+        self.note_kept(attempt, sent.file, error)
 
     def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
         """Record the arrival of a whole checkpoint in the driver, or its failed transfer."""
@@ -80,7 +91,7 @@ class Saving:
             f"({why.reason}); the training goes on"
         )
         self._committer.sweep(attempt.number, said.number)
-        attempt.tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
+        attempt.tell(messages.Tell(orders.Settled(said.number)))
 
     def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
         """Record the commit of a sharded checkpoint, or its failure."""
@@ -94,7 +105,7 @@ class Saving:
         self._committer.sweep(commit.attempt, commit.number)
         if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
             attempt.note_stirring()
-            attempt.tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
+            attempt.tell(messages.Tell(orders.Settled(commit.number)))
 
     def forget(self, peer: Peer) -> None:
         """Cancel fetches from a lost agent."""
@@ -108,7 +119,7 @@ class Saving:
         self._announcer.tell("kept", step)
         kept = self.saved()
         self._announcer.tell("keeps", kept)
-        if (hint := hint_of_metric(kept, self._keep)) is not None:
+        if (hint := hint_of_metric(kept, self._vault.keep)) is not None:
             self._announcer.hint("metric", hint)
         if attempt is not None and not attempt.is_over:
             attempt.tell(messages.Tell(orders.Kept(kept)))
@@ -132,16 +143,21 @@ class Saving:
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Return all kept checkpoints of both kinds, as users receive them."""
-        return listed(self._checkpoints.saved(), self._committer.saved())
+        return listed(self._vault.saved(), (entry.saved for entry in self._vault.sharded))
 
     def sharding(self) -> Sharding:
         """Return the folder for new shards, and the sharded checkpoints available to ranks."""
         return self._committer.sharding()
 
     @property
+    def newest(self) -> CheckpointFile | None:
+        """Whole checkpoint from which the next attempt starts, or None."""
+        return self._vault.newest()
+
+    @property
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint of both kinds. None without checkpoints."""
-        newest = (self.newest, self._committer.newest())
+        newest = [self.newest, *self._vault.sharded[-1:]]
         return max((one.step for one in newest if one is not None), default=None)
 
     # ---- what is done
@@ -164,7 +180,11 @@ class Saving:
                 attempt.wanted.append((peer, rank, wanted))
 
     def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Arrived:
-        found = (self._committer if wanted.is_sharded else self._checkpoints).find(wanted.step)
+        found: CheckpointFile | ShardedCheckpoint | None
+        if wanted.is_sharded:
+            found = find(self._vault.sharded, self._vault.keep, wanted.step)
+        else:
+            found = find(self._vault.intact(), self._vault.keep, wanted.step)
         return orders.Arrived(attempt.number, wanted.number, found)
 
     def give_up_fetches(self) -> None:
@@ -172,14 +192,13 @@ class Saving:
         self._fetches.clear()
 
     def begin(self, number: int) -> None:
-        """Begin an attempt. Accept only this attempt's checkpoints from now on, and set `newest`."""
-        self._checkpoints.fence(number)
+        """Begin an attempt. Accept only this attempt's checkpoints from now on."""
+        self._vault.fence(number)
         self._committer.sweep(number)
-        self.newest = self._checkpoints.newest()
 
     def hurry(self) -> None:
         """Keep the pauses before storage retries short, as no other attempt follows."""
-        self._committer.vault.worker.hurry()
+        self._vault.worker.hurry()
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
         """Wait until storage has the newest checkpoint. Return a message about the next attempt's start.
@@ -188,9 +207,8 @@ class Saving:
             storage: Folders of the checkpoints. None without storage.
             timeout: Longest wait, in seconds.
         """
-        self.newest = self._checkpoints.newest()
-        step, sharded = self.newest_step, self._committer.newest()
-        is_stored = self._checkpoints.flush(timeout) or (sharded is not None and sharded.step == step)
+        step = self.newest_step
+        is_stored = self._vault.flush(timeout) or step in [entry.step for entry in self._vault.sharded[-1:]]
         if step is None:
             told = "there is no checkpoint, so the next attempt starts afresh"
         elif storage is None:
@@ -207,3 +225,80 @@ class Saving:
         for uncommitted in self.commits.values():
             told += f"; that of step {uncommitted} could not be committed in time"
         return told
+
+
+@dataclass
+class Fetches:
+    """Fetches checkpoints from the agents' nodes, one at a time.
+
+    Newer checkpoints replace older ones in the queue, except the best.
+    """
+
+    keep: Keep = field(default_factory=Keep)
+    kept: Callable[[], Sequence[CheckpointFile]] = tuple
+    """Returns the checkpoints on the driver's disk."""
+    _queue: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
+    """Fetches in the order of writing. The first one is running."""
+    _num_retries: int = 0
+    """Number of retries of the running fetch."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a fetch is running."""
+        return bool(self._queue)
+
+    def fetch(self, peer: Peer, file: CheckpointFile) -> None:
+        """Queue a checkpoint's fetch. Older checkpoints in the queue are skipped, except the best."""
+        self._queue.append((peer, file))
+        stay = retained([*self.kept(), *(queued for _, queued in self._queue)], replace(self.keep, last=1))
+        self._queue = [*self._queue[:1], *(queued for queued in self._queue[1:] if queued[1] in stay)]
+        if len(self._queue) == 1:
+            self._request()
+
+    def note_end(self, file: CheckpointFile) -> None:
+        """Record that a checkpoint has arrived, and begin the next fetch."""
+        if self._is_running(file):
+            self._turn()
+
+    def note_failure(self, file: CheckpointFile, *, is_worth_a_retry: bool) -> bool:
+        """Record that a checkpoint's fetch has failed, and begin a retry or the next fetch.
+
+        Args:
+            file: The checkpoint.
+            is_worth_a_retry: True if a retry may succeed.
+
+        Returns:
+            True if the checkpoint is given up. False after the start of a retry, or for a fetch that had already ended.
+        """
+        if not self._is_running(file):
+            return False
+        if is_worth_a_retry and len(self._queue) == 1 and self._num_retries < MAX_RETRIES:
+            self._num_retries += 1
+            self._request()
+            return False
+        self._turn()
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        """Drop the fetches from a lost agent."""
+        is_running = bool(self._queue) and self._queue[0][0] is peer
+        self._queue[1:] = [queued for queued in self._queue[1:] if queued[0] is not peer]
+        if is_running:
+            self._turn()
+
+    def clear(self) -> None:
+        """Drop the running fetch and the queue."""
+        self._queue.clear()
+
+    def _is_running(self, file: CheckpointFile) -> bool:
+        return bool(self._queue) and self._queue[0][1] == file
+
+    def _turn(self) -> None:
+        self._queue.pop(0)
+        self._num_retries = 0
+        self._request()
+
+    def _request(self) -> None:
+        if self._queue:
+            peer, file = self._queue[0]
+            peer.send(messages.Fetch(file))

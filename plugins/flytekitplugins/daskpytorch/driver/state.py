@@ -12,7 +12,6 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.announcer import Announcer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
@@ -24,6 +23,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observers
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 SCHEDULER_LOST = "the Dask scheduler was lost"
 
@@ -44,7 +44,6 @@ class GangState:
         self,
         request: Request,
         agents: Agents,
-        checkpoints: Checkpoints,
         committer: Committer,
         observers: Observers,
         received: ReceivedResults,
@@ -58,8 +57,7 @@ class GangState:
         Args:
             request: The gang's request.
             agents: The gang's agents.
-            checkpoints: Whole checkpoints on the driver's disk.
-            committer: Commits sharded checkpoints.
+            committer: Commits sharded checkpoints, and has the vault of whole ones.
             observers: The gang's observers.
             received: Results and return values of the ranks.
             asked_at: Time of the user's request, in seconds on `clock`.
@@ -76,7 +74,7 @@ class GangState:
         self.announcer = Announcer(
             request.name, observers, hints=request.settings.hints, began_at=asked_at, clock=clock
         )
-        self.saving = Saving(checkpoints, committer, self.accountant, self.announcer, keep=request.settings.keep)
+        self.saving = Saving(committer, self.accountant, self.announcer)
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
@@ -144,8 +142,8 @@ class GangState:
                     self.attempt.stacks[rank] = text
             case messages.Lines(rank, lines):
                 self.announcer.tell("wrote", rank, lines)
-            case messages.NotSent(file, reason):
-                self.note_upload(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
+            case messages.Sent():
+                self.saving.note_sent(peer, self.attempt, message)
             case messages.Reported():
                 pass  # the listener unpacks reports for `hear_of_rank`
             case _:
@@ -240,9 +238,7 @@ class GangState:
                 self.announcer.note(f"rank {rank} {text}")
             case reports.Saved(file):
                 self.saving.note_saved(peer, attempt, rank, file)
-            case reports.ShardsWritten(shards):
-                self.saving.note_shards(attempt, rank, shards)
-            case reports.ShardsNotWritten():
+            case WrittenShards() | reports.ShardsNotWritten():
                 self.saving.note_shards(attempt, rank, report)
             case reports.Wanted():
                 attempt.wanted.append((peer, rank, report))

@@ -16,13 +16,11 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
-from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
@@ -135,8 +133,7 @@ class Supervisor:
                 name = self._request.name
                 claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._calls.empty()))
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                vault = Vault(self._request.storage, self._request.settings.keep)
-                checkpoints = Checkpoints(folder, vault)
+                vault = Vault(self._request.storage, self._request.settings.keep, folder)
                 committer = Committer(
                     self._request.settings,
                     self._request.storage,
@@ -149,19 +146,19 @@ class Supervisor:
                 claim.on_loss = functools.partial(self._give_up, committer)
                 if self._request.large is not None:
                     stack.callback(self._request.large.close)
-                self._state = state = self._listen(checkpoints, committer, folder, stack)
+                self._state = state = self._listen(committer, folder, stack)
                 try:
-                    results = self._see_through(state, checkpoints, committer)
+                    results = self._see_through(state, committer)
                     committer.flush(state.deadlines.storage)
                     if vault.own is not None and "://" not in vault.own:  # the user's own folder
-                        checkpoints.flush(state.deadlines.storage)
+                        vault.flush(state.deadlines.storage)
                     return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
-                    checkpoints.flush(state.deadlines.cancelled)  # later calls begin from this checkpoint
+                    vault.flush(state.deadlines.cancelled)  # later calls begin from this checkpoint
                     committer.flush(state.deadlines.cancelled)
                     raise
                 except Exception:
-                    checkpoints.flush(state.deadlines.storage)  # for the next attempt, if Flyte starts one
+                    vault.flush(state.deadlines.storage)  # for the next attempt, if Flyte starts one
                     committer.flush(state.deadlines.storage)
                     raise
         except Exception as caught:
@@ -183,14 +180,12 @@ class Supervisor:
     def _post_commit(self, commit: Committed) -> None:
         self._calls.put(lambda: self._state.note_commit(commit))
 
-    def _listen(
-        self, checkpoints: Checkpoints, committer: Committer, folder: Path, stack: contextlib.ExitStack
-    ) -> GangState:
+    def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> GangState:
         """Open the driver's port, and return the gang's state. The stack dismisses agents and closes the port."""
         request, launcher = self._request, self._launcher
         allow_connections(launcher.num_wanted)
         token = os.urandom(32)
-        serve = functools.partial(self._serve_file, checkpoints)
+        serve = functools.partial(self._serve_file, committer.vault)
         listener = Listener(launcher.host, token, self._calls, serve)
         agents = Agents(
             launcher=launcher,
@@ -202,18 +197,17 @@ class Supervisor:
             num_gpus=request.num_gpus,
             folder=folder,
         )
-        state = self._begin(agents, checkpoints, committer)
+        state = self._begin(agents, committer)
         stack.callback(launcher.close)
         listener.listen(state)
         stack.callback(listener.end)
         stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)
         return state
 
-    def _begin(self, agents: Agents, checkpoints: Checkpoints, committer: Committer) -> GangState:
+    def _begin(self, agents: Agents, committer: Committer) -> GangState:
         return GangState(
             self._request,
             agents,
-            checkpoints,
             committer,
             self._observers,
             self.received,
@@ -221,21 +215,22 @@ class Supervisor:
             running_clock=RunningClock(),
         )
 
-    def _serve_file(self, checkpoints: Checkpoints, connection: Connection, request: Transfer) -> None:
+    def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
         if not isinstance(request, messages.DownloadLarge):
-            checkpoints.serve(connection, request)
+            vault.serve(connection, request)
         elif self._request.large is not None:
             connection.send_file(self._request.large.address.path)
 
-    def _see_through(self, state: GangState, checkpoints: Checkpoints, committer: Committer) -> list[Any]:
+    def _see_through(self, state: GangState, committer: Committer) -> list[Any]:
         state.agents.launch(self._launcher.workers)
         code = self._request.code or pack_code()  # while the agents start
-        state.saving.newest = checkpoint = checkpoints.restore()
+        saving = state.saving
+        committer.vault.restore()
         committer.begin()
-        if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
-            self._observers.tell("resumed", max(steps))
-            self._observers.tell("keeps", listed(checkpoints.saved(), committer.saved()))
-        if (text := start_of(self._request.storage, self._request.settings, steps)) is not None:
+        if (step := saving.newest_step) is not None:
+            self._observers.tell("resumed", step)
+            self._observers.tell("keeps", saving.saved())
+        if (text := start_of(self._request.storage, self._request.settings, step)) is not None:
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         self._brain = brain = Brain(state, code, self._debugging)
         while (results := brain.decide()) is None:

@@ -1,10 +1,9 @@
-"""A gang's checkpoints in storage, for the task's next attempt or for the next call. Runs in the driver.
+"""A gang's checkpoints: whole ones on the driver's disk and in storage, and the manifest of both kinds.
 
-    manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sharded" is missing if there are none
-
-A checkpoint counts once the manifest names the checkpoint. The manifest is one small object. The driver writes new
-files first, then the manifest, and removes old files last. Whole checkpoints are files beside the manifest, or in their
-entry's `folder`. Sharded checkpoints are folders.
+Runs in the driver. The driver's disk keeps whole checkpoints where lost workers cannot harm them. Storage keeps copies
+for the task's next attempt or for the next call. A checkpoint in storage counts once the manifest names the checkpoint.
+The manifest is one small object. The driver writes new files first, then the manifest, and removes old files last.
+Whole checkpoints are files beside the manifest, or in their entry's `folder`. Sharded checkpoints are folders.
 
 An attempt finds the previous attempt by path. The new attempt first writes a manifest that names the previous attempt's
 checkpoints in their old folders. So checkpoints survive attempts that die before their first checkpoint. Then the
@@ -14,77 +13,77 @@ folders.
 
 import contextlib
 import functools
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from flytekitplugins.daskpytorch.driver.retention import best_first, retained
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
+from flytekitplugins.daskpytorch.driver import manifest
+from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.process.worker import RETRY_AFTER, Worker
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.process.worker import Worker
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
-MANIFEST = "manifest.json"
 MAX_READ_ATTEMPTS = 5
 """Maximum number of tries per object of the previous attempt. Afterwards training starts without this object."""
 LANE = "files"
 """Lane of the vault's jobs in the `Worker`."""
-Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
-"""Whole and sharded checkpoints of a manifest, each with the newest first."""
 T = TypeVar("T")
 
 
-@dataclass
-class _Known:
-    """A whole checkpoint in storage, or waiting for its copy."""
+@dataclass(eq=False)
+class _Whole:
+    """A whole checkpoint: on the driver's disk, in storage, or both."""
 
     file: CheckpointFile
-    source: Path | None
-    """File on the driver's disk to copy. None if this attempt's folder has a copy, or the file is gone."""
+    state: tuple[int, ...] | None
+    """Inode, size and modification time of the file on the driver's disk when its digest was right. Unless these
+    change, the digest is still right. None: the driver's disk has no such file."""
     folder: str | None = None
-    """Folder in storage, perhaps an earlier attempt's. None if the checkpoint is not in storage."""
+    """Folder in storage, perhaps an earlier attempt's. None: storage has no such file."""
 
 
 class Vault:
-    """Copies whole checkpoints to storage, and names both kinds in the manifest. Training never waits for storage."""
+    """Keeps whole checkpoints on the driver's disk and in storage. Training never waits for storage."""
 
-    def __init__(
-        self, paths: StoragePaths | None, keep: Keep, worker: Worker | None = None, retry_after: float = RETRY_AFTER
-    ) -> None:
+    def __init__(self, paths: StoragePaths | None, keep: Keep, disk: Path, worker: Worker | None = None) -> None:
         """Make a gang's vault.
 
         Args:
             paths: Folders of the previous attempt's and this attempt's checkpoints. None disables storage.
             keep: Retention policy.
+            disk: Folder on the driver's disk for whole checkpoints.
             worker: Makes all writes to storage. None creates a new worker.
-            retry_after: Pause before the first retry, in seconds. Each further retry doubles the pause.
         """
         self._paths = paths
         self.own = paths.own if paths is not None else None
         """This attempt's folder in storage. None without storage."""
         self.keep = keep
         """Retention policy."""
-        self.worker = worker or Worker(retry_after)
+        self._disk = disk
+        self.worker = worker or Worker()
         """Makes all writes to storage."""
-        self._retry_after = retry_after
         self._lock = threading.RLock()
-        self._known: dict[str, _Known] = {}
-        """Name -> whole checkpoint, oldest first."""
+        self._attempt = 0
+        self._whole: dict[str, _Whole] = {}
+        """Name -> whole checkpoint, in the order of arrival."""
         self._copying: str | None = None
-        """Name of the checkpoint being copied, or None."""
+        """Name of the checkpoint being copied to storage, or None."""
         self._is_turn_of_best = False
         self._is_at_work = False
         """True while the worker has a vault job."""
         self.sharded: list[ShardedCheckpoint] = []
         """Kept sharded checkpoints, in commit order."""
-        self._written = _manifest_of([], [])
+        self._written = manifest.content_of([], [])
         """Content of the last manifest whose write has succeeded. An empty manifest before the first write."""
         self._stored: frozenset[str] = frozenset()
         """Names of the whole checkpoints in `_written`."""
@@ -97,26 +96,25 @@ class Vault:
         """True from the start of a manifest write until its success. Meanwhile storage may hold either manifest."""
         self._has_complained = False
 
-    def restore(self, folder: Path) -> list[CheckpointFile]:
-        """Fetch the previous attempt's newest undamaged whole checkpoint and its best.
+    # ---- the previous attempt
+
+    def restore(self) -> CheckpointFile | None:
+        """Fetch the previous attempt's newest undamaged whole checkpoint and its best to the driver's disk.
 
         The next manifest repeats the previous manifest's sharded checkpoints. After a successful fetch, the next
         manifest also repeats undamaged whole checkpoints.
 
-        Args:
-            folder: Folder on the driver's disk for the fetched files.
-
         Returns:
-            Fetched checkpoints, oldest first. Training begins from the last checkpoint.
+            The newest whole checkpoint, from which the gang starts, or None.
         """
         if self._paths is None or self._paths.previous is None:
-            return []
+            return None
         previous = self._paths.previous
         found: list[CheckpointFile] = []
         listed: list[CheckpointFile] = []
         damaged: set[str] = set()
         try:
-            named = self._patiently(functools.partial(read_manifest, self._paths.files, previous))
+            named = self._patiently(functools.partial(manifest.read, self._paths.files, previous))
             listed, sharded = named or ([], [])
             self.sharded, self.is_known = sharded[::-1], named is not None
             listed = [replace(file, attempt=0, folder=file.folder or previous) for file in listed]
@@ -124,8 +122,8 @@ class Vault:
             for file in listed:
                 if found and file not in best:
                     continue
-                if self._patiently(functools.partial(_fetch, self._paths.files, file, folder / file.name)):
-                    found.insert(0, file)
+                if self._patiently(functools.partial(_fetch, self._paths.files, file, self._disk / file.name)):
+                    found.append(file)
                 else:
                     damaged.add(file.name)
                     say(
@@ -133,7 +131,7 @@ class Vault:
                         "used"
                     )
         except Exception as error:  # storage clients raise errors of any class
-            goes_on = f"goes on from step {found[-1].step}" if found else "starts afresh"
+            goes_on = f"goes on from step {found[0].step}" if found else "starts afresh"
             say(
                 f"the previous attempt's checkpoints at {previous} cannot be read ({type(error).__name__}: {error}); "
                 f"the training {goes_on}",
@@ -141,37 +139,130 @@ class Vault:
         with self._lock:
             for file in reversed(listed if found else []):
                 if file.name not in damaged:
-                    source = folder / file.name if file in found and file.folder != self.own else None
-                    self._known[file.name] = _Known(file, source, file.folder)
+                    state = _state_of(self._disk / file.name) if file in found else None
+                    self._whole[file.name] = _Whole(file, state, file.folder)
                 elif file.folder == self.own:
                     self._leftovers.add(file.name)
             self._go_on()
-        return found
+        return found[0] if found else None
 
-    def offer(self, file: CheckpointFile, path: Path) -> None:
-        """Queue a whole checkpoint for the copy to storage.
+    def _patiently(self, read: Callable[[], T]) -> T:
+        for number in range(MAX_READ_ATTEMPTS - 1):
+            try:
+                return read()
+            except Exception as error:
+                say(f"the previous checkpoint cannot be read yet ({error}); trying again")
+                time.sleep(self.worker.retry_after * 2**number)
+        return read()
 
-        Waiting checkpoints leave the queue, unless they are among the best.
+    # ---- on the driver's disk
 
-        Args:
-            file: The checkpoint.
-            path: Path of its file on the driver's disk.
-        """
-        if self._paths is None:
-            return
+    def fence(self, attempt: int) -> None:
+        """Refuse checkpoints of earlier attempts from now on."""
         with self._lock:
-            before = self._known.pop(file.name, None)
-            folder = before.folder if before is not None else None
-            self._known[file.name] = _Known(file, None if folder == self.own else path, folder)
-            stay = {self._copying, *(known.file.name for known in self._wanted())}
-            self._known = {name: known for name, known in self._known.items() if known.folder or name in stay}
+            self._attempt = attempt
+
+    def serve(self, connection: Connection, request: Upload | Download) -> None:
+        """Receive or send a whole checkpoint, in a thread of the listener.
+
+        Raises:
+            OSError: The connection broke, or the disk is full.
+            ValueError: The file is damaged, or an older attempt wrote it.
+        """
+        if isinstance(request, Download):
+            connection.send_file(self._disk / request.file.name)
+            return
+        if (refusal := self._refusal(request.file)) is not None:
+            raise ValueError(refusal)
+        take_file(connection, request.file, self._disk)
+        self.add(request.file)
+
+    def add(self, file: CheckpointFile) -> None:
+        """Keep a file on the driver's disk instead of outdated ones, and queue its copy to storage.
+
+        Raises:
+            OSError: The disk has no such file.
+            ValueError: The file was cut short, or an older attempt wrote it. The file is then removed.
+        """
+        path = self._disk / file.name
+        with self._lock:
+            refusal = self._refusal(file)
+            if refusal is None and (size := path.stat().st_size) != file.size:
+                refusal = (
+                    f"the checkpoint of step {file.step} has {size:,} bytes, not {file.size:,}: its file was cut short"
+                )
+            if refusal is not None:
+                if file.name not in {kept.name for kept in self.entries()}:
+                    path.unlink(missing_ok=True)
+                raise ValueError(refusal)
+            before = self._whole.pop(file.name, None)
+            if before is not None:  # saved again, perhaps without metrics
+                file = replace(file, metrics={**before.file.metrics, **file.metrics})
+            kept = _Whole(file, _state_of(path), before.folder if before is not None else None)
+            self._whole[file.name] = kept
+            stay = retained(self.entries(), self.keep)
+            for whole in self._here():
+                if whole.file not in stay:
+                    self._drop(whole)
             self._go_on()
+
+    def _refusal(self, file: CheckpointFile) -> str | None:
+        if file.attempt >= self._attempt:
+            return None
+        return f"a checkpoint of attempt {file.attempt} came when attempt {self._attempt} was running"
+
+    def newest(self) -> CheckpointFile | None:
+        """Return the newest undamaged checkpoint on the driver's disk, or None. Damaged newer ones are removed."""
+        with self._lock:
+            for whole in self._here()[::-1]:
+                if self._is_intact(whole):
+                    return whole.file
+                say(f"the checkpoint of step {whole.file.step} is damaged; the gang uses the one before")
+                self._drop(whole)
+            return None
+
+    def entries(self) -> list[CheckpointFile]:
+        """Return all whole checkpoints on the driver's disk, in the order of arrival."""
+        with self._lock:
+            return [whole.file for whole in self._here()]
+
+    def saved(self) -> tuple[SavedCheckpoint, ...]:
+        """Return the whole checkpoints on the driver's disk as the user sees them."""
+        return tuple(file.saved(self.own) for file in self.entries())
+
+    def intact(self) -> list[CheckpointFile]:
+        """Return the undamaged whole checkpoints on the driver's disk, in the order of arrival."""
+        with self._lock:
+            return [whole.file for whole in self._here() if self._is_intact(whole)]
+
+    def _here(self) -> list[_Whole]:
+        return [whole for whole in self._whole.values() if whole.state is not None]
+
+    def _is_intact(self, whole: _Whole) -> bool:
+        path = self._disk / whole.file.name
+        if not path.is_file() or path.stat().st_size != whole.file.size:
+            return False
+        return _state_of(path) == whole.state or digest_of(path) == whole.file.digest
+
+    def _drop(self, whole: _Whole) -> None:
+        (self._disk / whole.file.name).unlink(missing_ok=True)
+        whole.state = None
+        self._forget_lost()
+
+    def _forget_lost(self) -> None:
+        self._whole = {
+            name: whole
+            for name, whole in self._whole.items()
+            if whole.state is not None or whole.folder is not None or name == self._copying
+        }
+
+    # ---- to storage
 
     def flush(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for all copies. Return True if storage has the newest whole checkpoint."""
         self.worker.flush(LANE, timeout)
         with self._lock:
-            newest = next(reversed(self._known), None)
+            newest = next(reversed(self._whole), None)
             return newest is None or newest in self._stored
 
     def name(self, sharded: list[ShardedCheckpoint]) -> None:
@@ -187,89 +278,83 @@ class Vault:
             self._write_manifest(self._paths, sharded)
         self.sharded = sharded
 
-    # ---- what there is to do
-
     def _go_on(self) -> None:
         if self._paths is not None and not self._is_at_work and (self._has_news() or self._next() is not None):
             self._is_at_work = True
             self.worker.submit(LANE, functools.partial(self._work, self._paths), self._tell_failure)
 
-    def _wanted(self) -> list[_Known]:
-        """Return checkpoints for this attempt's folder: newest first, then best."""
-        known = list(self._known.values())
-        best = best_first([each.file for each in known], self.keep)[: self.keep.best]
-        return [*known[-1:], *(self._known[file.name] for file in best if file is not known[-1].file)]
+    def _next(self) -> _Whole | None:
+        """Return the checkpoint to copy next, or None: the newest and the best belong in this attempt's folder.
 
-    def _next(self) -> _Known | None:
-        """Return the checkpoint to copy next, or None.
-
-        The newest and the best take turns. Otherwise frequent saves would keep the best out of storage.
+        Both take turns. Otherwise frequent saves would keep the best out of storage.
         """
-        waiting = [known for known in self._wanted() if known.source is not None]
+        newest = [*self._whole.values()][-1:]
+        best = best_first([whole.file for whole in self._whole.values()], self.keep)[: self.keep.best]
+        wanted = newest + [whole for file in best if (whole := self._whole[file.name]) not in newest]
+        waiting = [whole for whole in wanted if whole.state is not None and whole.folder != self.own]
         if len(waiting) > 1 and self._is_turn_of_best and not self.worker.is_urgent:
             return waiting[1]
         return waiting[0] if waiting else None
 
     def _listed(self) -> list[CheckpointFile]:
         """Return the whole checkpoints for the next manifest, the newest first."""
-        stored = [known.file for known in self._known.values() if known.folder is not None]
-        listed = [(file, self._known[file.name].folder) for file in reversed(retained(stored, self.keep))]
+        stored = [whole.file for whole in self._whole.values() if whole.folder is not None]
+        listed = [(file, self._whole[file.name].folder) for file in reversed(retained(stored, self.keep))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
 
     def _has_news(self) -> bool:
-        return _manifest_of(self._listed(), self.sharded) != self._written
+        return manifest.content_of(self._listed(), self.sharded) != self._written
 
     # ---- in the worker's thread
 
     def _work(self, paths: StoragePaths) -> None:
         """Write a changed manifest, or else copy one file."""
         with self._lock:
-            has_news, known = self._has_news(), self._next()
-            self._copying = None if has_news or known is None else known.file.name
+            has_news, whole = self._has_news(), self._next()
+            self._copying = None if has_news or whole is None else whole.file.name
             if self._copying is not None:
                 self._is_turn_of_best = not self._is_turn_of_best
         if has_news:
             self._write_manifest(paths, self.sharded)
-        elif known is not None and known.source is not None:
-            self._copy(paths, known.file.name, known.source)
+        elif self._copying is not None:
+            self._copy(paths, self._copying)
         with self._lock:
             self._is_at_work, self._copying = False, None
+            self._forget_lost()
             self._go_on()
 
-    def _copy(self, paths: StoragePaths, name: str, source: Path) -> None:
-        folder: str | None = paths.own
+    def _copy(self, paths: StoragePaths, name: str) -> None:
+        source = self._disk / name
         try:
             paths.prepare()
             paths.files.put(source, f"{paths.own}/{name}")
         except Exception:
             if source.exists():
                 raise
-            folder = None  # the driver has removed the file for a newer checkpoint
+            with self._lock:  # the file was removed, for example for a newer checkpoint
+                self._whole[name].state = None
+            return
         with self._lock:
-            known = self._known[name]
-            known.source, known.folder = None, folder or known.folder
-            if known.folder is None:
-                del self._known[name]
+            self._whole[name].folder = paths.own
 
     def _write_manifest(self, paths: StoragePaths, sharded: Sequence[ShardedCheckpoint]) -> None:
         with self._lock:
             listed = self._listed()
             names = frozenset(file.name for file in listed)
-            dropped = [known for name, known in self._known.items() if known.folder is not None and name not in names]
-        content = _manifest_of(listed, sharded)
+            dropped = [whole for name, whole in self._whole.items() if whole.folder is not None and name not in names]
+        content = manifest.content_of(listed, sharded)
         paths.prepare()
         self.is_in_doubt = True
-        paths.files.write(f"{paths.own}/{MANIFEST}", content)
+        paths.files.write(f"{paths.own}/{manifest.MANIFEST}", content)
         self.is_in_doubt = False
         with self._lock:
             self._written, self._stored = content, names
-            for known in dropped:
-                if self._known.get(known.file.name) is known:  # else the checkpoint was saved again
-                    if known.folder == paths.own:  # an earlier attempt's manifest still names its own files
-                        self._leftovers.add(known.file.name)
-                    known.folder = None
-                    if known.source is None:
-                        del self._known[known.file.name]
+            for whole in dropped:
+                if self._whole.get(whole.file.name) is whole:  # else the checkpoint was saved again
+                    if whole.folder == paths.own:  # an earlier attempt's manifest still names its own files
+                        self._leftovers.add(whole.file.name)
+                    whole.folder = None
+            self._forget_lost()
         while self._leftovers:
             with self.removing(paths.own):
                 paths.files.fs.rm_file(f"{paths.own}/{self._leftovers.pop()}")
@@ -292,24 +377,13 @@ class Vault:
 
     def _tell_failure(self, error: Exception, _: int, pause: float) -> bool:
         with self._lock:
-            steps = [known.file.step for name, known in self._known.items() if name == self._copying]
+            steps = [whole.file.step for name, whole in self._whole.items() if name == self._copying]
             steps += [file.step for file in self._listed()] + [entry.step for entry in self.sharded[::-1]]
         say(
             f"the checkpoint of step {steps[0]} could not be copied to {self.own} ({type(error).__name__}: {error}); "
             f"trying again in {pause:g} s. The training goes on.",
         )
         return False
-
-    def _patiently(self, read: Callable[[], T]) -> T:
-        wait = self._retry_after
-        for _ in range(MAX_READ_ATTEMPTS - 1):
-            try:
-                return read()
-            except Exception as error:
-                say(f"the previous checkpoint cannot be read yet ({error}); trying again")
-                time.sleep(wait)
-                wait *= 2
-        return read()
 
 
 def _fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
@@ -319,39 +393,7 @@ def _fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
     return target.is_file() and digest_of(target) == file.digest
 
 
-def _manifest_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpoint]) -> bytes:
-    """Return the content of a manifest. The newest of `files` comes first, the newest of `sharded` last."""
-    named = {"checkpoints": [asdict(entry) for entry in files]}
-    named |= {"sharded": [asdict(entry) for entry in reversed(sharded)]} if sharded else {}
-    return json.dumps(named).encode()
-
-
-def read_manifest(files: Files, folder: str) -> Named | None:
-    """Return the checkpoints named by a folder's manifest. Without a manifest, return empty lists.
-
-    None for an incomplete or newer manifest.
-
-    Raises:
-        Exception: Any error of the storage's client but `FileNotFoundError`.
-    """
-    try:
-        content = files.read(f"{folder}/{MANIFEST}")
-    except FileNotFoundError:
-        return [], []
-    return named_in(content)
-
-
-def named_in(manifest: bytes) -> Named | None:
-    """Return the checkpoints in a manifest, the newest first. None for an incomplete or newer manifest."""
-    try:
-        named = json.loads(manifest)
-        return (
-            [CheckpointFile(**entry | {"metrics": _numbers(entry)}) for entry in named["checkpoints"]],
-            [ShardedCheckpoint(**entry) for entry in named.get("sharded", ())],
-        )
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in entry.get("metrics", {}).items()}
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Return the file's inode, size and modification time, which change with each write to the file."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: it changes when the agent removes its link

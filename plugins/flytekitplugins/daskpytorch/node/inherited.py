@@ -45,7 +45,6 @@ def import_for_ranks(others: Sequence[str]) -> None:
     """Import the modules that every rank needs, and these others. Of `module:function` also call the function."""
     import torch.distributed  # noqa: F401
 
-    from flytekitplugins.daskpytorch.protocol import storages  # noqa: F401
     from flytekitplugins.daskpytorch.rank import loaders, main, process_group  # noqa: F401
 
     process_group.install()

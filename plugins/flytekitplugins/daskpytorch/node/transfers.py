@@ -102,18 +102,22 @@ class Transfers:
                 take_file(connection, file, self._scratch)
 
     def _send(self, file: CheckpointFile) -> None:
-        """Upload a checkpoint, or report the failure. The driver requests no other checkpoint before either."""
+        """Upload or link a checkpoint, or report the failure. The driver requests no other checkpoint before."""
         path = self._scratch / file.name
+        with contextlib.suppress(OSError):  # the driver has ended
+            if self._order.folder is not None and link_file(path, self._order.folder):
+                self._say(messages.Sent(file))
+            else:
+                self._upload(file, path)
+        self._drop_older_than(path)
+
+    def _upload(self, file: CheckpointFile, path: Path) -> None:
         try:
             with contextlib.closing(self._dial_patiently()) as connection:
-                is_there = self._order.folder is not None and link_file(path, self._order.folder)
-                connection.send(messages.Upload(file, is_there))
-                if not is_there:
-                    connection.send_file(path)
+                connection.send(messages.Upload(file))
+                connection.send_file(path)
         except (OSError, EOFError) as error:
-            with contextlib.suppress(OSError):  # the driver has ended
-                self._say(messages.NotSent(file, f"{type(error).__name__}: {error}"))
-        self._drop_older_than(path)
+            self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
 
     def _dial_patiently(self) -> Connection:
         """Connect to the driver, with retries. A driver without free descriptors, for example, may have some soon."""

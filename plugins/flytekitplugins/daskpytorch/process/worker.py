@@ -42,7 +42,8 @@ class Worker:
             retry_after: Seconds before the first retry of a failed job.
             name: Name of the thread.
         """
-        self._retry_after = retry_after
+        self.retry_after = retry_after
+        """Seconds before the first retry of a failed job. Each further retry doubles the pause."""
         self._name = name
         self._changed = threading.Condition()
         self._lanes: dict[str, deque[Job]] = {}
@@ -93,7 +94,7 @@ class Worker:
         """Keep pauses short from now on."""
         with self._changed:
             self.is_urgent = True
-            soon = time.monotonic() + self._retry_after
+            soon = time.monotonic() + self.retry_after
             for jobs in self._lanes.values():
                 for job in jobs:
                     job.due = min(job.due, soon)
@@ -116,7 +117,7 @@ class Worker:
         except Exception as error:  # clients of storage and trackers raise errors of any class, and none may end a gang
             job.num_failures += 1
             doublings = 0 if self.is_urgent else job.num_failures - 1
-            pause = min(MAX_PAUSE, self._retry_after * 2**doublings)
+            pause = min(MAX_PAUSE, self.retry_after * 2**doublings)
             if not job.gives_up(error, job.num_failures, pause):
                 with self._changed:
                     job.due = time.monotonic() + pause

@@ -41,9 +41,9 @@ process can take the port.
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has saved
       │ ─── Fetch(file) ───────────────────────▶ │                                        │
-      │ ◀══ Upload(file), its bytes ════════════ │                                        │
+      │ ◀══ Upload(file), its bytes; or Sent ═══ │                                        │
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── ShardsWritten ──────────────────── │ each rank: shards in storage
+      │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ each rank: shards in storage
       │ committed: ─────────────── Tell ───────▶ │ ─── Settled(number) ─────────────────▶ │ may write the next one
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node

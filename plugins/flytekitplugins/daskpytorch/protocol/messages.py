@@ -114,11 +114,12 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class NotSent:
-    """The agent's answer to `Fetch` if it cannot send the checkpoint, with the reason."""
+class Sent:
+    """The agent's answer to `Fetch`, unless the checkpoint's bytes follow `Upload`."""
 
     file: CheckpointFile
-    reason: str
+    failure: str | None = None
+    """Reason why the agent cannot send the checkpoint. None: the driver's folder has a link to the file."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Stacks:
     """Traceback of the rank's main thread, or the reason why the rank wrote none."""
 
 
-FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Stacks
+FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
 """All messages of an agent, except a heartbeat about every second."""
 
 
@@ -207,8 +208,6 @@ class Upload:
     """The agent's announcement of a checkpoint, whose bytes follow."""
 
     file: CheckpointFile
-    is_there: bool = False
-    """True if no bytes follow: the driver's folder already has the checkpoint."""
 
 
 @dataclass(frozen=True)

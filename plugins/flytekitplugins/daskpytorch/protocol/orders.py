@@ -60,8 +60,8 @@ class Job:
     """Maximum number of restarts of the gang, for user code that reads torchrun's variable."""
     checkpoint: CheckpointFile | None = None
     """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
-    sharding: Sharding | None = None
-    """Folders of sharded checkpoints. None without storage."""
+    sharding: Sharding
+    """Folder of sharded checkpoints, and those from which the attempt may start."""
     kept: Sequence[SavedCheckpoint] = ()
     """Checkpoints that are kept at the attempt's start."""
     storage: str | None = None
@@ -185,9 +185,6 @@ class Settled:
 
     number: int
     """Number of the checkpoint, as in `WrittenShards`."""
-    step: int
-    committed: bool
-    """True if the checkpoint is complete and in the manifest."""
 
 
 @dataclass(frozen=True)

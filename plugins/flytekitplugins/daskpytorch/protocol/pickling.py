@@ -152,9 +152,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(size, int) and size > self._max_size:  # checked before the memory is copied
                 raise OverflowError
         if self._put_aside is not None and type(obj).__module__ == "torch.storage":
-            from flytekitplugins.daskpytorch.protocol import storages
+            from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
-            if (apart := storages.reduce(obj, at_least=LARGE)) is not None:
+            if (apart := reduce_storage(obj, at_least=LARGE)) is not None:
                 return apart
         if (by_value := self._reduce_named(obj)) is not None:
             return by_value

@@ -37,13 +37,6 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class ShardsWritten:
-    """The rank has written its shards of a sharded checkpoint."""
-
-    shards: WrittenShards
-
-
-@dataclass(frozen=True)
 class ShardsNotWritten:
     """The rank failed to write its shards of a sharded checkpoint."""
 
@@ -191,7 +184,7 @@ ShortReport = (
     Ready
     | LogRecord
     | Saved
-    | ShardsWritten
+    | WrittenShards
     | ShardsNotWritten
     | Wanted
     | Used

@@ -7,6 +7,7 @@ Runs in ranks. `docs/private_names.md` has each name's purpose and versions. Wit
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,16 @@ def groups() -> list[Any]:
 
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Return the ranks of a process group."""
-    return tuple(sorted(_world().pg_group_ranks[group]))
+    from torch import distributed
+
+    return tuple(sorted(distributed.get_process_group_ranks(group)))
 
 
 def names_of_backends(group: Any) -> list[str]:
     """Return the names of a group's backends, such as gloo and nccl. `pg_map` has only one name."""
-    config = _world().pg_backend_config[group]  # "cpu:gloo,cuda:nccl"
+    from torch import distributed
+
+    config = distributed.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return list(dict.fromkeys(backend.rpartition(":")[2] for backend in config.split(",")))
 
 
@@ -128,6 +133,46 @@ def sampler_of(iterator: Any) -> Any:
     return getattr(iterator._index_sampler, "sampler", iterator._index_sampler)  # noqa: SLF001
 
 
-def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """Return a storage's untyped storage. Torch warns about every other access."""
-    return storage._untyped_storage  # noqa: SLF001
+# ---- Tensors' memory in pickles
+
+
+def reduce_storage(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Return how to pickle a storage in main memory without copies, as `__reduce_ex__` does. None leaves it to torch.
+
+    Torch alone copies each storage twice per side. The unpickled storage cannot be resized.
+
+    Args:
+        storage: Any object. Storages of GPUs, and other objects, give None.
+        at_least: Least bytes of a storage. Smaller storages give None.
+    """
+    import torch
+
+    if isinstance(storage, torch.storage.TypedStorage):
+        raw = _untyped(storage)
+        return (_typed, (raw, storage.dtype)) if raw.device.type == "cpu" and raw.nbytes() >= at_least else None
+    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu" and storage.nbytes() >= at_least:
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return _raw, (pickle.PickleBuffer(memory.numpy().data),)
+    return None
+
+
+def _typed(raw: torch.TypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return _of_type(_untyped(raw), dtype)
+
+
+def _untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    return storage._untyped_storage  # noqa: SLF001 - torch warns about every other access
+
+
+def _raw(memory: bytearray | memoryview) -> torch.TypedStorage:
+    """Make a storage of bytes, from which torch rebuilds tensors of untyped storages, as from its own pickles."""
+    import torch
+
+    tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
+    return _of_type(tensor.untyped_storage(), torch.uint8)
+
+
+def _of_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    import torch
+
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -24,7 +23,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
 from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
-from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
@@ -38,25 +36,24 @@ SHARDED = (
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
 """Modules and names of sharded tensor types."""
-LARGE = 1 << 20
-"""Minimum number of bytes of a write whose digest a second thread computes."""
 T = TypeVar("T")
 
 
 class RankCheckpoint(Checkpoint):
     """Checkpoints of one rank. Rank 0 writes one state at a time, and every rank reads the same state."""
 
-    def __init__(self, order: RankOrder, link: GangLink, sharded: ShardedCheckpoints | None = None) -> None:
+    def __init__(self, order: RankOrder, link: GangLink) -> None:
         """Make the checkpoints of a rank.
 
         Args:
             order: The rank's order, with the agent's folder for checkpoint files.
             link: Link to the agent.
-            sharded: This rank's part of sharded checkpoints. None: `save_sharded` and `load_sharded` do nothing.
         """
         job = order.job
         self._link = link
-        self.sharded = sharded
+        self.sharded = ShardedCheckpoints(
+            job.sharding, attempt=job.attempt, rank=order.place.rank, report=link.send, moved=link.progress.move
+        )
         self.folder = Path(order.scratch)
         self._attempt = job.attempt
         self._start = job.checkpoint
@@ -99,32 +96,26 @@ class RankCheckpoint(Checkpoint):
         until = None if timeout is None else time.monotonic() + timeout
         if self._writing is not None:
             self._writing.join(timeout)
-        if self.sharded is not None:
-            self.sharded.flush(None if until is None else until - time.monotonic())
+        self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Save a sharded state. See `Checkpoint`."""
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
-        if self.sharded is not None:
-            with self._link.saving(step):
-                self.sharded.save(state, step, plain)
+        with self._link.saving(step):
+            self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
         """Fill a state with the newest or another sharded checkpoint. See `Checkpoint`."""
         self._check_wish("load_sharded", best, step)
-        if self.sharded is None:
-            return None
         if not best and step is None:
             start = self.sharded.load(state)
             if start is not None:
                 self._link.progress.reach(start, anew=True)
             return start
-        chosen = self._choose_sharded(None if step is None else int(step))
+        chosen = self._await_choice(None if step is None else int(step), ShardedCheckpoint)
         self._loaded = chosen.saved if chosen is not None else None
-        if chosen is not None:
-            self.sharded.load_other(chosen, state)
-        return chosen.step if chosen is not None else None
+        return self.sharded.load(state, chosen) if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
         """Return the state of this attempt's start checkpoint, or of another checkpoint.
@@ -142,7 +133,7 @@ class RankCheckpoint(Checkpoint):
         if best or step is not None:
             file = self._await_choice(None if step is None else int(step), CheckpointFile)
         elif (file := self._start) is not None:
-            self._await_start(file)
+            self._await(START, f"the checkpoint of step {file.step}")
             self._link.progress.reach(file.step, anew=True)
         self._loaded = file.saved(self._storage) if file is not None else None
         return self._read(file) if file is not None else None
@@ -185,9 +176,6 @@ class RankCheckpoint(Checkpoint):
             return
         self._link.send(Saved(written))
 
-    def _await_start(self, wanted: CheckpointFile) -> None:
-        self._await(START, f"the checkpoint of step {wanted.step}")
-
     def _check_wish(self, method: str, best: bool, step: int | None) -> None:
         if best and (self._best_by is None or step is not None):
             raise ValueError(
@@ -195,25 +183,10 @@ class RankCheckpoint(Checkpoint):
                 f"Gang(keep=Keep(best=1, metric=...)). The gang's metric is {self._best_by!r}"
             )
 
-    def _choose_sharded(self, step: int | None) -> ShardedCheckpoint | None:
-        """Return the checkpoint that rank 0 receives from the driver, on all ranks."""
-        self.flush()
-        failure: Exception | None = None
-        chosen: ShardedCheckpoint | None = None
-        if self._is_main:
-            try:
-                chosen = self._await_choice(step, ShardedCheckpoint)
-            except (LookupError, OSError) as error:  # the other ranks wait for rank 0's answer
-                failure = error
-        else:
-            self._num_asked += 1
-        [(chosen, failure), *_] = gathered((chosen, failure))
-        if failure is not None:
-            raise failure
-        return chosen
-
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
         """Return the checkpoint that the driver chose for rank 0's request. None: no best checkpoint.
+
+        Each rank asks. The n-th requests of all ranks get the same answer.
 
         Raises:
             LookupError: The step has no kept checkpoint.
@@ -246,65 +219,43 @@ class RankCheckpoint(Checkpoint):
 
 
 class _HashedFile(io.BufferedWriter):
-    """File that computes the digest of the written bytes. A second thread does so for large writes, meanwhile."""
+    """File that computes the digest of the written bytes."""
 
     def __init__(self, file: io.FileIO) -> None:
         super().__init__(file)
         self.digest = hashlib.sha256()
-        self._hashing = ThreadPoolExecutor(1, "daskpytorch-digest")
 
     def write(self, data: Any) -> int:
-        if len(data) < LARGE:
-            self.digest.update(data)
-            return super().write(data)
-        hashed = self._hashing.submit(self.digest.update, data)
-        try:
-            return super().write(data)
-        finally:
-            hashed.result()  # the caller may reuse the memory
-
-    def close(self) -> None:
-        self._hashing.shutdown()
-        super().close()
+        self.digest.update(data)
+        return super().write(data)
 
 
-class _Inspector(pickle.Pickler):
-    """Pickler that visits all tensors of a state, and raises at a sharded tensor."""
+class _Copier(pickle.Pickler):
+    """Pickler that copies each tensor of a state once, even if the tensor occurs repeatedly."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], *, only_looks: bool = False) -> None:
+        """Write the pickle of a state to a file. `only_looks`: copy no tensor, and only refuse sharded ones."""
         import torch
 
         super().__init__(file, protocol=5)
         self._tensor = torch.Tensor
         self._sharded = _sharded_types()
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, self._tensor):
-            return None
-        if isinstance(obj, self._sharded):
-            raise _RefusedError(obj)
-        return self.take(obj)
-
-    def take(self, tensor: torch.Tensor) -> int:
-        """Return the number that replaces the tensor in the pickle."""
-        return 0
-
-
-class _Copier(_Inspector):
-    """Pickler that copies each tensor of a state once, even if the tensor occurs repeatedly."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
+        self._only_looks = only_looks
         self.copies: list[torch.Tensor] = []
         self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
 
-    def take(self, tensor: torch.Tensor) -> int:
-        if tensor.is_meta:
-            raise _RefusedError(tensor)
-        key = _place_of(tensor)
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the number that replaces a tensor in the pickle. None for other objects."""
+        if not isinstance(obj, self._tensor):
+            return None
+        if isinstance(obj, self._sharded) or (obj.is_meta and not self._only_looks):
+            raise _RefusedError(obj)
+        if self._only_looks:
+            return 0
+        key = _place_of(obj)
         if key not in self._seen:
-            self._seen[key] = (tensor, len(self.copies))
-            self.copies.append(_copy_tensor(tensor))
+            self._seen[key] = (obj, len(self.copies))
+            self.copies.append(_copy_tensor(obj))
         return self._seen[key][1]
 
 
@@ -353,7 +304,7 @@ def _refuse_sharded(state: Any) -> None:
         return
     try:
         with Path(os.devnull).open("wb") as nowhere:
-            _Inspector(nowhere).dump(state)
+            _Copier(nowhere, only_looks=True).dump(state)
     except _RefusedError as found:
         raise _refusal(state, found.tensor) from None
     except Exception:  # noqa: S110 - whatever does not pickle here concerns nobody
@@ -368,7 +319,7 @@ def _sharded_types() -> tuple[type, ...]:
 
 def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
     if not isinstance(tensor, _sharded_types()):
-        from flytekitplugins.daskpytorch.rank.tensor_kinds import META
+        from flytekitplugins.daskpytorch.rank.shard_plan import META
 
         return TypeError(f"the state to be saved has no values: {_name_in(state, tensor)} {META}.")
     return TypeError(

@@ -102,8 +102,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
             session.follow(order)
     except (EOFError, OSError):  # the agent died
         os._exit(STOPPED)
-    if session.sharded is not None:
-        session.sharded.close()
+    session.checkpoint.sharded.close()
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)

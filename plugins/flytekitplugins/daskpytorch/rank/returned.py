@@ -74,7 +74,7 @@ def dump_returned(
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from flytekitplugins.daskpytorch.protocol import storages
+    from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
     spread = _spread()
 
@@ -86,7 +86,7 @@ def dump_returned(
             # The pickle of a parameter calls this method again, for the plain tensor of the parameter's data.
             if isinstance(obj, torch.Tensor) and obj.is_cuda and not isinstance(obj, torch.nn.Parameter):
                 return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
-            return storages.reduce(obj) or super().reducer_override(obj)
+            return reduce_storage(obj) or super().reducer_override(obj)
 
     try:
         Pickler(file, protocol=5, buffer_callback=takes).dump(value)

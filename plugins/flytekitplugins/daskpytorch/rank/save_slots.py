@@ -10,7 +10,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.shard_plan import Staged
 
 
 @dataclass(frozen=True)
@@ -23,30 +26,16 @@ class View:
     """True after the driver has committed that save or given it up."""
 
 
-class Save(Protocol):
-    """A save that `SaveSlots` can hold."""
-
-    @property
-    def number(self) -> int:
-        """Number of the save in the attempt, from 0."""
-
-    def drop(self) -> None:
-        """Free the save's memory. Called if the save is never written."""
-
-
-S = TypeVar("S", bound=Save)
-
-
-class SaveSlots(Generic[S]):
+class SaveSlots:
     """Holds one save in flight and one waiting save. A newer save replaces the waiting one."""
 
-    def __init__(self, start: Callable[[S], None], forgotten: Callable[[S], None] = lambda _: None) -> None:
+    def __init__(self, start: Callable[[Staged], None], forgotten: Callable[[Staged], None]) -> None:
         self._start_writing = start
         self._forgotten = forgotten
         """Called with a waiting save that a newer one replaces."""
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
-        self._waiting: S | None = None
+        self._waiting: Staged | None = None
         self._num_unwritten = 0
         self._deferred: list[int] | None = None
         """Numbers of saves that were settled during `placing`. Until its end, the exchanged views have to stay true.
@@ -78,7 +67,7 @@ class SaveSlots(Generic[S]):
             # A rank with no waiting save left has learned that the save in flight is settled.
             self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
 
-    def put(self, save: S) -> None:
+    def put(self, save: Staged) -> None:
         """Write a save now, or after the save in flight is settled. All ranks decide alike."""
         with self._changed:
             if self._view.is_settled:
@@ -119,7 +108,7 @@ class SaveSlots(Generic[S]):
         if waiting is not None:
             self._start(waiting)
 
-    def _start(self, save: S) -> None:
+    def _start(self, save: Staged) -> None:
         self._view = View(save.number, is_settled=False)
         self._num_unwritten += 1
         self._start_writing(save)

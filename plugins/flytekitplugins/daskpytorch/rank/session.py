@@ -29,7 +29,6 @@ from flytekitplugins.daskpytorch.rank import (
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
-from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.rank.usage import Gauge
 
 if TYPE_CHECKING:
@@ -44,17 +43,12 @@ class Session:
     """One rank's context and its work around the call of the function."""
 
     def __init__(self, order: RankOrder, link: GangLink) -> None:
-        job, place = order.job, order.place
+        place = order.place
         self._order = order
         self._link = link
         self.prompt: Prompt | None = None
         """This rank's use of the driver's terminal. None if the rank has a terminal of its own."""
-        self.sharded: ShardedCheckpoints | None = None
-        if job.sharding is not None:
-            self.sharded = ShardedCheckpoints(
-                job.sharding, attempt=job.attempt, rank=place.rank, report=link.send, moved=link.progress.move
-            )
-        self.checkpoint = RankCheckpoint(order, link, self.sharded)
+        self.checkpoint = RankCheckpoint(order, link)
         self.rank = RankContext(
             rank=place.rank,
             local_rank=place.local_rank,
@@ -125,8 +119,8 @@ class Session:
         """Wait until all ranks have finished, as other ranks may need this rank. Then give observers the account."""
         link = self._link
         link.ended.wait()
-        if self.sharded is not None and not self.rank.stop_signal.has_fired:  # no later attempt needs the copies
-            self.sharded.drop_copies()
+        if not self.rank.stop_signal.has_fired:  # no later attempt needs the copies
+            self.checkpoint.sharded.drop_copies()
         if link.observers:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
@@ -142,8 +136,7 @@ class Session:
             case orders.Release(last_call):
                 rank.stop_signal.release(last_call)
             case orders.Settled(number):
-                if self.sharded is not None:
-                    self.sharded.settle(number)
+                self.checkpoint.sharded.settle(number)
             case orders.Locate(look):
                 self._locate(look)
             case orders.ShowStacks():

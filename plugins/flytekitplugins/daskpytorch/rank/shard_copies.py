@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flytekitplugins.daskpytorch.process.private_folder import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
@@ -37,21 +37,24 @@ class ShardCopies:
                 self._complain(error)
                 self._folder = None
 
-    @contextlib.contextmanager
-    def beside(self, path: str, file: Any) -> Iterator[Any]:
-        """Return a writer to both `file` and its copy on this node.
+    def write(self, path: str, writes: Iterable[Callable[[IO[bytes]], object]]) -> None:
+        """Write the copy of a part.
 
         Args:
-            path: Path or URL of `file` in storage.
-            file: File that is open for writing.
+            path: Path or URL of the part in storage.
+            writes: Functions that write the part's pieces to a file, in order.
         """
-        copy = self._opened(path)
+        if self._folder is None:
+            return
+        copy = self._of(path)
         try:
-            yield file if copy is None else _Both(file, copy, self._complain)
-        finally:
-            if copy is not None:
-                with contextlib.suppress(OSError):
-                    copy.close()
+            make_private(copy.parent)
+            with copy.open("wb") as file:
+                for write in writes:
+                    write(file)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
+            copy.unlink(missing_ok=True)
+            self._complain(error)
 
     def read(self, path: str, start: int, end: int) -> bytes | None:
         """Return the bytes from `start` to `end` of the copy of `path`. None: missing on this node."""
@@ -90,18 +93,7 @@ class ShardCopies:
         assert self._folder is not None  # noqa: S101 - all who ask have looked
         return self._folder.joinpath(*path.split("/")[-3:])
 
-    def _opened(self, path: str) -> IO[bytes] | None:
-        if self._folder is None:
-            return None
-        copy = self._of(path)
-        try:
-            make_private(copy.parent)
-            return copy.open("wb")
-        except OSError as error:
-            self._complain(error)
-            return None
-
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, error: Exception) -> None:
         if not self._has_complained:
             print(
                 f"rank {self._rank} cannot keep copies of its shards in Gang(shard_cache={self._cache!r}): {error} "
@@ -109,26 +101,6 @@ class ShardCopies:
                 file=sys.stderr,
             )
         self._has_complained = True
-
-
-class _Both:
-    """Writes to a file and to its copy. After an error of the copy, writes to the file alone."""
-
-    def __init__(self, file: Any, copy: IO[bytes], complain: Callable[[OSError], None]) -> None:
-        self._file = file
-        self._copy: IO[bytes] | None = copy
-        self._complain = complain
-
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
-        if self._copy is None:
-            return
-        try:
-            self._copy.write(data)
-        except OSError as error:  # for example a full disk: the copy is removed
-            self._complain(error)
-            Path(self._copy.name).unlink(missing_ok=True)
-            self._copy = None
 
 
 def _listed(folder: Path) -> list[Path]:

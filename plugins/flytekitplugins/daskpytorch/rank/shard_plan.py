@@ -1,12 +1,19 @@
-"""Divides a sharded state among ranks for a save, and copies each rank's part. Runs in all ranks together."""
+"""Divides a sharded state among ranks for a save, and copies each rank's part. Runs in all ranks together.
+
+The copies go to host memory that the next save reuses. Copies from a GPU go to one page-locked block of just the needed
+size. Torch's own allocator for page-locked memory rounds each tensor up to a power of two.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -15,13 +22,26 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.nn.parameter import is_lazy
+from torch.serialization import get_safe_globals
 
-from flytekitplugins.daskpytorch.protocol.torch_metadata import state_of
-from flytekitplugins.daskpytorch.rank.host_copies import HostCopies
-from flytekitplugins.daskpytorch.rank.tensor_kinds import check_savable
+from flytekitplugins.daskpytorch.protocol.sharded import state_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 UNCHANGEABLE = (bool, int, float, str, type(None))
 """Types of values saved without copy or check. `torch.load(weights_only=True)` reads them."""
+
+PAGE = 4096
+ALIGNMENT = 64
+"""Alignment of each tensor's copy, in bytes."""
+META = (
+    "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
+    "its initialisation or load_state_dict"
+)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +176,127 @@ def _frozen(key: str, value: Any) -> Callable[[IO[bytes]], object]:
         ) from error
     data = file.getvalue()
     return lambda to: to.write(data)
+
+
+# ---- Copies in host memory
+
+
+class HostCopies:
+    """Host memory for copies of tensors with given shapes, strides and dtypes."""
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        locked = _page_locked([tensor for tensor in like if tensor.is_cuda])
+        self.tensors = [next(locked) if tensor.is_cuda else torch.empty_like(tensor, device="cpu") for tensor in like]
+        """Copies, in order of the originals."""
+
+    def fill(self, originals: Sequence[torch.Tensor]) -> None:
+        """Copy these tensors, and wait for their devices."""
+        for copy, original in zip(self.tensors, originals, strict=True):
+            copy.copy_(original, non_blocking=True)
+        for device in {tensor.device for tensor in originals if tensor.device.type != "cpu"}:
+            torch.get_device_module(device).synchronize(device)
+
+
+def _page_locked(like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield CPU tensors in one page-locked block, or in pageable memory if the block cannot be locked."""
+    if not like:
+        return
+    starts, end = [], 0
+    for tensor in like:
+        starts.append(end)
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    memory = torch.empty(end + PAGE, dtype=torch.uint8).numpy()  # numpy: each slice becomes a storage of its own
+    first = -memory.ctypes.data % PAGE  # CUDA refuses to lock a page twice: the block shares no page
+    _lock(memory, memory.ctypes.data + first, end, like[0].device)
+    for tensor, start in zip(like, starts, strict=True):
+        begin = first + start
+        flat = torch.from_numpy(memory[begin : begin + tensor.nbytes]).view(tensor.dtype)
+        yield flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+
+
+def _lock(memory: npt.NDArray[np.uint8], address: int, size: int, device: torch.device) -> None:
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = cudart.cudaHostRegister(address, size, 0)
+    if int(error) == 0:
+        weakref.finalize(memory.base, cudart.cudaHostUnregister, address).atexit = False
+        return
+    with contextlib.suppress(RuntimeError):  # CUDA reports the failed call again at the next kernel's start
+        torch.ones(1, device=device)
+    print(
+        f"{size:,} bytes of memory for copies of GPU tensors could not be page-locked ({error}): each save_sharded "
+        "holds the training up longer. Raise the container's memory limit, or save less.",
+        file=sys.stderr,
+    )
+
+
+# ---- Tensors that a checkpoint cannot save or fill
+
+
+class TensorKindError(TypeError):
+    """A state has a tensor that a checkpoint cannot save or fill. The message names a replacement."""
+
+
+def check_savable(state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint can save all tensors of a flattened state, also those inside a `DTensor`.
+
+    Raises:
+        TensorKindError: A later load could not read one of the tensors.
+    """
+    for key, tensor in _parts(state):
+        if (reason := META if tensor.is_meta and not is_lazy(tensor) else _strange(tensor)) is not None:
+            raise TensorKindError(f"{key} of the state to be saved {reason}.")
+
+
+def check_fillable(state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint can be loaded into all tensors of a flattened state.
+
+    Raises:
+        TensorKindError: A load cannot write to one of the tensors.
+    """
+    for key, tensor in _parts(state):
+        if (reason := _strange(tensor) or _shared(tensor)) is not None:
+            raise TensorKindError(f"{key} of the state to be loaded into {reason}.")
+
+
+def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the key and this rank's part of each tensor."""
+    for key, value in state.items():
+        parts: Iterable[torch.Tensor] = [value] if isinstance(value, torch.Tensor) else []
+        if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
+            parts = [shard.tensor for shard in value.local_shards()]
+        elif hasattr(value, "to_local"):  # a DTensor
+            with torch.no_grad():
+                parts = [value.to_local()]
+        yield from ((key, part) for part in parts)
+
+
+def _strange(tensor: torch.Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "belongs to a lazy module and has no shape yet. Call the module once before"
+    if tensor.is_nested:
+        return "is a nested tensor. Put the list value.unbind() in its place"
+    if tensor.layout is not torch.strided:
+        return f"is a tensor of layout {tensor.layout}. Put value.to_dense() in its place"
+    if tensor.is_quantized:
+        return "is a quantized tensor. Put value.int_repr() in its place, and the scale and zero point beside it"
+    kind = type(tensor)
+    if kind in PLAIN or kind in get_safe_globals() or _is_copied_as_plain(tensor):
+        return None
+    return (
+        f"is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) does not read. Put the plain "
+        "tensors that it is made of in its place, or allow its class on all ranks: torch.serialization.add_safe_globals"
+    )
+
+
+def _is_copied_as_plain(tensor: torch.Tensor) -> bool:
+    """Return True for the unfinished result of a functional collective, which is saved as a plain tensor."""
+    try:
+        return type(torch.empty_like(tensor)) in PLAIN
+    except Exception:  # a tensor class of another library may raise any error
+        return False
+
+
+def _shared(tensor: torch.Tensor) -> str | None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "is an expanded tensor: its elements share one place in memory. Put value.clone() in its place"
+    return None

@@ -1,6 +1,6 @@
 """Reads a rank's part of a sharded checkpoint, which any number of ranks may have written. Runs in a rank.
 
-layout --planned by torch--> ranges --several at a time--> digests checked --> tensors, in place
+layout --planned by torch--> ranges --read ahead in threads--> digests checked --> tensors, in place
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import functools
 import hashlib
 import io
 import json
-import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,20 +24,19 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem
-from flytekitplugins.daskpytorch.protocol.torch_metadata import from_layout
-from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
+from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem, from_layout
+from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
-from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
-from flytekitplugins.daskpytorch.rank.tensor_kinds import check_fillable
+from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts, check_fillable
 
 NUM_READERS = 8
-"""Number of ranges that threads read and convert to tensors in parallel."""
+"""Number of parallel requests."""
 MAX_RANGE = 4 << 20
 """Maximum number of bytes of a range with several items. A single item may be larger."""
-PIECE, NUM_LARGE = 8 << 20, 2
-"""Threshold in bytes for large items, which are read in pieces of this size, and number of large items read in
-parallel."""
+PIECE = 8 << 20
+"""Maximum number of bytes of one request. Requests for pieces of a large item run in parallel."""
+MAX_AHEAD = 128 << 20
+"""Maximum number of bytes that are read ahead, beside the item that is converted. A single item may be larger."""
 MAX_GAP = 64 << 10
 """Maximum number of bytes between two items of one range. Reading these bytes costs less than another request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -71,6 +69,10 @@ class _Range:
     def end(self) -> int:
         return self.items[-1].start + self.items[-1].length
 
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
 
 class ShardReader:
     """Reads one checkpoint into the state of one rank."""
@@ -87,9 +89,6 @@ class ShardReader:
         self._files = files
         """An fsspec file system."""
         self._copies = copies
-        self._quick = QuickS3.of(files)
-        self._pieces = ThreadPoolExecutor(NUM_READERS, "daskpytorch-pieces")
-        self._large = threading.BoundedSemaphore(NUM_LARGE)
         self._checkpoint = checkpoint
         self._state = state
         self._moved = moved
@@ -126,11 +125,12 @@ class ShardReader:
             DamagedError: Missing object, or wrong digest.
             OSError: Storage does not answer.
         """
-        with self._pieces, ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
-            readings = [pool.submit(self._take, together) for together in _ranges(self._wanted)]
+        with ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
             try:
-                for reading in readings:
-                    reading.result()
+                for together, data in self._read_ahead(pool):
+                    for item, piece in self._checked(together, data):
+                        self._planner.put(piece, self._wanted[item])
+                        self._moved()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -155,34 +155,42 @@ class ShardReader:
             if size != sizes[name]:
                 raise DamagedError(f"{name} has {size:,} bytes of {sizes[name]:,}")
 
-    def _take(self, together: _Range) -> None:
-        path = f"{self._checkpoint.uri}/{together.part}"
-        is_large = together.end - together.start > PIECE
-        with self._large if is_large else contextlib.nullcontext():  # large items need twice their size in memory
-            found = self._copied(path, together)
-            for item, data in found or _whole(together, self._read(path, together.start, together.end)):
-                self._planner.put(data, self._wanted[item])
-                self._moved()
+    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[tuple[_Range, bytes]]:
+        """Yield all ranges with their bytes, from copies on this node's disk or from storage."""
+        ahead: deque[tuple[_Range, list[Future[bytes]]]] = deque()
+        size = 0
+        for together in _ranges(self._wanted):
+            while ahead and size + together.size > MAX_AHEAD:
+                size -= ahead[0][0].size
+                yield _joined(*ahead.popleft())
+            starts = range(together.start, together.end, PIECE)
+            pieces = [
+                pool.submit(self._read, together.part, start, min(start + PIECE, together.end)) for start in starts
+            ]
+            ahead.append((together, pieces))
+            size += together.size
+        while ahead:
+            yield _joined(*ahead.popleft())
 
-    def _read(self, path: str, start: int, end: int) -> bytes:
-        if end - start <= PIECE:
-            return self._read_piece(path, start, end)
-        starts = range(start, end, PIECE)
-        return b"".join(self._pieces.map(lambda here: self._read_piece(path, here, min(here + PIECE, end)), starts))
+    def _checked(self, together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
+        try:
+            return _items_of(together, data)
+        except DamagedError:  # perhaps the copy on this node's disk
+            return _items_of(together, self._read_stored(together.part, together.start, together.end))
 
-    def _read_piece(self, path: str, start: int, end: int) -> bytes:
-        if self._quick is not None:
-            with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
-                return self._quick.read(path, start, end)
-        data: bytes = self._patiently(functools.partial(self._files.cat_file, path, start=start, end=end))
+    def _read(self, part: str, start: int, end: int) -> bytes:
+        copy = self._copies.read(f"{self._checkpoint.uri}/{part}", start, end)
+        return self._read_stored(part, start, end) if copy is None else copy
+
+    def _read_stored(self, part: str, start: int, end: int) -> bytes:
+        path = f"{self._checkpoint.uri}/{part}"
+        data: bytes
+        with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
+            if (quick := quick_files(self._files, path)) is not None:
+                data = quick.cat_file(path, start=start, end=end)
+                return data
+        data = self._patiently(functools.partial(self._files.cat_file, path, start=start, end=end))
         return data
-
-    def _copied(self, path: str, together: _Range) -> Sequence[tuple[StoredItem, bytes]] | None:
-        """Return a range's items from copies on this node's disk. None: missing or damaged copies."""
-        data = self._copies.read(path, together.start, together.end)
-        with contextlib.suppress(DamagedError):
-            return None if data is None else _whole(together, data)
-        return None
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         for wait in RETRY_AFTER:
@@ -249,7 +257,12 @@ def _ranges(items: Iterable[StoredItem]) -> Iterator[_Range]:
         yield _Range(part=together[0].part, items=together)
 
 
-def _whole(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
+def _joined(together: _Range, pieces: Sequence[Future[bytes]]) -> tuple[_Range, bytes]:
+    data = [piece.result() for piece in pieces]
+    return together, data[0] if len(data) == 1 else b"".join(data)
+
+
+def _items_of(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
     """Return each item of a range with its bytes.
 
     Raises:

@@ -6,7 +6,6 @@ copied pieces --several parts at a time--> streams that compute digests --> stor
 from __future__ import annotations
 
 import contextlib
-import heapq
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import xxhash
 
 from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
-from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
+from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
@@ -44,7 +43,6 @@ class ShardWriter:
         self._files = files
         """An fsspec file system."""
         self._copies = copies
-        self._quick = QuickS3.of(files)
         self._folder = folder
         self._rank = rank
         self._step = step
@@ -68,29 +66,28 @@ class ShardWriter:
         return [part for part, _ in parts], [item for _, items in parts for item in items]
 
     def _write_patiently(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
-        if self._quick is not None:
-            with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
-                return self._write(name, share, self._quick.open)
+        with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
+            if (quick := quick_files(self._files, self._folder)) is not None:
+                return self._write(name, share, quick)
         for wait in RETRY_AFTER:
             try:
-                return self._write(name, share, self._open)
+                return self._write(name, share, self._files)
             except Exception as error:  # any error of a store's client
                 self._complain(error)
                 time.sleep(wait)
-        return self._write(name, share, self._open)
+        return self._write(name, share, self._files)
 
-    def _write(
-        self, name: str, share: Sequence[Piece], opener: Callable[[str], Any]
-    ) -> tuple[StoredPart, list[StoredItem]]:
+    def _write(self, name: str, share: Sequence[Piece], files: Any) -> tuple[StoredPart, list[StoredItem]]:
         path = f"{self._folder}/{name}"
         try:
-            with opener(path) as file, self._copies.beside(path, file) as both:
-                stream = _Stream(both)
+            with self._open(files, path) as file:
+                stream = _Stream(file)
                 items = [self._written(piece, stream, name) for piece in share]
         except BaseException:
             with contextlib.suppress(Exception):  # an unfinished part would fill the disk
                 self._files.rm_file(path)
             raise
+        self._copies.write(path, [piece.write for piece in share])
         return StoredPart(name=name, size=stream.position), items
 
     def _written(self, piece: Piece, stream: _Stream, part: str) -> StoredItem:
@@ -108,12 +105,12 @@ class ShardWriter:
             digest=stream.digest.hexdigest(),
         )
 
-    def _open(self, path: str) -> Any:
+    def _open(self, files: Any, path: str) -> Any:
         try:
-            return self._files.open(path, "wb")
+            return files.open(path, "wb")
         except FileNotFoundError:  # a storage with folders
-            self._files.makedirs(self._folder, exist_ok=True)
-            return self._files.open(path, "wb")
+            files.makedirs(self._folder, exist_ok=True)
+            return files.open(path, "wb")
 
     def _complain(self, error: Exception) -> None:
         with self._lock:
@@ -139,7 +136,7 @@ class _Stream:
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
             self.digest.update(chunk)
-            self._file.write(chunk)
+            self._file.write(bytes(chunk))  # obstore reads the copy later, when torch may have reused `data`
         self.position += len(view)
         return len(view)
 
@@ -151,9 +148,5 @@ def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Divide pieces into parts of about equal size. The largest pieces come first."""
     size = sum(piece.size for piece in pieces)
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
-    shares: list[tuple[int, int, list[Piece]]] = [(0, number, []) for number in range(num_parts)]
-    for piece in sorted(pieces, key=lambda piece: piece.size, reverse=True):
-        filled, number, share = shares[0]
-        share.append(piece)
-        heapq.heapreplace(shares, (filled + piece.size, number, share))
-    return [share for *_, share in shares if share]
+    largest_first = sorted(pieces, key=lambda piece: piece.size, reverse=True)
+    return [share for number in range(num_parts) if (share := largest_first[number::num_parts])]

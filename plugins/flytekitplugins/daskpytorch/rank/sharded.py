@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
+from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots, View
@@ -41,14 +41,6 @@ class _Said:
     problem: str | None
 
 
-@dataclass(frozen=True)
-class _Trouble:
-    """A rank's reason for not loading a checkpoint."""
-
-    kind: Literal["failure", "damage", "difference", "target"]
-    text: str
-
-
 class ShardedCheckpoints:
     """Saves and loads this rank's part of states, together with the other ranks."""
 
@@ -58,7 +50,7 @@ class ShardedCheckpoints:
         *,
         attempt: int,
         rank: int,
-        report: Callable[[ShardsWritten | ShardsNotWritten], None],
+        report: Callable[[WrittenShards | ShardsNotWritten], None],
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._sharding = sharding
@@ -67,7 +59,7 @@ class ShardedCheckpoints:
         self._report = report
         self._moved = moved
         """Called at each sign of life. A large state takes longer to write or read than a training step."""
-        self._slots: SaveSlots[Staged] = SaveSlots(self._start, self._tell_forgotten)
+        self._slots: SaveSlots = SaveSlots(self._start, self._tell_forgotten)
         self._num_saves = 0
         self._copies = ShardCopies(sharding, rank)
         self._plans: SavePlans | None = None
@@ -88,7 +80,7 @@ class ShardedCheckpoints:
                 has_new_plan = plans.look_at(state)
             except Exception as failure:  # raised after the exchange: the other ranks wait for this rank's message
                 error = failure
-            heard = gathered(_Said(step, view, has_new_plan, _told(error)))
+            heard = gathered(_Said(step, view, has_new_plan, None if error is None else _text(error)))
             if error is not None:
                 raise error
             _check(heard)
@@ -97,38 +89,24 @@ class ShardedCheckpoints:
             self._slots.catch_up([other.view for other in heard])
             self._slots.put(plans.stage(number, step, metrics))
 
-    def load(self, state: dict[str, Any]) -> int | None:
-        """Fill a state with the newest undamaged checkpoint. Call on all ranks together.
+    def load(self, state: dict[str, Any], chosen: ShardedCheckpoint | None = None) -> int | None:
+        """Fill a state with a checkpoint. Call on all ranks together.
+
+        Args:
+            state: The state.
+            chosen: The checkpoint. None: the newest undamaged one.
 
         Returns:
             The checkpoint's step. None: no undamaged checkpoint exists.
 
         Raises:
-            OSError: The storage does not answer. Or damaged checkpoints have changed the state, and no undamaged one
-                exists.
+            OSError: The storage does not answer, `chosen` is damaged, or damaged checkpoints have changed the state.
             ValueError: Keys or shapes of the state differ from the saved ones.
             TypeError: A tensor of the state cannot be written to.
         """
-        step = self._load_first(self._sharding.start, state)
-        if step is None and self._sharding.start:
-            self._say("no sharded checkpoint is whole; the training starts afresh")
-        return step
-
-    def load_other(self, checkpoint: ShardedCheckpoint, state: dict[str, Any]) -> None:
-        """Fill a state with this checkpoint. Call on all ranks together.
-
-        Raises:
-            OSError: Damaged checkpoint, or no answer from storage.
-            ValueError: Keys or shapes of the state differ from the saved ones.
-            TypeError: A tensor of the state cannot be written to.
-        """
-        if self._load_first([checkpoint], state) is None:
-            raise OSError(f"the sharded checkpoint of step {checkpoint.step} is damaged; rank 0's log says how")
-
-    def _load_first(self, checkpoints: Sequence[ShardedCheckpoint], state: dict[str, Any]) -> int | None:
         from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
-        is_touched = False
+        checkpoints, is_touched = self._sharding.start if chosen is None else (chosen,), False
         for checkpoint in checkpoints:
             files = current_execution().filesystem(checkpoint.uri)
             reader = ShardReader(files, checkpoint, state, copies=self._copies, moved=self._moved)
@@ -144,6 +122,10 @@ class ShardedCheckpoints:
                 "and reading them has changed the state. Rank 0's log names the damaged files. Delete these "
                 "checkpoints to start afresh."
             )
+        if chosen is not None:
+            raise OSError(f"the sharded checkpoint of step {chosen.step} is damaged; rank 0's log says how")
+        if checkpoints:
+            self._say("no sharded checkpoint is whole; the training starts afresh")
         return None
 
     def settle(self, number: int) -> None:
@@ -211,7 +193,7 @@ class ShardedCheckpoints:
                 state=save.state,
                 metrics=save.metrics,
             )
-            self._report(ShardsWritten(written))
+            self._report(written)
         finally:
             save.drop()
             self._slots.note_written()
@@ -224,18 +206,29 @@ class ShardedCheckpoints:
             ValueError: Keys or shapes of the state differ from the saved ones.
             TypeError: A tensor of the state cannot be written to.
         """
-        error = _error_of(act)
-        heard: list[_Trouble | None] = gathered(_trouble_of(error))
+        from flytekitplugins.daskpytorch.rank.shard_plan import TensorKindError
+        from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError, DiffersError
+
+        error: Exception | None = None
+        problem: tuple[type[Exception], str] | None = None
+        try:
+            act()
+        except (DamagedError, DiffersError, TensorKindError) as found:
+            problem = type(found), str(found)
+        except Exception as found:  # any error of a store's client: the other ranks wait for this rank's message
+            error, problem = found, (OSError, _text(found))
+        heard = [(rank, *said) for rank, said in enumerate(gathered(problem)) if said is not None]
+        firsts = {kind: f"{text} (rank {rank})" for rank, kind, text in reversed(heard)}
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
-        if (failure := _first(heard, "failure")) is not None:
-            raise OSError(f"{where} cannot be read: {failure}") from error
-        if (damage := _first(heard, "damage")) is not None:
-            self._say(f"{where} is damaged: {damage}")
+        if OSError in firsts:
+            raise OSError(f"{where} cannot be read: {firsts[OSError]}") from error
+        if DamagedError in firsts:
+            self._say(f"{where} is damaged: {firsts[DamagedError]}")
             return False
-        if (difference := _first(heard, "difference")) is not None:
-            raise ValueError(f"{where} is of another state than the one that it is loaded into: {difference}")
-        if (target := _first(heard, "target")) is not None:
-            raise TypeError(f"{where} cannot be loaded: {target}")
+        if DiffersError in firsts:
+            raise ValueError(f"{where} is of another state than the one that it is loaded into: {firsts[DiffersError]}")
+        if TensorKindError in firsts:
+            raise TypeError(f"{where} cannot be loaded: {firsts[TensorKindError]}")
         return True
 
     def _tell_forgotten(self, save: Staged) -> None:
@@ -268,39 +261,5 @@ def _check(heard: Sequence[_Said]) -> None:
         raise ValueError(f"save_sharded needs the same step on all ranks, but the ranks gave {steps}")
 
 
-def _told(error: Exception | None) -> str | None:
-    return None if error is None else _text(error)
-
-
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _error_of(act: Callable[[], object]) -> Exception | None:
-    try:
-        act()
-    except Exception as error:  # the other ranks wait for this rank's message
-        return error
-    return None
-
-
-def _trouble_of(error: Exception | None) -> _Trouble | None:
-    from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError, DiffersError
-    from flytekitplugins.daskpytorch.rank.tensor_kinds import TensorKindError
-
-    match error:
-        case None:
-            return None
-        case DamagedError():
-            return _Trouble("damage", str(error))
-        case DiffersError():
-            return _Trouble("difference", str(error))
-        case TensorKindError():
-            return _Trouble("target", str(error))
-    return _Trouble("failure", _text(error))
-
-
-def _first(heard: Sequence[_Trouble | None], kind: str) -> str | None:
-    """Return the first rank's trouble of this kind, in words. None: no trouble."""
-    texts = (f"{said.text} (rank {rank})" for rank, said in enumerate(heard) if said is not None and said.kind == kind)
-    return next(texts, None)

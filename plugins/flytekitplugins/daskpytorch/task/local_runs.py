@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch.driver.vault import MANIFEST, named_in
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.private_folder import make_private, refuse_foreign
 from flytekitplugins.daskpytorch.protocol.files import Files

@@ -1,11 +1,23 @@
-"""Retention policy for checkpoints on the driver's disk and in storage: last and best. Runs in the driver."""
+"""Manifest of a gang's checkpoints in storage, and the retention policy: last and best. Runs in the driver.
 
+manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sharded" is missing if there are none
+"""
+
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import asdict
+from typing import Any, Protocol, TypeVar
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
+
+MANIFEST = "manifest.json"
+Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
+"""Whole and sharded checkpoints of a manifest, each with the newest first."""
 
 
 class Entry(Protocol):
@@ -72,3 +84,41 @@ def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
         f"Keep(best={keep.best}, metric={keep.metric!r}): no checkpoint was saved with that metric so far, and so "
         f"none is kept as the best; they have: {', '.join(sorted(names))}"
     )
+
+
+def content_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpoint]) -> bytes:
+    """Return the content of a manifest. The newest of `files` comes first, the newest of `sharded` last."""
+    named = {"checkpoints": [asdict(entry) for entry in files]}
+    named |= {"sharded": [asdict(entry) for entry in reversed(sharded)]} if sharded else {}
+    return json.dumps(named).encode()
+
+
+def read(files: Files, folder: str) -> Named | None:
+    """Return the checkpoints named by a folder's manifest. Without a manifest, return empty lists.
+
+    None for an incomplete or newer manifest.
+
+    Raises:
+        Exception: Any error of the storage's client but `FileNotFoundError`.
+    """
+    try:
+        content = files.read(f"{folder}/{MANIFEST}")
+    except FileNotFoundError:
+        return [], []
+    return named_in(content)
+
+
+def named_in(manifest: bytes) -> Named | None:
+    """Return the checkpoints in a manifest, the newest first. None for an incomplete or newer manifest."""
+    try:
+        named = json.loads(manifest)
+        return (
+            [CheckpointFile(**entry | {"metrics": _numbers(entry)}) for entry in named["checkpoints"]],
+            [ShardedCheckpoint(**entry) for entry in named.get("sharded", ())],
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in entry.get("metrics", {}).items()}
