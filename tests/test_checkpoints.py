@@ -17,9 +17,9 @@ from flytekitplugins.daskpytorch.driver import vault as vault_module
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol import checkpoint_file
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Upload
 from processes import ends
 
 NUM_KEPT = Keep().last
@@ -90,37 +90,12 @@ def flip_a_byte(path: Path) -> None:
 # ---- Keeping --------------------------------------------------------------------------------------------------------
 
 
-def test_last_few_are_kept_and_older_ones_dropped(checkpoints: Vault, agent: Path, folder: Path) -> None:
-    files = [write(agent, step, size=100) for step in range(NUM_KEPT + 2)]
-    for file in files:
-        upload(checkpoints, agent, file)
-    assert checkpoints.newest() == files[-1]
-    assert names(folder) == sorted(file.name for file in files[-NUM_KEPT:])
-
-
 def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Vault, agent: Path, folder: Path) -> None:
     first, second = write(agent, 1, size=100), write(agent, 2, size=100)
     for file in (first, second, *[first] * NUM_KEPT):
         upload(checkpoints, agent, file)
     assert checkpoints.newest() == first
     assert names(folder) == sorted([first.name, second.name])
-
-
-def test_what_was_kept_can_be_had_again(checkpoints: Vault, agent: Path, folder: Path, tmp_path: Path) -> None:
-    file = write(agent, 1)
-    upload(checkpoints, agent, file)
-    ours, theirs = ends()
-
-    def serve() -> None:
-        with contextlib.closing(theirs):
-            checkpoints.serve(theirs, Download(file))
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    path = take_file(ours, file, tmp_path)
-    thread.join()
-    assert path == tmp_path / file.name
-    assert path.read_bytes() == (agent / file.name).read_bytes()
 
 
 # ---- The best --------------------------------------------------------------------------------------------------------
