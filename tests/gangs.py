@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from processes import nothing_left_behind
 
-JOB = {"gang": "g", "attempt": 0, "call": b"", "backend": "gloo", "timeout": 1.0, "hints": True} | {
+JOB = {"gang": "g", "attempt": 0, "call": b"", "backend": "gloo", "settings": Gang(start_timeout=1.0)} | {
     "sharding": Sharding(base="", nonce="")
 }
 

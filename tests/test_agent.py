@@ -46,6 +46,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
+from flytekitplugins.daskpytorch.settings import Gang
 from processes import ends, fork_server, is_alive, ranks_of, until
 
 Wanted = TypeVar("Wanted")
@@ -145,7 +146,7 @@ def job(function: Callable[[], object], pulse: float | None = None) -> Job:
         attempt=0,
         call=code.pack_call(function, (), {}),
         backend="gloo",
-        timeout=60.0,
+        settings=Gang(start_timeout=60.0, hints=False),
     )
 
 

@@ -1414,7 +1414,7 @@ def test_the_gang_goes_on_from_the_newest_and_never_from_the_best(world_of: Make
     world.form()
     job = world.starts[1].job
     assert job.checkpoint is not None
-    assert (job.checkpoint.step, [kept.step for kept in job.kept], job.best_by) == (2, [1, 2], "loss")
+    assert (job.checkpoint.step, [kept.step for kept in job.kept], job.settings.keep.metric) == (2, [1, 2], "loss")
     world.report(world.agent(W2), 1, Wanted(1, None))
     world.report(world.agent(W1), 0, Wanted(1, None))
     world.obey_all()

@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
-from flytekitplugins.daskpytorch.settings import Keep
+from flytekitplugins.daskpytorch.settings import Gang, Keep
 from gangs import order_for
 
 
@@ -80,7 +80,7 @@ class Rank:
         arrival: Future[Arrived] | None = None,
         announce: Callable[[CheckpointFile], None] | None = None,
     ) -> RankCheckpoint:
-        order = order_for(attempt=2, checkpoint=start, timeout=timeout)
+        order = order_for(attempt=2, checkpoint=start, settings=Gang(start_timeout=timeout))
         if not is_main:
             order = dataclasses.replace(order, place=dataclasses.replace(order.place, rank=1))
         link: Any = FakeLink(self.progress, announce or self.announced.append, arrival or arrived())
@@ -450,7 +450,7 @@ class Keeper(FakeLink):
         self.awaited = arrived(value=files[0] if files else None, failure=self.failure)
 
     def checkpoint(self, **how: Any) -> RankCheckpoint:
-        order = order_for(attempt=2, storage="s3://b", best_by="loss", **how)
+        order = order_for(attempt=2, storage="s3://b", settings=Gang(start_timeout=1.0, keep=BEST), **how)
         link: Any = self
         return RankCheckpoint(dataclasses.replace(order, scratch=str(self.rank.folder)), link)
 

@@ -381,9 +381,7 @@ def test_gangs(values: dict[str, Any]) -> None:
         call=b"",
         backend=choose_backend(gang.backend, nodes, places),
         store=("127.0.0.1", 1),
-        timeout=gang.start_timeout,
-        devices=gang.devices,
-        max_restarts=gang.max_restarts,
+        settings=gang,
     )
     variables = environment({}, places[1][0], job, "lo", Path("/scratch"))
     assert variables["WORLD_SIZE"] == str(2 * ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -13,13 +13,19 @@ from flytekitplugins.daskpytorch.protocol import orders
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
+from flytekitplugins.daskpytorch.settings import Gang
 
 NODE = Node(worker="w", host="h", num_cores=8, gpus=(), gpu_names=(), interface="lo", versions={})
 WITH_GPUS = replace(NODE, gpus=("4", "5", "6"))
 
 
 def variables(
-    base: dict[str, str], node: Node = NODE, local_rank: int = 0, interface: str | None = None, **given: Any
+    base: dict[str, str],
+    node: Node = NODE,
+    local_rank: int = 0,
+    interface: str | None = None,
+    devices: Literal["own", "all"] = "own",
+    **given: Any,
 ) -> dict[str, str]:
     job = Job(
         sharding=Sharding(base="", nonce=""),
@@ -27,10 +33,10 @@ def variables(
         attempt=0,
         call=b"",
         backend="gloo",
-        timeout=1.0,
+        settings=Gang(devices=devices),
         **given,
     )
-    [here] = place_ranks([node], 2, job.devices)
+    [here] = place_ranks([node], 2, job.settings.devices)
     return environment(base, here[local_rank], job, interface, Path("/scratch"))
 
 

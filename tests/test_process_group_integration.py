@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import init_process_group  # what a module imports ahead of its ranks
 
-from flytekitplugins.daskpytorch import current_rank
+from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group
@@ -134,7 +134,7 @@ def serve_with_few_files(num_ranks: int, soft: int) -> tuple[int, int]:
     for listener in (socket.create_server(("127.0.0.1", 0)), None):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         address = ("127.0.0.1", listener.getsockname()[1]) if listener is not None else None
-        job = Job(**{**JOB, "store": address, "timeout": 60.0})
+        job = Job(**{**JOB, "store": address, "settings": Gang(start_timeout=60.0)})
         process_group._store(job, listener.detach() if listener is not None else None, num_ranks)
         limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return limits[0], limits[1]
@@ -296,7 +296,7 @@ def test_a_gang_with_nccl_is_called_so_and_exchanges_on_the_cpu_too(monkeypatch:
     monkeypatch.setattr(process_group, "ON_GPUS", "cpu:gloo,cuda:gloo")  # as far as a machine without GPUs goes
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={})
     [[place]] = place_ranks([node], 1)
-    job = Job(**{**JOB, "backend": "nccl", "timeout": 30.0})
+    job = Job(**{**JOB, "backend": "nccl", "settings": Gang(start_timeout=30.0)})
     process_group.install()
     process_group.expect(place, job, lambda: None)
     process_group.join()

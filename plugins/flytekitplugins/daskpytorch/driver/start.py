@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.hang_detector import pulse_for
@@ -54,16 +55,11 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         pass_local_rank=request.pass_local_rank,
         backend=backend,
         store=store,
-        timeout=settings.start_timeout,
-        devices=settings.devices,
-        max_restarts=settings.max_restarts,
+        settings=replace(settings, observers=()),
         checkpoint=saving.newest,
         sharding=saving.sharding(),
         kept=saving.saved(),
         storage=request.storage.own if request.storage is not None else None,
-        best_by=settings.keep.metric,
-        profile=settings.profile,
-        hints=settings.hints,
         debugging=debugging,
         pulse=pulse_for(settings.hang_timeout),
         host=request.host,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
-from flytekitplugins.daskpytorch.settings import Profile
+from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
 """Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
@@ -52,12 +52,8 @@ class Job:
     backend: str
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store in rank 0. None for a single rank without a store."""
-    timeout: float
-    """Timeout of the rendezvous, in seconds."""
-    devices: Literal["own", "all"] = "own"
-    """GPUs visible to a rank: its own, or all GPUs of its worker."""
-    max_restarts: int = 0
-    """Maximum number of restarts of the gang, for user code that reads torchrun's variable."""
+    settings: Gang = field(default_factory=Gang)
+    """The user's settings of the gang, without its observers. `backend` above is the chosen one."""
     checkpoint: CheckpointFile | None = None
     """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
     sharding: Sharding
@@ -66,14 +62,8 @@ class Job:
     """Checkpoints that are kept at the attempt's start."""
     storage: str | None = None
     """Folder to which checkpoints are uploaded. None without storage."""
-    best_by: str | None = None
-    """Name of the metric that ranks the checkpoints. None if the gang keeps no best ones."""
     pulse: float | None = None
     """Seconds between two reports of a rank's progress. None if the gang detects no hangs."""
-    profile: Profile | None = None
-    """Steps to profile. None if the gang profiles none."""
-    hints: bool = False
-    """True if ranks report forgotten calls as `Hint`."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
     """Pickled `RankHost`. None without a host: all ranks then return pickled results."""
@@ -291,7 +281,7 @@ def environment(
     env |= {
         "RANK": str(place.rank),
         # Most code passes it to set_device. `torchrun --virtual-local-rank` sets 0, too, if a rank sees one GPU.
-        "LOCAL_RANK": "0" if job.devices == "own" and place.gpu is not None else str(place.local_rank),
+        "LOCAL_RANK": "0" if job.settings.devices == "own" and place.gpu is not None else str(place.local_rank),
         "NODE_LOCAL_RANK": str(place.host_rank),
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
@@ -306,7 +296,7 @@ def environment(
         "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
         "TORCHELASTIC_RUN_ID": job.gang,
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.settings.max_restarts),
         # File to which torch's `record` writes an exception.
         "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
         "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),

@@ -58,9 +58,9 @@ class RankCheckpoint(Checkpoint):
         self._attempt = job.attempt
         self._start = job.checkpoint
         self._is_main = order.place.rank == 0
-        self._timeout = job.timeout
+        self._timeout = job.settings.start_timeout
         self._storage = job.storage
-        self._best_by = job.best_by
+        self._best_by = job.settings.keep.metric
         self._writing: threading.Thread | None = None
         self._num_asked = 0
         self._loaded: SavedCheckpoint | None = None

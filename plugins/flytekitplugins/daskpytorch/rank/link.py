@@ -64,7 +64,7 @@ class GangLink(Link):
         self._is_main = place.rank == 0
         self._driver_folder = order.driver_folder
         self._attempt = job.attempt
-        self._timeout = job.timeout
+        self._timeout = job.settings.start_timeout
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
         self._arrivals: dict[int, Future[orders.Arrived]] = {}
@@ -74,7 +74,7 @@ class GangLink(Link):
         self.has_delivered = False
         """True once the rank has reported that its function returned."""
         interval = interval_of(place.rank, place.world_size)
-        self.records = Records(self.send_records, interval, hints=job.hints)
+        self.records = Records(self.send_records, interval, hints=job.settings.hints)
         """Queue of log records and other reports that may wait."""
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))

@@ -234,7 +234,7 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     if job.store is None:
         return HashStore()
     host, port = job.store
-    timeout, serves = timedelta(seconds=job.timeout), listener is not None
+    timeout, serves = timedelta(seconds=job.settings.start_timeout), listener is not None
     if serves:
         allow_files(world_size + OTHER_FILES)
     by_libuv = not serves or _takes_listener_by_libuv()

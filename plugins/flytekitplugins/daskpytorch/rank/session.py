@@ -83,7 +83,7 @@ class Session:
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:
         """Report hints of likely mistakes in the block, if the gang wants hints and the block raises no error."""
-        if not self._order.job.hints:
+        if not self._order.job.settings.hints:
             yield
             return
         import torch
@@ -101,7 +101,7 @@ class Session:
     @contextlib.contextmanager
     def _profiling(self) -> Iterator[None]:
         """Profile the block's steps that `Gang(profile=...)` names, if this rank is among the named ranks."""
-        asked, place = self._order.job.profile, self._order.place
+        asked, place = self._order.job.settings.profile, self._order.place
         if asked is None or place.rank not in asked.ranks:
             yield
             return
