@@ -370,7 +370,7 @@ ACTS = st.one_of(
 
 
 @given(st.lists(st.tuples(SECONDS, ACTS), max_size=20))
-def test_whatever_it_is_told_the_parts_add_up_and_none_is_negative(acts: list[tuple[float, tuple[str, Any]]]) -> None:
+def test_parts_add_up_and_none_is_negative_for_any_events(acts: list[tuple[float, tuple[str, Any]]]) -> None:
     now = 100.0
     accountant = Accountant(now, lambda: now)
     for seconds, (act, what) in acts:

@@ -233,7 +233,7 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     assert (text, path == str(file)) == ("before", False)
 
 
-def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "DIAL_WAITS", (0.01, 0.01))
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
@@ -318,7 +318,7 @@ def test_lines_of_a_stream(pieces: tuple[bytes, ...], lines: list[list[str]]) ->
     assert lines_of(*pieces) == lines
 
 
-def test_a_line_without_an_end_goes_on_in_pieces_and_nothing_more_of_it_is_held() -> None:
+def test_a_line_without_an_end_is_sent_in_pieces_and_not_held() -> None:
     lines = Lines()
     passed_on = [line for _ in range(100) for line in lines.feed(b"x" * 50_000)]
     assert 5_000_000 - MAX_LINE < sum(map(len, passed_on)) <= 5_000_000

@@ -9,9 +9,9 @@ import pytest
 
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import (
-    BUSY_SCHEDULER_PATIENCE,
+    BUSY_SCHEDULER_TIMEOUT,
     RECRUIT_INTERVAL,
-    SCHEDULER_PATIENCE,
+    SCHEDULER_TIMEOUT,
     Agents,
     Call,
 )
@@ -61,7 +61,7 @@ def recruit(agents: Agents, num_wanted: int = 2) -> list[str]:
     return list(agents.launcher.asked)  # type: ignore[attr-defined]
 
 
-def test_agents_are_told_all_they_need(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_have_all_that_agents_need(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[AgentOrder] = []
     monkeypatch.setattr(agents.launcher, "launch", lambda asked, _: orders.extend(asked))
     agents.launch([W1])
@@ -160,7 +160,7 @@ def test_cluster_is_not_looked_at_all_the_time(agents: Agents, cluster: Cluster)
     assert agents._unanswered_since is None
 
 
-@pytest.mark.parametrize(("is_connected", "patience"), [(False, SCHEDULER_PATIENCE), (True, BUSY_SCHEDULER_PATIENCE)])
+@pytest.mark.parametrize(("is_connected", "patience"), [(False, SCHEDULER_TIMEOUT), (True, BUSY_SCHEDULER_TIMEOUT)])
 def test_scheduler_that_does_not_answer_for_long_is_lost_and_gives_nobody_up_before(
     agents: Agents, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, *, is_connected: bool, patience: float
 ) -> None:
@@ -179,6 +179,6 @@ def test_scheduler_that_answers_again_in_time_is_not_lost(agents: Agents, cluste
     for _ in range(3):
         cluster.is_there = False
         recruit(agents)
-        agents.clock.now += SCHEDULER_PATIENCE / 2  # type: ignore[attr-defined]
+        agents.clock.now += SCHEDULER_TIMEOUT / 2  # type: ignore[attr-defined]
         cluster.is_there = True
         recruit(agents)

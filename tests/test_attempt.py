@@ -66,17 +66,17 @@ def test_rank_whose_function_has_returned_can_still_answer(attempt: Attempt) -> 
 def test_own_error_is_earnest_and_the_loss_of_a_peer_is_not(attempt: Attempt) -> None:
     fail(attempt, 0, PEER_LOST)
     assert attempt.is_failing
-    assert not attempt.has_earnest_failure
+    assert not attempt.has_independent_failure
     assert not attempt.has_own_failure
     fail(attempt, 1, OWN)
-    assert attempt.has_earnest_failure
+    assert attempt.has_independent_failure
     assert attempt.has_own_failure
 
 
 def test_crash_is_the_functions_own_and_a_loss_is_not(attempt: Attempt) -> None:
     attempt.lose(NODES[1].worker)
     assert attempt.is_failing
-    assert attempt.has_earnest_failure
+    assert attempt.has_independent_failure
     assert not attempt.has_own_failure
     leave(attempt, 0, -signal.SIGSEGV)
     assert attempt.has_own_failure

@@ -173,7 +173,7 @@ BY_BLAME: list[Callable[[int, float], RankExit]] = [
 
 
 @pytest.mark.parametrize("better", range(len(BY_BLAME) - 1))
-def test_cause_comes_before_consequence_however_late_it_is(better: int) -> None:
+def test_a_cause_is_blamed_before_an_earlier_consequence(better: int) -> None:
     for worse in range(better + 1, len(BY_BLAME)):
         exits = [BY_BLAME[worse](0, 1.0), BY_BLAME[better](1, 9.0)]
         assert find_root_failure(exits).rank == 1

@@ -501,7 +501,7 @@ def test_whole_checkpoint_is_waited_for_as_long_as_its_agent_is_there(world_of: 
     world.obey_all()
     world.wait(300.0)
     assert len(world.starts) == 1
-    assert any("waiting for the newest checkpoint" in note for note in world.watcher.notes)
+    assert any("waiting until the newest checkpoint is complete" in note for note in world.watcher.notes)
     world.upload(world.agent(W1))
     world.form()
     assert world.starts[1].job.checkpoint is not None

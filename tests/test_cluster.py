@@ -45,7 +45,7 @@ def test_a_scheduler_that_says_nothing_does_not_hold_up_the_driver(
     assert "See the scheduler pod's log" in str(failure.value)
 
 
-def test_it_is_greeted_from_under_an_event_loop_too(silent: str) -> None:
+def test_a_scheduler_is_greeted_also_inside_an_event_loop(silent: str) -> None:
     async def greet() -> None:
         cluster.greet(silent, 0.3)
 
@@ -53,7 +53,7 @@ def test_it_is_greeted_from_under_an_event_loop_too(silent: str) -> None:
         asyncio.run(greet())
 
 
-def test_nobody_at_the_address_is_told_from_a_scheduler_that_says_nothing() -> None:
+def test_a_refused_connection_and_a_silent_scheduler_have_different_errors() -> None:
     with pytest.raises(OSError, match="connect") as failure:
         cluster.greet("tcp://127.0.0.1:9", 0.3)
     assert "says nothing" not in str(failure.value)
@@ -79,7 +79,7 @@ def test_a_cluster_made_here_leaves_the_cores_to_the_ranks(monkeypatch: pytest.M
     assert dask.config.get("distributed.admin.tick.interval") == "20ms"  # for what else this process does with Dask
 
 
-def test_what_the_user_told_dask_wins() -> None:
+def test_the_users_dask_settings_win() -> None:
     with dask.config.set({"distributed.admin.tick.interval": "50ms"}):
         assert intervals()["tick"] == 50
 

@@ -69,7 +69,7 @@ def test_every_block_is_a_program_before_and_after() -> None:
             compile(program, title, "exec")
 
 
-def test_what_is_said_of_flyte_2s_own_environment_is_so() -> None:
+def test_statements_about_flyte_2s_own_environment_are_true() -> None:
     clustered = pytest.importorskip("flyte.clustered")
     made = clustered.ClusteredTaskEnvironment("e", replicas=2, nproc_per_node=4)
     assert (made.runtime, made.failure_policy.max_restarts) == (clustered.TorchRun(), 0)
@@ -94,5 +94,5 @@ def test_what_they_make_trains(
     assert [json.loads(file.read_text()) for file in files] == [{"epoch": 0, "ranks": 2}, {"epoch": 1, "ranks": 2}] * 2
 
 
-def test_the_defaults_that_it_names() -> None:
+def test_the_page_names_the_right_defaults() -> None:
     assert Gang().max_restarts == 3

@@ -412,7 +412,7 @@ def place_of(execution: Execution, key: str, settings: Gang, scratch: Path) -> C
     return Committer(settings, paths, Vault(paths, Keep(), scratch), scratch, opened, lambda _: None)
 
 
-def test_without_storage_they_lie_in_a_folder_that_goes_with_the_driver(tmp_path: Path) -> None:
+def test_without_storage_shards_lie_in_a_folder_that_is_removed_with_the_driver(tmp_path: Path) -> None:
     place = place_of(Execution(), "train-1", Gang(), tmp_path)
     assert Path(place.base).parent == tmp_path
     assert place.token is not None

@@ -27,14 +27,14 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_it_is_raised_as_usual_where_no_gang_runs() -> None:
+def test_ctrl_c_is_raised_as_usual_without_a_gang() -> None:
     ctrl_c = CtrlC()
     with pytest.raises(KeyboardInterrupt), ctrl_c.heeded():
         press()
     assert ctrl_c.was_pressed
 
 
-def test_it_is_raised_only_after_the_gang_has_ended() -> None:
+def test_ctrl_c_is_raised_only_after_the_gangs_end() -> None:
     def run() -> None:
         press()
         seen.append("cleared up")

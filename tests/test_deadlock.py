@@ -254,7 +254,7 @@ def _moving(world: World) -> None:
         _moving,
     ],
 )
-def test_what_is_not_known_of_every_rank_is_no_proof(
+def test_missing_knowledge_of_a_rank_proves_no_deadlock(
     world_of: Callable[..., World], change: Callable[[World], None]
 ) -> None:
     world = world_of()

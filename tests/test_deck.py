@@ -351,7 +351,7 @@ def test_a_loss_that_is_no_number_is_told_once() -> None:
 # ---- What happened
 
 
-def test_the_gangs_story_is_told() -> None:
+def test_the_deck_shows_the_gangs_events() -> None:
     recorder = Recorder(clock=(clock := Clock()))
     recorder.resumed(40)
     recorder.placed(shape(4))

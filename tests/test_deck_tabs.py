@@ -124,7 +124,7 @@ def test_long_values_are_tables_below_a_click() -> None:
         (1234567, "1,234,567"),
     ],
 )
-def test_of_what_is_large_its_measures_are_shown(value: Any, text: str) -> None:
+def test_large_values_are_shown_by_their_size(value: Any, text: str) -> None:
     assert text in texts(shown(value))
 
 

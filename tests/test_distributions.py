@@ -89,7 +89,7 @@ def test_the_changelog_has_what_comes_next_first() -> None:
 @pytest.mark.parametrize(
     "hook", [hook for hook in HOOKS if hook["entry"].startswith("check-jsonschema")], ids=lambda hook: hook["id"]
 )
-def test_what_the_host_reads_is_as_it_wants_it(hook: dict[str, Any]) -> None:
+def test_files_for_github_match_their_schemas(hook: dict[str, Any]) -> None:
     files = [name for name in sorted(tracked()) if re.search(hook["files"], name)]
     assert files
     command = [str(Path(sys.executable).parent / hook["entry"].split()[0]), *hook["entry"].split()[1:], *files]

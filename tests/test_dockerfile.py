@@ -60,7 +60,7 @@ def test_it_holds_no_secret() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_it_is_built_and_runs_on_a_read_only_root() -> None:
+def test_the_image_is_built_and_runs_on_a_read_only_root() -> None:
     if not image.is_docker_there():
         pytest.skip("building the image needs Docker")
     done = subprocess.run([sys.executable, image.__file__], capture_output=True, text=True, check=False)

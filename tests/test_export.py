@@ -86,7 +86,7 @@ def test_tied_weights_are_written_under_both_names(tmp_path: Path) -> None:
     assert load_file(tmp_path / "model.safetensors").keys() == {"a", "b", "c"}
 
 
-def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+def test_a_value_that_is_no_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"step is a int\. Give it the model's own state alone"):
         export_safetensors({"weight": torch.ones(1), "step": 3}, tmp_path)
 

@@ -42,7 +42,7 @@ def test_request_that_a_rank_takes_counts(temporary: Path) -> None:
 
 
 def test_request_that_nobody_takes_is_withdrawn(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flame_graphs, "PATIENCE", 0.0)
+    monkeypatch.setattr(flame_graphs, "REQUEST_TIMEOUT", 0.0)
     folder = agents_folder(temporary)
     assert flame_graphs.ask(3, 7) == 0
     assert [path.name for path in folder.iterdir()] == ["stacks-0"]

@@ -74,7 +74,7 @@ def test_values_become_literals_by_their_places() -> None:
         (one, "text", "outputs of task 'flows.train'(.|\\n)*type <class 'str'> to type <class 'float'>"),
     ],
 )
-def test_what_does_not_fit_is_said(function: object, returned: object, said: str) -> None:
+def test_a_return_value_of_another_type_is_an_error(function: object, returned: object, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         outputs(function, returned)
 

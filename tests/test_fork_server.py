@@ -658,7 +658,7 @@ def test_only_the_heir_finds_the_server(nanny: Nanny) -> None:
 
 def test_without_an_heir_the_server_ends_in_time() -> None:
     """The next_owner's time is up: a server whose owner is gone and whose parent lives on."""
-    source = "from flytekitplugins.daskpytorch.node import fork_server as f; f.HAND_OVER_PATIENCE = 0.1; f.main()"
+    source = "from flytekitplugins.daskpytorch.node import fork_server as f; f.HAND_OVER_TIMEOUT = 0.1; f.main()"
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.pidfd_open(os.getpid())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

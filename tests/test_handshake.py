@@ -155,7 +155,7 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(driver, "PATIENCE", 0.3)
+        patched.setattr(driver, "AUTHENTICATION_TIMEOUT", 0.3)
         stranger = connected(listener)
         take(stranger, 32)  # his time has begun; the agent has its own
     with contextlib.closing(transfers.dial(order(listener.address))) as connection:
@@ -170,7 +170,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """His bytes would be enough for an answer, for each of which he had as long again."""
-    monkeypatch.setattr(driver, "PATIENCE", 1.0)
+    monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 1.0)
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
         for byte in framed(b"x" * framing.ANSWER_SIZE)[:-1]:
@@ -183,7 +183,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
 def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "FIRST_WORD_PATIENCE", 0.3)
+    monkeypatch.setattr(driver, "FIRST_MESSAGE_TIMEOUT", 0.3)
     with contextlib.closing(transfers.dial(order(listener.address))) as connection, pytest.raises((EOFError, OSError)):
         connection.recv()
     assert events.empty()
@@ -203,11 +203,11 @@ def test_a_stranger_costs_one_open_file_and_no_thread(listener: Listener) -> Non
 def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 4)
     files = num_open_files()
     most = 0
     with monkeypatch.context() as patched:
-        patched.setattr(driver, "PATIENCE", 0.5)
+        patched.setattr(driver, "AUTHENTICATION_TIMEOUT", 0.5)
         strangers = [connected(listener) for _ in range(20)]
         for each in strangers:
             with contextlib.suppress(ConnectionError):
@@ -224,7 +224,7 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
 def test_many_agents_that_call_at_once_all_get_in(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 3)
     calls = [connected(listener) for _ in range(60)]
     met: list[Connection] = []
     agents = [threading.Thread(target=lambda sock=each: met.append(introduce(sock, TOKEN))) for each in calls]
@@ -310,8 +310,8 @@ def test_idle_strangers_in_any_number_keep_no_agent_out(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(driver, "PATIENCE", 3600.0)  # so that nobody gets in by waiting for that
-    monkeypatch.setattr(driver, "MAX_STRANGERS", 64)
+    monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 3600.0)  # so that nobody gets in by waiting for that
+    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 64)
     monkeypatch.setattr(driver, "GRACE", 0.1)
     strangers = [connected(listener) for _ in range(num_strangers)]
     with contextlib.closing(transfers.dial(order(listener.address))) as connection:
@@ -327,7 +327,7 @@ def test_idle_strangers_in_any_number_keep_no_agent_out(
 def test_the_crowd_of_one_address_makes_room_and_not_who_comes_from_another(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 8)
     monkeypatch.setattr(driver, "GRACE", 0.1)
     slow = socket.create_connection(listener.address, source_address=("127.0.0.9", 0))
     take(slow, 32)

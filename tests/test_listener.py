@@ -197,7 +197,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     is_closed: bool, takes_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a caller in every state: in the queue, a stranger, proven, an agent, one that has gone, a file's sender."""
-    monkeypatch.setattr(listener, "MAX_STRANGERS", 1)
+    monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 1)
     files, threads = num_open_files(), set(threading.enumerate())
     is_serving = threading.Event()
 
@@ -216,7 +216,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     callers.pop(1).close()
     until(lambda: len(ear._agents) == 1, "the one that goes")
     callers += [call(ear), call(ear)]
-    until(lambda: len(ear._strangers) == len(ear._guests) == 1, "the others")
+    until(lambda: len(ear._unauthenticated) == len(ear._authenticated) == 1, "the others")
     if is_closed:
         ear.close()
         until(lambda: ear._server.fileno() < 0, "the end of accepting")

@@ -278,8 +278,8 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
     settings = Gang(ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)
-    witness = _Witness()
-    supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [witness])
+    start_times = _StartTimes()
+    supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [start_times])
     futures = GangFutures(supervisor, NUM_RANKS)
     limit = 2 * timeout + GRACE  # one timeout for the start, one for a hang
     try:
@@ -290,7 +290,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
         return Finding(what, _in_words(error, limit), "problem", FIREWALL)
     return Finding(
         what,
-        f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
+        f"{start_times.shape} met in {start_times.seconds:.1f} s, imports of torch included; "
         f"an all-reduce of {NUM_VALUES * 4 // 2**20} MiB takes {1000 * seconds:.1f} ms",
     )
 
@@ -318,7 +318,7 @@ def all_reduce() -> float:
     return time.perf_counter() - began_at
 
 
-class _Witness(Observer):
+class _StartTimes(Observer):
     def __init__(self) -> None:
         self.seconds = 0.0
         self.shape = ""

@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.rank.flame_graph import request_name
 
 __all__ = ["ask"]
 
-PATIENCE = 12.0
+REQUEST_TIMEOUT = 12.0
 """Timeout, in seconds, for a rank to take a request."""
 CONNECT_TIMEOUT = 10.0
 
@@ -53,12 +53,12 @@ async def _ask_on_worker(rank: int, seconds: int) -> int:
 def _ask_here(rank: int, seconds: int) -> int:
     """Request flame graphs on this machine, and return the number of ranks that took the request.
 
-    A request that no rank takes within `PATIENCE` seconds is withdrawn.
+    A request that no rank takes within `REQUEST_TIMEOUT` seconds is withdrawn.
     """
     name = request_name(rank, seconds, uuid.uuid4().hex)
     requests = [folder / name for folder in _agents_folders()]
     placed = [request for request in requests if _place(request)]
-    give_up_at = time.monotonic() + PATIENCE
+    give_up_at = time.monotonic() + REQUEST_TIMEOUT
     while any(request.exists() for request in placed) and time.monotonic() < give_up_at:
         time.sleep(0.1)
     return sum(not _withdraw(request) for request in placed)

@@ -68,8 +68,8 @@ class Keep:
         }
         problems = checks.Problems("Keep", self, rules)
         has_best = checks.is_whole(self.best, 1)
-        problems.unless(not has_best or self.metric is not None, "best", "0 without a metric to be best by")
-        problems.unless(has_best or self.metric is None, "metric", "None, unless best says how many are kept by it")
+        problems.unless(not has_best or self.metric is not None, "best", "0 if metric is None")
+        problems.unless(has_best or self.metric is None, "metric", "None if best is 0")
         problems.raise_any()
 
 

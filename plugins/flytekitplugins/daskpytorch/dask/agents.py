@@ -199,24 +199,24 @@ def _serve(address: str, order: AgentOrder) -> None:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     if here.nanny is not None:
         fork_client.hand_over(here.nanny)
-        _run_on(here, _end_as_the_nanny_says, here)
+        _run_on(here, _delay_sigterm_for_nanny, here)
     secede()  # an agent mostly waits, and must not take a worker's thread from other gangs and tasks
-    with _farewell(here) as leaving, in_rank.served(here) as data:
+    with _close_signal(here) as leaving, in_rank.served(here) as data:
         agent.run(order, leaving, data)
 
 
 @contextlib.contextmanager
-def _farewell(worker: Worker) -> Iterator[int]:
+def _close_signal(worker: Worker) -> Iterator[int]:
     """Yield a file descriptor that becomes readable when the worker begins to close.
 
     The worker delays its end until the end of this context, as long as its nanny waits (8 s with `dask worker`).
     """
-    farewell, name = _Farewell(), f"daskpytorch-{threading.get_ident()}"
+    close_signal, name = _CloseSignal(), f"daskpytorch-{threading.get_ident()}"
     try:
-        _run_on(worker, worker.plugin_add, farewell, name)
-        yield farewell.readable
+        _run_on(worker, worker.plugin_add, close_signal, name)
+        yield close_signal.readable
     finally:
-        farewell.close()
+        close_signal.close()
         with contextlib.suppress(RuntimeError):  # the worker's loop has ended
             _run_on(worker, _remove_plugin, worker, name)
 
@@ -226,7 +226,7 @@ async def _remove_plugin(worker: Worker, name: str) -> None:
         await worker.plugin_remove(name)
 
 
-async def _end_as_the_nanny_says(worker: Worker) -> None:
+async def _delay_sigterm_for_nanny(worker: Worker) -> None:
     """Make a worker under a nanny wait on SIGTERM for the nanny's order to close, and ignore Ctrl-C.
 
     If both processes receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint.
@@ -245,7 +245,7 @@ async def _end_as_the_nanny_says(worker: Worker) -> None:
         signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited by child processes
 
 
-class _Farewell(WorkerPlugin):  # type: ignore[misc]
+class _CloseSignal(WorkerPlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         self.readable, self._writable = os.pipe()
         self._lock = threading.Lock()  # prevents writes to a closed descriptor, which another file may reuse

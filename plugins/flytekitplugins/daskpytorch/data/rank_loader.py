@@ -92,7 +92,7 @@ class RankLoader:
         """Indices of the items in the last step of all ranks together, of shape (items,) and dtype int64."""
         self.share = self.global_batch
         """Indices of this rank's items in the last step."""
-        self._batches = _Given(
+        self._batches = _BatchesOfRank(
             torch.arange(len(dataset)),
             batch_size,
             shuffle=shuffle,
@@ -177,7 +177,7 @@ class RankLoader:
         return {"num_items": self.num_items, "seed": int(self._batches.seed), "shuffle": self._batches.shuffle}
 
 
-class _Given(RankBatches):
+class _BatchesOfRank(RankBatches):
     """The batches of a rank. An empty batch is replaced by an item of another rank."""
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -23,9 +23,9 @@ SILENCE_INTERVAL = 0.5
 """Seconds between two checks for silent agents. Large gangs would spend most time on checks at every message."""
 RECRUIT_INTERVAL = 0.5
 """Seconds between two queries of the cluster's workers."""
-SCHEDULER_PATIENCE = 5.0
+SCHEDULER_TIMEOUT = 5.0
 """Seconds without an answer after which a disconnected scheduler counts as lost. A client reconnects sooner."""
-BUSY_SCHEDULER_PATIENCE = 30.0
+BUSY_SCHEDULER_TIMEOUT = 30.0
 """Seconds without an answer after which a connected scheduler counts as lost. A busy scheduler answers late. The value
 equals Dask's own timeout for connections."""
 
@@ -93,7 +93,7 @@ class Agents:
     """GPUs that failed during this gang."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    _shunned: set[str] = field(default_factory=set)
+    _silent_workers: set[str] = field(default_factory=set)
     """Workers whose agent fell silent. `recruit` skips these workers, although the scheduler may list them, until their
     agent reconnects."""
     _launches: Counter[str] = field(default_factory=Counter)
@@ -193,7 +193,7 @@ class Agents:
             self.forget(displaced.connection)
             displaced.connection.hang_up()
         self.expected.discard(worker)
-        self._shunned.discard(worker)
+        self._silent_workers.discard(worker)
         self.lost.pop(worker, None)
         connection.heard_at = now = self.clock()
         peer = Peer(hello.node, hello.meets_at, connection, joined_at=now)
@@ -250,7 +250,7 @@ class Agents:
     def give_up_silent(self, peer: Peer) -> None:
         """Close a silent agent's connection and launch another agent on its worker, in case the worker resumes."""
         peer.connection.hang_up()
-        self._shunned.add(peer.node.worker)
+        self._silent_workers.add(peer.node.worker)
         self._launch([peer.node.worker])
 
     def note_absences(self) -> None:
@@ -280,7 +280,7 @@ class Agents:
             return
         self._give_up(self.expected - present)
         num_missing = self.num_wanted - self.num_sound - len(self.expected)
-        newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
+        newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._silent_workers
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
 
@@ -297,8 +297,8 @@ class Agents:
             present = set(self.launcher.present())
         except (OSError, TimeoutError) as error:
             self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
-            patience = BUSY_SCHEDULER_PATIENCE if self.launcher.is_connected() else SCHEDULER_PATIENCE
-            if (silence := self.clock() - self._unanswered_since) >= patience:
+            timeout = BUSY_SCHEDULER_TIMEOUT if self.launcher.is_connected() else SCHEDULER_TIMEOUT
+            if (silence := self.clock() - self._unanswered_since) >= timeout:
                 raise ConnectionError(f"the Dask scheduler was lost, no answer for {silence:.0f} s: {error}") from error
             return None
         self._unanswered_since = None

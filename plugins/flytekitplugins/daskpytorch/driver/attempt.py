@@ -147,7 +147,7 @@ class Attempt:
     ranks."""
     prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
-    _has_earnest_failure: bool = False
+    _has_independent_failure: bool = False
 
     def __post_init__(self) -> None:
         self.began_at = self.clock()
@@ -207,14 +207,14 @@ class Attempt:
         return bool(self.failures or self._bad_exits or self.hang)
 
     @property
-    def has_earnest_failure(self) -> bool:
+    def has_independent_failure(self) -> bool:
         """True if a rank hung or failed, except by the loss of a peer."""
-        return self.hang is not None or self._has_earnest_failure
+        return self.hang is not None or self._has_independent_failure
 
     @property
     def has_own_failure(self) -> bool:
         """True if the root failure is neither a lost peer nor lost infrastructure."""
-        return self.has_earnest_failure and not self.root_failure().is_infrastructure
+        return self.has_independent_failure and not self.root_failure().is_infrastructure
 
     @property
     def faulty_gpus(self) -> set[GpuKey]:
@@ -245,7 +245,7 @@ class Attempt:
         if self.is_formed:
             self.stillness = Stillness(self.places, self.clock())
 
-    def note_stirring(self) -> None:
+    def note_sign_of_life(self) -> None:
         """Restart all ranks' hang timeout after a debugger or commit, which may have blocked ranks."""
         if self.stillness is not None:
             self.hangs_at = 0.0
@@ -263,7 +263,7 @@ class Attempt:
         self.failures[rank] = failure
         self.remembered[rank] = failure.recalled
         self.prompts.forget(rank)
-        self._has_earnest_failure |= not failure.is_consequence
+        self._has_independent_failure |= not failure.is_consequence
 
     def explain_failure(self) -> None:
         """Set `difference` if a mismatch of the ranks' collectives may explain a failure."""
@@ -331,7 +331,7 @@ class Attempt:
         self.exits[rank] = exit_ = self._exit(rank, **how)
         if rank not in self.results:
             self._bad_exits[rank] = exit_
-            self._has_earnest_failure |= not exit_.is_consequence
+            self._has_independent_failure |= not exit_.is_consequence
 
     def _exit(self, rank: int, **how: Any) -> RankExit:
         place, node = self.places[rank]

@@ -214,17 +214,17 @@ class Brain:
         While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective is a possible
         cause, other ranks first report their stacks.
         """
-        is_earnest = attempt.has_earnest_failure
-        if is_earnest and not attempt.root_failure().may_be_of_collective:
+        is_independent = attempt.has_independent_failure
+        if is_independent and not attempt.root_failure().may_be_of_collective:
             return True
         now = self._now()
         if attempt.stop_at is None:
-            attempt.stop_at = now + (ANSWER_TIME if is_earnest else BLAME_WINDOW)
+            attempt.stop_at = now + (ANSWER_TIME if is_independent else BLAME_WINDOW)
             attempt.ask_at = attempt.stop_at - ANSWER_TIME
         if now >= attempt.ask_at:
             attempt.ask_at = math.inf
             attempt.locate()
-        return is_earnest and attempt.have_answered(attempt.remembered)
+        return is_independent and attempt.have_answered(attempt.remembered)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
         """Return True if an attempt without failures has to be stopped: late, preempted, hung or about to grow."""
@@ -317,7 +317,7 @@ class Brain:
                 self._announcer.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude
         if self._is_last():
-            self._saving.hurry()
+            self._saving.shorten_pauses()
         return self._settle
 
     def _conclude(self) -> Phase | None:
@@ -371,7 +371,7 @@ class Brain:
         request = self._state.stop_request
         if request is not None and not attempt.has_own_failure:  # the request explains lost workers
             return self._go_on_without(request)
-        if self._is_growing and not attempt.has_earnest_failure:
+        if self._is_growing and not attempt.has_independent_failure:
             return GROWS
         failure = self._failure(attempt)
         root_failure = attempt.root_failure()

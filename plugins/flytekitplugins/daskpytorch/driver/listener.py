@@ -43,16 +43,16 @@ NAP = 0.01
 the listener's thread, which costs more than reading them."""
 BEAT_INTERVAL = 0.05
 """Seconds of heartbeats combined into one call, because each call wakes the supervisor."""
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Maximum number of unauthenticated callers. Further callers wait in the kernel's queue, where they use no descriptors
 here."""
-PATIENCE = 20.0
+AUTHENTICATION_TIMEOUT = 20.0
 """Timeout, in seconds, for a caller's authentication."""
 GRACE = 1.0
-"""Seconds until new callers may displace an unauthenticated caller, if all `MAX_STRANGERS` places are taken.
+"""Seconds until new callers may displace an unauthenticated caller, if all `MAX_UNAUTHENTICATED` places are taken.
 
 The address with most callers loses its oldest caller first."""
-FIRST_WORD_PATIENCE = 120.0
+FIRST_MESSAGE_TIMEOUT = 120.0
 """Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
 """Pause, in seconds, after an error while accepting callers, such as too many open files."""
@@ -86,9 +86,9 @@ class Listener:
         self._token = token
         self._calls = calls
         self._serve_file = serve_file
-        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        self._unauthenticated: dict[asyncio.Task[None], tuple[str, float]] = {}
         """Unauthenticated callers, the oldest first -> host, and end of `GRACE` in seconds on the monotonic clock."""
-        self._guests: set[asyncio.Task[None]] = set()
+        self._authenticated: set[asyncio.Task[None]] = set()
         """Authenticated callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
         self._beats: dict[Connection, bytes] = {}
@@ -173,10 +173,12 @@ class Listener:
         await self._is_closed.wait()
         # The shutdown ends `_accept` by an error. A cancelled `sock_accept` may have accepted a caller, and forgets it.
         self._server.shutdown(socket.SHUT_RDWR)
-        while not accepting.done() or self._strangers or self._guests:
-            for caller in (*self._strangers, *self._guests):
+        while not accepting.done() or self._unauthenticated or self._authenticated:
+            for caller in (*self._unauthenticated, *self._authenticated):
                 caller.cancel()
-            await asyncio.wait([accepting, *self._strangers, *self._guests], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [accepting, *self._unauthenticated, *self._authenticated], return_when=asyncio.FIRST_COMPLETED
+            )
         self._server.close()
         while self._agents:
             self._has_changed.clear()
@@ -192,47 +194,47 @@ class Listener:
             except OSError:  # the listener closes, the caller has gone, or descriptors or memory are short
                 await asyncio.sleep(0 if self._is_closing else ACCEPT_PAUSE)
                 continue
-            stranger = self._start(self._meet(sock), sock)
-            self._strangers[stranger] = str(address[0]), time.monotonic() + GRACE
-            stranger.add_done_callback(self._strangers.pop)
+            caller = self._start(self._authenticate(sock), sock)
+            self._unauthenticated[caller] = str(address[0]), time.monotonic() + GRACE
+            caller.add_done_callback(self._unauthenticated.pop)
 
     async def _make_room(self) -> None:
         """Wait for a free place. After `GRACE`, drop the oldest caller from the address with most callers."""
-        while len(self._strangers) >= MAX_STRANGERS:
-            [(crowded, _)] = Counter(host for host, _ in self._strangers.values()).most_common(1)
-            oldest, room_at = next((task, at) for task, (host, at) in self._strangers.items() if host == crowded)
+        while len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            [(crowded, _)] = Counter(host for host, _ in self._unauthenticated.values()).most_common(1)
+            oldest, room_at = next((task, at) for task, (host, at) in self._unauthenticated.items() if host == crowded)
             # Even with a timeout of 0, the callers' tasks read the bytes that have arrived.
             patience = max(0.0, room_at - time.monotonic())
-            done, _ = await asyncio.wait(self._strangers, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(self._unauthenticated, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 continue
             if not self._has_told_of_crowd:
                 self._has_told_of_crowd = True
                 say(
-                    f"{len(self._strangers)} callers at {self.address[0]}:{self.address[1]}, many of them from "
+                    f"{len(self._unauthenticated)} callers at {self.address[0]}:{self.address[1]}, many of them from "
                     f"{crowded}, have not proved to be agents of this gang. The oldest callers are dropped. Find out "
                     "who else calls this port: a scanner, a monitor, or another gang's agents"
                 )
             oldest.cancel()
             await asyncio.wait([oldest])
 
-    async def _meet(self, sock: socket.socket) -> None:
+    async def _authenticate(self, sock: socket.socket) -> None:
         """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(AUTHENTICATION_TIMEOUT):
             watch_peer(sock)
             connection, challenge = Connection(sock), framing.challenge()
             connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
             answer = await self._frame(sock, Frames(only=framing.ANSWER_SIZE))
             connection.send_frame(framing.prove(self._token, challenge, answer))
-        guest = self._start(self._greet(sock, connection), sock)
-        self._guests.add(guest)
-        guest.add_done_callback(self._guests.discard)
+        reading = self._start(self._read_first_message(sock, connection), sock)
+        self._authenticated.add(reading)
+        reading.add_done_callback(self._authenticated.discard)
 
-    async def _greet(self, sock: socket.socket, connection: Connection) -> None:
+    async def _read_first_message(self, sock: socket.socket, connection: Connection) -> None:
         """Read an agent's first message, which requests a transfer or begins the agent's stream of messages."""
-        async with asyncio.timeout(FIRST_WORD_PATIENCE):
-            first_word = await self._frame(sock, Frames())
-        message = pickle.loads(first_word)  # noqa: S301 - from our own agent, which has proved to be one
+        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT):
+            first_message = await self._frame(sock, Frames())
+        message = pickle.loads(first_message)  # noqa: S301 - from our own agent, which has proved to be one
         sock.setblocking(True)
         if isinstance(message, Transfer):
             self._transfer(connection, message)

@@ -104,7 +104,7 @@ class Saving:
             )
         self._committer.sweep(commit.attempt, commit.number)
         if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
-            attempt.note_stirring()
+            attempt.note_sign_of_life()
             attempt.tell(messages.Tell(orders.Settled(commit.number)))
 
     def forget(self, peer: Peer) -> None:
@@ -196,9 +196,9 @@ class Saving:
         self._vault.fence(number)
         self._committer.sweep(number)
 
-    def hurry(self) -> None:
+    def shorten_pauses(self) -> None:
         """Keep the pauses before storage retries short, as no other attempt follows."""
-        self._vault.worker.hurry()
+        self._vault.worker.shorten_pauses()
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
         """Wait until storage has the newest checkpoint. Return a message about the next attempt's start.

@@ -274,7 +274,7 @@ class GangState:
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         attempt.prompts.leave(rank, steps=steps)
-        attempt.note_stirring()
+        attempt.note_sign_of_life()
         self.announcer.tell("debugging", None)
 
     def _account_for(

@@ -114,7 +114,7 @@ class Vault:
         listed: list[CheckpointFile] = []
         damaged: set[str] = set()
         try:
-            named = self._patiently(functools.partial(manifest.read, self._paths.files, previous))
+            named = self._with_retries(functools.partial(manifest.read, self._paths.files, previous))
             listed, sharded = named or ([], [])
             self.sharded, self.is_known = sharded[::-1], named is not None
             listed = [replace(file, attempt=0, folder=file.folder or previous) for file in listed]
@@ -122,7 +122,7 @@ class Vault:
             for file in listed:
                 if found and file not in best:
                     continue
-                if self._patiently(functools.partial(_fetch, self._paths.files, file, self._disk / file.name)):
+                if self._with_retries(functools.partial(_fetch, self._paths.files, file, self._disk / file.name)):
                     found.append(file)
                 else:
                     damaged.add(file.name)
@@ -146,7 +146,7 @@ class Vault:
             self._go_on()
         return found[0] if found else None
 
-    def _patiently(self, read: Callable[[], T]) -> T:
+    def _with_retries(self, read: Callable[[], T]) -> T:
         for number in range(MAX_READ_ATTEMPTS - 1):
             try:
                 return read()

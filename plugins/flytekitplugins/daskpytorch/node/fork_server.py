@@ -45,7 +45,7 @@ BOOTSTRAP = (
     # flytekitplugins-dask fixes this namespace's search path before sys.path is set.
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
-HAND_OVER_PATIENCE = 60.0
+HAND_OVER_TIMEOUT = 60.0
 """Timeout, in seconds, after the owner's end, after which a fork server without a next owner ends."""
 PR_SET_PDEATHSIG = 1
 """Option of linux/prctl.h that sets the signal for the end of the process's parent thread."""
@@ -165,7 +165,7 @@ class _Server:
         """Serve the owner at the other end of a socket. None waits for the next owner."""
         self._control = control
         if control is None:
-            self._end_at = time.monotonic() + HAND_OVER_PATIENCE
+            self._end_at = time.monotonic() + HAND_OVER_TIMEOUT
         else:
             self._end_at = None
             self._selector.register(control, selectors.EVENT_READ, functools.partial(self._accept, control))

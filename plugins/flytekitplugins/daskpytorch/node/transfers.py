@@ -74,7 +74,7 @@ class Transfers:
             if original.is_here:
                 return original
             if self._large is None:
-                with contextlib.closing(self._dial_patiently()) as connection:
+                with contextlib.closing(self._dial_with_retries()) as connection:
                     connection.send(messages.DownloadLarge())
                     self._large = SharedMemory.received(connection, original)
             return self._large.address
@@ -113,13 +113,13 @@ class Transfers:
 
     def _upload(self, file: CheckpointFile, path: Path) -> None:
         try:
-            with contextlib.closing(self._dial_patiently()) as connection:
+            with contextlib.closing(self._dial_with_retries()) as connection:
                 connection.send(messages.Upload(file))
                 connection.send_file(path)
         except (OSError, EOFError) as error:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
 
-    def _dial_patiently(self) -> Connection:
+    def _dial_with_retries(self) -> Connection:
         """Connect to the driver, with retries. A driver without free descriptors, for example, may have some soon."""
         for wait_for in DIAL_WAITS:
             with contextlib.suppress(ConnectionError):

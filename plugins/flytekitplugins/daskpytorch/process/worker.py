@@ -85,12 +85,12 @@ class Worker:
             lane: Name of the lane.
             timeout: Seconds to wait. None: no limit.
         """
-        self.hurry()
+        self.shorten_pauses()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self.jobs(lane), timeout)
             return not self.jobs(lane)
 
-    def hurry(self) -> None:
+    def shorten_pauses(self) -> None:
         """Keep pauses short from now on."""
         with self._changed:
             self.is_urgent = True

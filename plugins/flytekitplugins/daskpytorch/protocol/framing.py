@@ -32,7 +32,7 @@ AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
-PATIENCE = 60.0
+PROOF_TIMEOUT = 60.0
 """Timeout for the driver's proof, in seconds. The driver may have thousands of agents and some strangers to answer."""
 BEAT = b"\0"
 """First byte of a heartbeat. No pickle begins with this byte."""
@@ -201,7 +201,7 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
     """
     connection, begun_at = Connection(sock), time.monotonic()
     try:
-        _meet(connection, token)
+        _exchange_proofs(connection, token)
     except (EOFError, OSError) as error:
         connection.close()
         seconds = time.monotonic() - begun_at
@@ -219,8 +219,8 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
     return connection
 
 
-def _meet(connection: Connection, token: bytes) -> None:
-    deadline = time.monotonic() + PATIENCE
+def _exchange_proofs(connection: Connection, token: bytes) -> None:
+    deadline = time.monotonic() + PROOF_TIMEOUT
     theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), challenge()
     connection.send_frame(mine + _proof(token, AGENT, theirs, mine))
     if not hmac.compare_digest(connection.recv_frame(PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):

@@ -107,7 +107,7 @@ class RankCheckpoint(Checkpoint):
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
         """Fill a state with the newest or another sharded checkpoint. See `Checkpoint`."""
-        self._check_wish("load_sharded", best, step)
+        self._check_best("load_sharded", best, step)
         if not best and step is None:
             start = self.sharded.load(state)
             if start is not None:
@@ -129,7 +129,7 @@ class RankCheckpoint(Checkpoint):
             LookupError: The step has no kept checkpoint.
             OSError: Arrival of the checkpoint failed or timed out.
         """
-        self._check_wish("load", best, step)
+        self._check_best("load", best, step)
         if best or step is not None:
             file = self._await_choice(None if step is None else int(step), CheckpointFile)
         elif (file := self._start) is not None:
@@ -176,7 +176,7 @@ class RankCheckpoint(Checkpoint):
             return
         self._link.send(Saved(written))
 
-    def _check_wish(self, method: str, best: bool, step: int | None) -> None:
+    def _check_best(self, method: str, best: bool, step: int | None) -> None:
         if best and (self._best_by is None or step is not None):
             raise ValueError(
                 f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "

@@ -69,7 +69,7 @@ def main(channel: Connection) -> int:
             ).start()
             debugger.watch_pdb(session.prompt)
             if order.data is not None:
-                libraries.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
+                libraries.call_after("distributed", functools.partial(_let_dask_find_worker, order.data))
             debugger.wait_for_editor(order, link.send)
             process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
@@ -208,7 +208,7 @@ def _settle_in(order: RankOrder) -> None:
     program.enter_torch(order.program.torch)
 
 
-def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
+def _let_dask_find_worker(way: WorkerData, distributed: ModuleType) -> None:
     import_module(way.guide).enter(distributed, way)
 
 

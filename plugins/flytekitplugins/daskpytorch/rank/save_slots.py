@@ -29,9 +29,9 @@ class View:
 class SaveSlots:
     """Holds one save in flight and one waiting save. A newer save replaces the waiting one."""
 
-    def __init__(self, start: Callable[[Staged], None], forgotten: Callable[[Staged], None]) -> None:
+    def __init__(self, start: Callable[[Staged], None], on_replaced: Callable[[Staged], None]) -> None:
         self._start_writing = start
-        self._forgotten = forgotten
+        self._on_replaced = on_replaced
         """Called with a waiting save that a newer one replaces."""
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
@@ -63,7 +63,7 @@ class SaveSlots:
                 self._start(waiting)
             elif waiting is not None:
                 waiting.drop()
-                self._forgotten(waiting)
+                self._on_replaced(waiting)
             # A rank with no waiting save left has learned that the save in flight is settled.
             self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
 

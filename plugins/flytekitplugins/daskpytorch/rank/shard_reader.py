@@ -141,7 +141,7 @@ class ShardReader:
                 self._state[key] = self._content[key]
 
     def _read_layout(self) -> Mapping[str, Any]:
-        data: bytes = self._patiently(functools.partial(self._files.cat_file, f"{self._checkpoint.uri}/{LAYOUT}"))
+        data: bytes = self._with_retries(functools.partial(self._files.cat_file, f"{self._checkpoint.uri}/{LAYOUT}"))
         if hashlib.sha256(data).hexdigest() != self._checkpoint.layout_digest:
             raise DamagedError(f"its {LAYOUT} is not the one that was written")
         layout: Mapping[str, Any] = json.loads(data)
@@ -150,7 +150,7 @@ class ShardReader:
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         names = sorted({item.part for item in self._wanted})
         paths = [f"{self._checkpoint.uri}/{name}" for name in names]
-        found = self._patiently(lambda: self._files.sizes(paths))
+        found = self._with_retries(lambda: self._files.sizes(paths))
         for name, size in zip(names, found, strict=True):
             if size != sizes[name]:
                 raise DamagedError(f"{name} has {size:,} bytes of {sizes[name]:,}")
@@ -189,10 +189,10 @@ class ShardReader:
             if (quick := quick_files(self._files, path)) is not None:
                 data = quick.cat_file(path, start=start, end=end)
                 return data
-        data = self._patiently(functools.partial(self._files.cat_file, path, start=start, end=end))
+        data = self._with_retries(functools.partial(self._files.cat_file, path, start=start, end=end))
         return data
 
-    def _patiently(self, ask: Callable[[], T]) -> T:
+    def _with_retries(self, ask: Callable[[], T]) -> T:
         for wait in RETRY_AFTER:
             try:
                 return ask()

@@ -61,11 +61,11 @@ class ShardWriter:
         """
         shares = {f"__{self._rank}_{number}.distcp": share for number, share in enumerate(_divided(pieces))}
         with ThreadPoolExecutor(NUM_WRITERS, "daskpytorch-shards") as pool:
-            written = [pool.submit(self._write_patiently, name, share) for name, share in shares.items()]
+            written = [pool.submit(self._write_with_retries, name, share) for name, share in shares.items()]
         parts = [future.result() for future in written]
         return [part for part, _ in parts], [item for _, items in parts for item in items]
 
-    def _write_patiently(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
+    def _write_with_retries(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
         with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
             if (quick := quick_files(self._files, self._folder)) is not None:
                 return self._write(name, share, quick)

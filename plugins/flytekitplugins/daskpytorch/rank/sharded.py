@@ -59,7 +59,7 @@ class ShardedCheckpoints:
         self._report = report
         self._moved = moved
         """Called at each sign of life. A large state takes longer to write or read than a training step."""
-        self._slots: SaveSlots = SaveSlots(self._start, self._tell_forgotten)
+        self._slots: SaveSlots = SaveSlots(self._start, self._tell_replaced)
         self._num_saves = 0
         self._copies = ShardCopies(sharding, rank)
         self._plans: SavePlans | None = None
@@ -231,7 +231,7 @@ class ShardedCheckpoints:
             raise TypeError(f"{where} cannot be loaded: {firsts[TensorKindError]}")
         return True
 
-    def _tell_forgotten(self, save: Staged) -> None:
+    def _tell_replaced(self, save: Staged) -> None:
         if save.metrics:  # perhaps the best save
             metrics = ", ".join(f"{name} {value:g}" for name, value in save.metrics.items())
             self._say(

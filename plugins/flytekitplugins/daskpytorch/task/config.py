@@ -153,8 +153,8 @@ class GangOnOwnNode(Config):
         rules = {
             "nproc": checks.auto_or(checks.COUNT),
             "start_method": checks.one_of("forkserver", "spawn"),
-            "gang.ranks_per_worker": checks.must_be("left alone; nproc is the number of ranks", checks.is_auto),
-            "gang.min_workers": checks.must_be("left alone; there is one node", lambda value: value in (None, 1)),
+            "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
+            "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
         }
         self._check_kinds(OF_GANGS)
         Problems(type(self).__name__, self, rules).raise_any()
