@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, base_of, better
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
+from flytekitplugins.daskpytorch.display.usage import MAX_RANKS
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
@@ -62,7 +63,7 @@ def usage(rank: int, time: float, num_steps: int, **changes: Any) -> RankUsage:
 
 def by_step(recorder: Recorder) -> dict[str, Points]:
     """Every line over the steps."""
-    return {name: points for chart in recorder._training.metrics.charts() for name, points in chart.by_step.items()}
+    return {name: points for chart in recorder.story.metrics.charts() for name, points in chart.by_step.items()}
 
 
 def body(recorder: Recorder, places: Mapping[str, str] | None = None) -> str:
@@ -147,25 +148,13 @@ def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
             assert set(points) <= set(kept)
 
 
-def test_a_restart_drops_what_will_be_logged_again() -> None:
-    recorder = Recorder()
-    for step in range(10):
-        recorder.logged(record(step, loss=float(step), late=1.0) if step > 5 else record(step, loss=float(step)))
-    recorder.restarting("rank 1: lost", 3)
-    assert by_step(recorder) == {"loss": [(float(step), float(step)) for step in range(4)]}
-    recorder.logged(record(4, loss=0.5))
-    assert by_step(recorder)["loss"][-2:] == [(3.0, 3.0), (4.0, 0.5)]
-    recorder.restarting("rank 1: lost", None)
-    assert by_step(recorder) == {}
-
-
 def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
     recorder = Recorder()
     for step in range(6):
         recorder.logged(record(step, epoch=1 + step // 3, loss=float(step)))
         if step % 3 == 2:
             recorder.logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
-    [chart] = recorder._training.metrics.charts()
+    [chart] = recorder.story.metrics.charts()
     assert chart.title == "loss"
     assert chart.by_step == {
         "loss": [(float(step), float(step)) for step in range(6)],
@@ -173,30 +162,6 @@ def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
     }
     assert chart.by_epoch == {"loss": [(1.0, 0.5), (2.0, 0.5)], "held_out_loss": [(1.0, 0.25), (2.0, 0.25)]}
     assert chart.best == {"held_out_loss": "min"}
-
-
-def test_an_epochs_value_is_the_mean_of_its_steps_where_nothing_sums_it_up() -> None:
-    recorder = Recorder()
-    for step in range(6):
-        recorder.logged(record(step, epoch=1 + step // 2, loss=float(step)))
-        if step % 2:
-            recorder.logged(record(step, val_loss=0.25))
-    [chart] = recorder._training.metrics.charts()
-    assert chart.by_epoch == {
-        "loss": [(1.0, 0.5), (2.0, 2.5), (3.0, 4.5)],
-        "val_loss": [(1.0, 0.25), (2.0, 0.25), (3.0, 0.25)],
-    }
-
-
-def test_a_restart_keeps_the_means_of_the_epochs_before_it() -> None:
-    recorder = Recorder()
-    for step in range(5):
-        recorder.logged(record(step, epoch=1 + step // 2, loss=float(step)))
-    recorder.restarting("lost", 3)
-    for step in range(4, 6):
-        recorder.logged(record(step, epoch=1 + step // 2, loss=9.0))
-    [chart] = recorder._training.metrics.charts()
-    assert chart.by_epoch == {"loss": [(1.0, 0.5), (2.0, 2.5), (3.0, 9.0)]}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +182,7 @@ def test_a_restart_keeps_the_means_of_the_epochs_before_it() -> None:
 def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[str], title: str | None) -> None:
     recorder = Recorder()
     recorder.logged(record(0, **dict.fromkeys(names, 1.0)))
-    charts = list(recorder._training.metrics.charts())
+    charts = list(recorder.story.metrics.charts())
     if title is None:
         assert [list(chart.by_step) for chart in charts] == [[name] for name in names]
     else:
@@ -251,16 +216,18 @@ def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
     assert f"{MAX_CURVES - 8} more charts" in page
 
 
-def test_what_never_changes_is_drawn_last() -> None:
-    recorder = Recorder()
-    for step in range(3):
-        recorder.logged(record(step, batch_size=16, grad_norm=step, **({} if step else {"shown_once": 1.0})))
-    titles = [data["title"] for data in chart_data(body(recorder))]
-    assert titles == ["grad norm", "shown once", "batch size"]
-
-
 def test_what_no_chart_can_show_is_left_out() -> None:
     assert fed([1.0, math.nan, math.inf, 10**400, 1.7e308, -1.7e308, 2.0]) == [(0.0, 1.0), (6.0, 2.0)]
+
+
+def test_a_change_is_counted_once_it_can_be_seen() -> None:
+    recorder = Recorder()
+    counts: list[int] = []
+    recorder.story.clock = lambda: counts.append(recorder.num_changes) or 0.0  # type: ignore[func-returns-value]
+    recorder.noted("a display that looks now would miss this change")
+    assert counts
+    assert set(counts) == {0}
+    assert recorder.num_changes == 1
 
 
 # ---- How it is going
@@ -396,19 +363,21 @@ def test_the_deck_shows_the_gangs_events() -> None:
 def test_restarts_are_marked_where_they_went_on_by_step_and_by_epoch() -> None:
     recorder = Recorder()
     recorder.placed(shape(2))
-    for step in range(50):
-        recorder.logged(record(step, loss=1.0, epoch=step // 10))
-        if step % 10 == 9:
-            recorder.logged(record(step, val_loss=2.0, epoch=step // 10))
+
+    def train(steps: range) -> None:
+        for step in steps:
+            recorder.logged(record(step, loss=1.0, epoch=step // 10))
+            if step % 10 == 9:
+                recorder.logged(record(step, val_loss=2.0, epoch=step // 10))
+
+    train(range(50))
     recorder.restarting("rank 1 was killed", 25)
     recorder.restarting("rank 0 was killed", None)
     marks = {data["x_label"]: [mark["x"] for mark in data["marks"]] for data in chart_data(body(recorder))}
     assert marks == {}  # all will be logged again
-    for step in range(50):
-        recorder.logged(record(step, loss=1.0, epoch=step // 10))
+    train(range(50))
     recorder.restarting("rank 1 was killed", 32)
-    for step in range(33, 60):
-        recorder.logged(record(step, loss=1.0, epoch=step // 10))
+    train(range(33, 60))
     marks = {data["x_label"]: [mark["x"] for mark in data["marks"]] for data in chart_data(body(recorder))}
     assert marks == {"step": [25, 0, 32], "epoch": [2, 0, 3]}
 
@@ -442,23 +411,20 @@ def test_a_program_that_logs_nothing_is_told_how_and_its_steps_are_counted() -> 
     recorder = Recorder(clock=Clock())
     recorder.used(usage(0, 1_000.0, 10))
     page = body(recorder)
-    assert "Nothing has been logged yet. What current_rank().log({...}) is given is drawn here" in page
+    assert "No records so far." in page
     assert re.search(r"steps</dt>\s*<dd[^>]*>10<", page)
-    recorder.ended(None)
-    assert "Nothing was logged." in body(recorder)
     recorder.logged(record(0, loss=1.0))
-    assert "logged" not in body(recorder)
+    assert "No records" not in body(recorder)
 
 
-def test_of_many_ranks_the_slowest_the_middle_and_the_fastest_are_drawn() -> None:
+def test_of_many_ranks_the_first_are_drawn_and_all_are_in_the_table() -> None:
     recorder = Recorder(clock=Clock())
-    recorder.placed(shape(9))
-    for moment in range(4):
-        for rank in range(9):
-            recorder.used(usage(rank, 1_000.0 + moment, rank * moment, cpu=float(rank)))
-    charts = {data["title"]: data["lines"] for data in chart_data(body(recorder))}
-    spread = {line["name"]: line["y"][-1] for line in charts["CPU (cores)"]}
-    assert spread == {"lowest rank": 0, "middle rank": 4, "highest rank": 8}
+    for rank in range(20):
+        recorder.used(usage(rank, 1_000.0, 10, cpu=float(rank)))
+    page = body(recorder)
+    [lines] = [data["lines"] for data in chart_data(page) if data["title"] == "CPU (cores)"]
+    assert [line["y"] for line in lines] == [[rank] for rank in range(MAX_RANKS)]
+    assert [row[0] for row in rows_of(page) if len(row) == 7] == [str(rank) for rank in range(20)]
 
 
 def test_an_attempts_first_sample_says_nothing_of_its_speed() -> None:

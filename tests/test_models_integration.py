@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pickle
 import signal
 import threading
 import time
@@ -222,35 +220,13 @@ def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     assert dispatch.map(client, raise_if_odd, []).result() == []
 
 
-def train_pair(pair: tuple[int, float]) -> float:
-    """As users of dask-pytorch-ddp have it: a training over (batch size, learning rate) that submits its epochs."""
-    batch_size, learning_rate = pair
-    handler, name = results.DaskResultsHandler("sweep"), f"batch_{batch_size}_lr_{learning_rate}"
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-    for epoch in range(3):
-        x = torch.linspace(-1, 1, batch_size)[:, None]
-        loss = (model(x) - 2 * x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        handler.submit_result(f"{name}/epoch-{epoch}.json", json.dumps({"loss": loss.item()}))
-    handler.submit_result(f"{name}/model.pkl", pickle.dumps(model.module.state_dict()))
-    return loss.item()
+def submit(number: int) -> None:
+    results.DaskResultsHandler("sweep").submit_result(f"{number}.txt", str(number))
 
 
-def test_a_grid_of_trainings_that_submit_their_results(client: Client, tmp_path: Path) -> None:
-    grid = [(size, rate) for size in (8, 16) for rate in (0.1, 0.2)]
-    futures = dispatch.map(client, train_pair, grid)
-    results.DaskResultsHandler("sweep").process_results(str(tmp_path), futures)
-    losses = futures.result()
-    for (size, rate), loss in zip(grid, losses, strict=True):
-        folder = tmp_path / f"batch_{size}_lr_{rate}"
-        epochs = [json.loads((folder / f"epoch-{epoch}.json").read_text())["loss"] for epoch in range(3)]
-        assert epochs[-1] == loss
-        assert epochs[2] < epochs[1] < epochs[0]
-        assert set(pickle.loads((folder / "model.pkl").read_bytes())) == {"weight", "bias"}
+def test_files_that_models_submit_are_written(client: Client, tmp_path: Path) -> None:
+    results.DaskResultsHandler("sweep").process_results(tmp_path, dispatch.map(client, submit, range(6)))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {f"{n}.txt": str(n) for n in range(6)}
 
 
 def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flytekitplugins.daskpytorch.sweep.packing import Pool
+from flytekitplugins.daskpytorch.sweep.sweep import Pool
 
 WORKERS = [f"tcp://10.0.0.{number}:1" for number in range(1, 5)]
 

@@ -8,17 +8,14 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
@@ -31,7 +28,6 @@ from flytekitplugins.daskpytorch import (
     current_rank,
     dispatch,
 )
-from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from processes import Cluster, nothing_left_behind, run_program, until
 
@@ -118,22 +114,6 @@ def read(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_epochs_and_models_of_all_ranks(client: Client, tmp_path: Path) -> None:
-    import torch
-
-    futures = dispatch.run(client, submit_epochs, 3, gang=Gang(ranks_per_worker=2))
-    handler.process_results(str(tmp_path), futures)
-    assert futures.result(0) == [0, 1, 2, 3]
-    for rank in range(4):
-        folder = tmp_path / f"rank-{rank}"
-        assert sorted(path.name for path in folder.iterdir()) == sorted(
-            ["epoch-0.json", "epoch-1.json", "epoch-2.json", "newest.json", "model.pkl"]
-        )
-        assert json.loads((folder / "newest.json").read_text()) == {"epoch": 2}
-        weights = pickle.loads((folder / "model.pkl").read_bytes())
-        assert weights["weight"].shape == torch.Size([1, 2])
-
-
 def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -182,77 +162,6 @@ def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
     ]
     assert json.loads(written["worker/1/data-1.json"])["worker"] == 1
     assert "module.weight" in pickle.load(io.BytesIO(written["checkpoint-1.pkl"]))
-
-
-def train_share(per_rank: int, lr: float, epochs: int) -> float:
-    """As the forerunner's users write an experiment over numbers of workers; rank r has the r-th part of the data."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    worker_rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(1, 1, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    x = torch.linspace(-1, 1, per_rank * world_size, dtype=torch.float64)[worker_rank::world_size, None]
-    loss = torch.zeros(1)
-    for epoch in range(epochs):
-        optimizer.zero_grad()
-        loss = (model(x) - 2 * x - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        handler.submit_result(
-            f"{worker_rank}/epoch_{epoch}.json", json.dumps({"loss": loss.item(), "samples": len(x), "epoch": epoch})
-        )
-    if worker_rank == 0:
-        handler.submit_result("model.pkl", pickle.dumps(model.state_dict()))
-    return loss.item()
-
-
-def has_imported_more() -> bool:
-    """As training does, it imports the rest, and then the fork server does so, too."""
-    has_more = "torch._dynamo" in sys.modules
-    import_module("torch._dynamo")
-    return has_more
-
-
-@pytest.fixture
-def warm_server() -> Iterator[None]:
-    """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
-    fork_client.shutdown()  # one that another test has left
-    with (
-        LocalCluster(n_workers=1, processes=False, memory_limit=0, dashboard_address=None) as workers,
-        Client(workers) as client,
-    ):
-        until(lambda: dispatch.run(client, has_imported_more).result()[0], "the fork server's imports")
-    yield
-    fork_client.shutdown()
-
-
-def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None) -> None:
-    import torch
-
-    weights, losses = [], []
-    for n_workers in (1, 4, 16):  # with equal global batches all take the same steps
-        with (
-            LocalCluster(
-                n_workers=n_workers, threads_per_worker=1, processes=False, memory_limit=0, dashboard_address=None
-            ) as workers,
-            Client(workers) as client,
-        ):
-            futures = dispatch.run(client, train_share, 64 // n_workers, lr=0.1, epochs=3, backend="gloo")
-            handler.process_results(str(tmp_path / f"{n_workers}_workers"), futures, raise_errors=False)
-            written = read(tmp_path / f"{n_workers}_workers")
-            assert len(written) == 3 * n_workers + 1
-            shares = [json.loads(written[f"{rank}/epoch_2.json"]) for rank in range(n_workers)]
-            assert sum(share["samples"] for share in shares) == 64
-            assert [share["loss"] for share in shares] == [future.result() for future in futures]
-            losses.append(sum(share["loss"] for share in shares) / n_workers)
-            weights.append(pickle.loads(written["model.pkl"]))
-    for other, loss in zip(weights[1:], losses[1:], strict=True):
-        assert loss == pytest.approx(losses[0], rel=1e-12)
-        for name, tensor in other.items():
-            assert torch.allclose(tensor, weights[0][name], rtol=1e-12)
 
 
 @pytest.mark.parametrize("total", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])

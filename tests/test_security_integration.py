@@ -16,10 +16,9 @@ from rich.console import Console
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
-from flytekitplugins.daskpytorch.display.training import run_config
+from flytekitplugins.daskpytorch.display.training import plain_inputs
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from processes import SCRIPTS, nothing_left_behind, run_program
 
@@ -149,8 +148,7 @@ def test_an_error_of_the_bucket_names_no_key(monkeypatch: pytest.MonkeyPatch) ->
     "name", ["secret", "aws_secret_access_key", "access_key_id", "api_key", "wandb_api_key", "hf_token", "db_password"]
 )
 def test_an_input_that_is_a_secret_by_its_name_is_not_in_the_runs_configuration(name: str) -> None:
-    shape = Shape(name="train", backend="gloo", nodes=[], places=[])
-    found = run_config({name: "sentinel", "options": {name: "sentinel", "inner": {name: "sentinel"}, "lr": 1}}, shape)
+    found = plain_inputs({name: "sentinel", "options": {name: "sentinel", "inner": {name: "sentinel"}, "lr": 1}})
     assert "sentinel" not in str(found)
     assert found[name] == "(hidden)"
     assert "'lr': 1" in found["options"]
@@ -165,9 +163,8 @@ def test_an_experiments_secret_is_not_in_the_log_of_many_models() -> None:
 
 
 def test_hyper_parameters_that_only_sound_like_secrets_are_shown() -> None:
-    shape = Shape(name="train", backend="gloo", nodes=[], places=[])
     given = {"num_tokens": 3, "pad_token": "<pad>", "tokenizer": "bpe", "key_dim": 64, "keys": 8}
-    assert run_config(given, shape).items() >= given.items()
+    assert plain_inputs(given).items() >= given.items()
 
 
 @pytest.mark.parametrize("fail", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,14 +25,14 @@ from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import feeder
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
-from flytekitplugins.daskpytorch.display.training import inputs_of, run_config
+from flytekitplugins.daskpytorch.display.training import inputs_of, of_task, plain_inputs
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
-from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from processes import until
 from wandb_file import read_run
@@ -114,7 +115,8 @@ def test_default_name_is_the_tasks_short_name() -> None:
 
 def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
     """What rank 0 opens after the gang was placed so."""
-    observer = WandbObserver(lambda: run, inputs)
+    observer = WandbObserver(lambda: run)
+    observer.begins(Training(name="train", id="train-f3a", inputs=inputs))
     for shape in shapes:
         observer.placed(shape)
     [part] = Observers([observer]).for_rank()
@@ -141,16 +143,15 @@ def test_config_of_a_run_has_inputs_and_gang() -> None:
         first: float
         second: float
 
-    node = Node(worker="w", host="h", num_cores=2, gpus=("0",), gpu_names=("H100",), interface=None, versions={})
-    shape = Shape(name="train", backend="gloo", nodes=[node], places=place_ranks([node], 2))
     inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
-    assert run_config(inputs, shape) == {
+    made = opened(settings(), of_task("train", "f3a", inputs).inputs, shape_of(1))
+    assert made.config == {
         "file": "s3://b/names.csv",
         "first": 0.5,
         "second": 0.25,
         "num_names": 21,
         "few": "[1, 2]",
-        "gang": {"world_size": 2, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": ["H100"]},
+        "gang": {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []},
     }
 
 
@@ -174,7 +175,10 @@ def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a")
         wandb_observer.model_settings(shared, index=index, key=f"train-0123456789ab-{index + 1}")
         for index in range(len(experiments))
     ]
-    return [opened(run, inputs_of(experiment), shape_of(1)) for run, experiment in zip(runs, experiments, strict=True)]
+    return [
+        opened(run, plain_inputs(inputs_of(experiment)), shape_of(1))
+        for run, experiment in zip(runs, experiments, strict=True)
+    ]
 
 
 def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,14 +231,10 @@ def test_long_names_leave_ids_short_and_different() -> None:
     assert all(len(id_) <= 128 and id_.startswith("e" * 30) for id_ in ids)
 
 
-def test_console_link_has_project_host_and_type() -> None:
-    link = wandb_observer.console_link(Wandb(project="names", host="https://wandb.example"))
-    assert link == {"project": "names", "host": "https://wandb.example", "link_type": wandb_observer.LINK_TYPE}
-
-
-def test_console_link_has_entity_and_id_where_they_are_given() -> None:
-    link = wandb_observer.console_link(Wandb(project="names", entity="team", id="mine"))
-    assert (link["entity"], link["id"]) == ("team", "mine")
+def test_console_link_has_project_host_and_type_and_what_else_is_given() -> None:
+    link = wandb_observer.console_link(Wandb(project="names", host="https://wandb.example", entity="team", id="mine"))
+    expected = {"project": "names", "host": "https://wandb.example", "entity": "team", "id": "mine"}
+    assert link == {**expected, "link_type": wandb_observer.LINK_TYPE}
 
 
 # ---- Which key ------------------------------------------------------------------------------------------------------
@@ -289,31 +289,6 @@ def test_key_from_a_flyte_secret_goes_before_the_environments(monkeypatch: pytes
 def test_named_secret_that_is_not_there_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="api_key"):
         settings(Wandb(project="names", secret=Secret(group="wandb", key="api_key")))
-
-
-def test_key_is_the_one_that_is_stored_for_the_server_of_wandbs_settings(asks_wandb: Path) -> None:
-    log_in(asks_wandb, cloud=MINE, company=OTHERS)
-    assert (made := settings()).key == MINE
-    wandbs_settings(asks_wandb, base_url="http://wandb.example:8080/")  # with a slash, as people write it
-    made = settings()
-    assert (made.mode, made.key, made.given["base_url"]) == ("online", OTHERS, "http://wandb.example:8080")
-
-
-def test_key_of_the_cloud_is_not_sent_to_another_server(asks_wandb: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log_in(asks_wandb, cloud=MINE)
-    wandbs_settings(asks_wandb, base_url="http://wandb.example:8080")
-    assert (settings().mode, settings().key) == ("offline", None)
-    assert "no API key found" in capsys.readouterr().err
-
-
-def test_keys_are_found_wherever_wandb_looks_for_them(
-    asks_wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandbs_settings(asks_wandb, api_key=MINE)
-    assert settings().key == MINE
-    (asks_wandb / ".config" / "wandb" / "settings").unlink()
-    monkeypatch.setenv("NETRC", str(log_in(asks_wandb, cloud=OTHERS).rename(tmp_path / "elsewhere")))
-    assert settings().key == OTHERS
 
 
 def test_an_identity_token_stands_for_a_key(
@@ -434,7 +409,7 @@ def test_offline_run_has_config_history_and_exit_code(tmp_path: Path, monkeypatc
 def test_the_driver_hears_where_the_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)))
     Tracker(run).close(0)
-    observer = WandbObserver(lambda: run, {})
+    observer = WandbObserver(lambda: run)
     observer.wrote(1, [f"{RUN_IS}another rank's"])
     assert observer.where is None
     observer.wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
@@ -454,21 +429,13 @@ def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_
     assert [row["loss"] for row in run["history"]] == [3.0]
 
 
-def test_run_of_a_training_that_was_stopped_early_says_why(tmp_path: Path) -> None:
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.logged(record(0, loss=3.0))
-    tracker.close(0, "others were better")
-    run = run_in(tmp_path)
-    assert run["exit_code"] == 0
-    assert run["summary"]["stopped_early"] == "others were better"
-
-
-def test_run_says_in_its_summary_where_the_time_went(tmp_path: Path) -> None:
+def test_run_says_in_its_summary_why_it_was_stopped_early_and_where_the_time_went(tmp_path: Path) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
     tracker.logged(record(0, loss=3.0))
     tracker.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
-    tracker.close(0)
+    tracker.close(0, "others were better")
     run = run_in(tmp_path)
+    assert (run["exit_code"], run["summary"]["stopped_early"]) == (0, "others were better")
     goodput = run["summary"]["goodput"]
     assert [goodput[name] for name in ("share", "total", "stepping", "lost")] == [0.8, 10.0, 8.0, 2.0]
     assert run["history"][0]["loss"] == 3.0
@@ -544,6 +511,42 @@ def test_run_that_the_server_does_not_take_is_recorded_offline(
     tracker.close(0)
     assert "The run is recorded offline" in capsys.readouterr().err
     assert [row["step"] for row in run_in(tmp_path)["history"]] == [0, 1, 2]
+
+
+class Unreachable:
+    """A run whose server has gone; `finish` waits for the server."""
+
+    offline, url, settings = False, "http://127.0.0.1:9/run", SimpleNamespace(base_url="http://127.0.0.1:9")
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        pass
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.logged.append(row)
+
+    def finish(self, *_: object) -> None:
+        raise AssertionError("the rank would wait without a limit")
+
+
+def test_a_server_that_has_gone_delays_the_end_no_longer_than_it_takes_to_knock(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    run = Unreachable()
+    monkeypatch.setattr(wandb, "init", init := lambda **_: run)
+    monkeypatch.setattr(feeder, "STALL", 0.2)
+    tracker = Tracker(settings(Wandb(project="names", mode="online")))
+    tracker.logged(record(1, loss=0.5))
+    tracker.close(0)
+    assert run.logged == [{"step": 1, "loss": 0.5}]
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:9 does not answer" in said
+    assert "the last 1 records and notes could not be written in time" in said
+    assert wandb.init is init  # the user's own again
 
 
 def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(

@@ -56,17 +56,16 @@ def _ask_here(rank: int, seconds: int) -> int:
     A request that no rank takes within `REQUEST_TIMEOUT` seconds is withdrawn.
     """
     name = request_name(rank, seconds, uuid.uuid4().hex)
-    requests = [folder / name for folder in _agents_folders()]
+    # Each agent's folder has an entry `stacks-*`. A dead agent may have left its folder.
+    requests = {stacks.with_name(name) for stacks in Path(tempfile.gettempdir()).glob("daskpytorch-*/stacks-*")}
     placed = [request for request in requests if _place(request)]
     give_up_at = time.monotonic() + REQUEST_TIMEOUT
     while any(request.exists() for request in placed) and time.monotonic() < give_up_at:
         time.sleep(0.1)
-    return sum(not _withdraw(request) for request in placed)
-
-
-def _agents_folders() -> set[Path]:
-    """Return the folders of agents, found by their `stacks-*` entries. Dead agents may have left folders."""
-    return {stacks.parent for stacks in Path(tempfile.gettempdir()).glob("daskpytorch-*/stacks-*")}
+    num_taken = sum(not request.exists() and request.parent.exists() for request in placed)  # not with a dead agent
+    for request in placed:
+        request.unlink(missing_ok=True)
+    return num_taken
 
 
 def _place(request: Path) -> bool:
@@ -74,16 +73,4 @@ def _place(request: Path) -> bool:
         request.touch()
     except OSError:  # another user's folder, or a removed one
         return False
-    return True
-
-
-def _withdraw(request: Path) -> bool:
-    """Remove a request, and return True if no rank has taken it.
-
-    A request in a folder that an ended agent has removed counts as not taken.
-    """
-    try:
-        request.unlink()
-    except FileNotFoundError:
-        return not request.parent.exists()
     return True

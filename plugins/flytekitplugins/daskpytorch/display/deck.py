@@ -1,125 +1,82 @@
-"""Recorder of a training for the Deck, in bounded memory. Runs in the driver."""
+"""Deck of a training: the recorder of its content, and the page with state, metrics, speed, events and ranks.
+
+Runs in the driver.
+"""
 
 import math
 import pickle
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
 
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.display.deck_page import State, Training, page_of
+from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
 from flytekitplugins.daskpytorch.display.story import Story
-from flytekitplugins.daskpytorch.display.training import plain_inputs
-from flytekitplugins.daskpytorch.display.usage import Usages
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
+from flytekitplugins.daskpytorch.display.training import num_done, plain_inputs, seconds_left
+from flytekitplugins.daskpytorch.display.usage import LABELS, STEPS, RankSpeed, amounts
+from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
-PACE_INTERVAL = 1.0
-"""Minimum number of seconds between two points of the curve of steps per second."""
-MAX_SPOILT = 20
-"""Maximum number of metrics whose first NaN or infinity is shown as an event."""
+P = ParamSpec("P")
+MAX_FIGURES = 6
+"""Maximum number of metrics among the key figures."""
+NUM_OPEN = 8
+"""Number of charts that are open at first. Further charts unfold at a click."""
+MAX_PAGE_POINTS = 24_000
+"""Maximum number of points of all metrics' charts together. Each point takes 17 bytes."""
+MAX_SHOWN_RANKS = 1_000
+SPEEDS = re.compile(
+    r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
+)
+NOTHING_LOGGED = (
+    "No records so far. Metrics of current_rank().log({...}), and of the callbacks for Lightning and Transformers, are "
+    "drawn here."
+)
+PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
+"""Fields of `Goodput` in the order of the bar."""
+
+
+def _recorded(tell: Callable[Concatenate[Story, P], None]) -> "Callable[Concatenate[Recorder, P], None]":
+    """Return a method that calls a method of the story under the lock, and counts the change."""
+
+    def record(self: "Recorder", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        with self.lock:
+            tell(self.story, *args, **kwargs)
+            self.num_changes += 1
+
+    return record
 
 
 class Recorder(Observer):
-    """Observer that keeps the Deck's content: events, states, and the drawn values of rank 0's records.
-
-    The gang's thread calls the observer's methods. Any thread may call `html`.
-    """
+    """Observer that keeps the Deck's content. The gang's thread tells the content, and any thread may call `html`."""
 
     def __init__(
         self, name: str = "", inputs: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self.story = Story(name=name, clock=clock)
         self._inputs = plain_inputs(inputs or {})
-        story = Story(clock)
-        self._training = Training(name=name, story=story, usages=Usages(story.began_at))
-        self._paced: LogRecord | None = None
-        """Record at the newest point of the curve of the pace."""
-        self._spoilt: set[str] = set()
         self.num_changes = 0
         """Number of changes so far. A display that has seen this number is up to date."""
 
-    def resumed(self, step: int) -> None:
-        """Record the step of the checkpoint that the gang resumes from."""
-        with self._changing():
-            self._training.story.tell(f"goes on from the checkpoint of step {step:,} of the attempt before", "good")
-
-    def placed(self, shape: Shape) -> None:
-        """Record the gang's shape and name."""
-        with self._changing():
-            self._training.name = self._training.name or shape.name
-            self._training.story.placed(shape)
-            self._training.usages.expect(shape.world_size)
-
-    def formed(self, seconds: float) -> None:
-        """Record that all ranks have met."""
-        with self._changing():
-            self._training.story.formed()
-
-    def logged(self, record: LogRecord) -> None:
-        """Record rank 0's values."""
-        if record.rank != 0:
-            return
-        record = record.bare()
-        with self._changing():
-            numbers = record.numbers
-            self._training.metrics.take(record.step, numbers)
-            self._measure(record)
-            self._look_for_spoilt(record.step, numbers)
-            self._training.record = record
-
-    def kept(self, step: int) -> None:
-        """Record the checkpoint of a step."""
-        with self._changing():
-            self._training.story.kept(step)
-
-    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Record the list of kept checkpoints."""
-        with self._changing():
-            self._training.checkpoints = checkpoints
-
-    def used(self, usage: RankUsage) -> None:
-        """Record a rank's sample of CPU, memory and GPU."""
-        with self._changing():
-            self._training.usages.take(usage)
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Record the newest account of the gang's time."""
-        with self._changing():
-            self._training.goodput = goodput
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        """Record the reason for a restart, and drop the values that will be logged again."""
-        with self._changing():
-            self._training.metrics.cut(step)
-            self._training.rate.clear()
-            self._paced = self._training.record = None
-            self._spoilt.clear()
-            self._training.story.restarting(reason, step)
-
-    def noted(self, text: str) -> None:
-        """Record a notice as an event."""
-        with self._changing():
-            self._training.story.noted(text)
-
-    def ended(self, error: Exception | None) -> None:
-        """Record the gang's outcome."""
-        self.conclude(error)
-
-    def conclude(self, error: BaseException | None) -> None:
-        """Record the outcome of the training. The first error wins over later errors and over success."""
-        with self._changing():
-            training, story = self._training, self._training.story
-            if error is None:
-                training.outcome = training.outcome or State("done", "good", is_over=True)
-                story.ended("ended", "good")
-            elif not training.failure:
-                training.outcome, training.failure = _outcome_of(error)
-                story.ended_at = None
-                story.ended(f"{training.outcome.word}: {training.failure}", training.outcome.tone)
+    resumed = _recorded(Story.resumed)
+    placed = _recorded(Story.placed)
+    formed = _recorded(Story.formed)
+    logged = _recorded(Story.logged)
+    kept = _recorded(Story.kept)
+    keeps = _recorded(Story.keeps)
+    used = _recorded(Story.used)
+    accounted = _recorded(Story.accounted)
+    restarting = _recorded(Story.restarting)
+    noted = _recorded(Story.noted)
+    ended = _recorded(Story.ended)
+    conclude = _recorded(Story.ended)
+    """Called with an error of any kind after the gang's end, such as a failed upload of outputs."""
 
     def html(self, places: Mapping[str, str] | None = None) -> str:
         """Return the body of the Deck in its present state.
@@ -127,35 +84,218 @@ class Recorder(Observer):
         Args:
             places: Addresses of outputs and runs, by description.
         """
-        with self._lock:  # held as briefly as possible, since the gang's thread waits
-            copied = pickle.dumps(self._training)
-        training = cast("Training", pickle.loads(copied))  # noqa: S301 - our own, of a moment ago
-        return page_of(training, self._inputs, places or {})
-
-    def _changing(self) -> threading.Lock:
-        self.num_changes += 1
-        return self._lock
-
-    def _measure(self, record: LogRecord) -> None:
-        """Add a point to the curve of the pace, if `PACE_INTERVAL` has passed."""
-        self._training.rate.add(record.time, record.step)
-        if self._paced is None or record.step < self._paced.step:
-            self._paced = record
-        elif record.time - self._paced.time >= PACE_INTERVAL and (steps := self._training.rate.per_second):
-            self._training.pace.add((record.step, record.time - self._training.story.began_at, steps))
-            self._paced = record
-
-    def _look_for_spoilt(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
-                self._spoilt.add(name)
-                self._training.story.tell(f"{name} is {value:g} at step {step:,}", "bad")
+        with self.lock:  # held as briefly as possible, since the gang's thread waits
+            copied = pickle.dumps(self.story)
+        story: Story = pickle.loads(copied)  # noqa: S301 - our own, of a moment ago
+        return _page_of(story, self._inputs, places or {})
 
 
-def _outcome_of(error: BaseException) -> tuple[State, str]:
-    text = str(error.__cause__ or error) or type(error).__name__
-    if isinstance(error, StoppedEarlyError):
-        return State("stopped early", "warn", is_over=True), text
-    if isinstance(error, (KeyboardInterrupt, GangCancelledError)):
-        return State("interrupted", "warn", is_over=True), text
-    return State("failed", "bad", is_over=True), text
+# ---- The page
+
+
+def _page_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str]) -> str:
+    """Return the page as HTML, with the most important sections first."""
+    parts = [
+        *_how_it_goes(story),
+        *_learning(story),
+        *_speed(story),
+        report.section("What happened", report.timeline(story.spans, story.events)),
+        *_who(story.shape),
+        *_with_what(inputs),
+        *_where(story.checkpoints, places),
+    ]
+    return report.page(*parts)
+
+
+def _how_it_goes(story: Story) -> Iterable[str]:
+    state, record = story.state, story.record
+    share = None
+    if record is not None and record.num_steps:
+        share = 1.0 if state.tone == "good" else num_done(record) / record.num_steps
+    moment = time.strftime("%H:%M:%S %Z", time.localtime(story.now))
+    note = f"ended at {moment}" if story.outcome else f"as of {moment}"
+    title = story.name.rpartition(".")[2] or "Training"
+    yield report.status(state.word, title, tone=state.tone, note=note, done=share)
+    if story.failure:
+        title, _, words = story.failure.strip().partition("\n")
+        yield report.alert(title, words, tone=state.tone)
+    yield report.figures(_figures(story))
+
+
+def _figures(story: Story) -> dict[str, object]:
+    figures: dict[str, object] = {}
+    record = story.record
+    if story.metrics.epoch is not None:
+        figures["epoch"] = story.metrics.epoch
+    if record is not None:
+        figures["step"] = (record.step, f"of {record.num_steps:,}" if record.num_steps else "")
+        left = _seconds_left(story)
+        if left is not None:
+            figures["time left"] = (report.duration(left), "at the pace of the last steps")
+    elif num_steps := max((rank.usage.num_steps for rank in story.ranks), default=0):
+        figures["optimizer steps"] = num_steps
+    figures["took" if story.outcome else "running for"] = report.duration(story.seconds)
+    if story.goodput is not None and story.goodput.total >= MIN_TOTAL:
+        figures["goodput"] = (f"{story.goodput.share:.0%}", "of the time in steps")
+    figures |= _newest(story)
+    if story.rate.per_second:
+        figures["steps per second"] = story.rate.per_second
+    if story.restarts:
+        figures["restarts"] = len(story.restarts)
+    return figures
+
+
+def _newest(story: Story) -> dict[str, object]:
+    """Return newest and best values of the first charts' metrics, after all values that are NaN or infinite."""
+    found: dict[str, object] = {}
+    newest = story.metrics.newest
+    best = {name: _best_of(chart, name) for chart in story.charts for name in chart.best}
+    for name in (name for chart in story.charts for name in chart.by_step):
+        if name in newest and len(found) < MAX_FIGURES:
+            found[name.replace("_", " ")] = (newest[name], best.get(name, ""))
+    spoilt = {name.replace("_", " "): value for name, value in newest.items() if not math.isfinite(value)}
+    return spoilt | found
+
+
+def _best_of(chart: Chart, name: str) -> str:
+    points, pick = chart.by_step[name], min if chart.best[name] == "min" else max
+    if len(points) < 2:
+        return ""
+    x, y = pick(points, key=lambda point: point[1])
+    return f"best {y:.4g} at step {x:,.0f}"
+
+
+def _seconds_left(story: Story) -> float | None:
+    record, speed = story.record, story.rate.per_second
+    return None if story.state.tone != "busy" or record is None else seconds_left(record, speed)
+
+
+def _learning(story: Story) -> Iterable[str]:
+    charts = [chart for chart in story.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
+    if not charts:
+        if story.record is None and story.ranks:
+            yield report.section("Is it learning?", report.text(NOTHING_LOGGED, quiet=True))
+        return
+    num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in story.charts)
+    steps = [step for step, _ in story.restarts]
+    epochs = [epoch for step in steps if (epoch := story.metrics.epoch_at(step)) is not None]
+    marks = {label: [(float(x), "started again") for x in at] for label, at in (("step", steps), ("epoch", epochs))}
+    budget = max(50, MAX_PAGE_POINTS // num_lines)
+    drawn = [piece for chart in charts for piece in _draw(chart, marks, budget)]
+    pieces = [report.grid(*drawn[:NUM_OPEN])]
+    if more := drawn[NUM_OPEN:]:
+        pieces.append(report.details(f"{len(more)} more charts", report.grid(*more)))
+    if story.metrics.is_crowded:
+        pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
+    yield report.section("Is it learning?", *pieces)
+
+
+def _draw(chart: Chart, marks: Mapping[str, Sequence[tuple[float, str]]], budget: int) -> Iterable[str]:
+    for label, curves in (("step", chart.by_step), ("epoch", chart.by_epoch)):
+        if curves:
+            shown = {name: mode for name, mode in chart.best.items() if name in curves}
+            yield report.line_chart(chart.title, curves, label, best=shown, marks=marks[label], max_points=budget)
+
+
+def _speed(story: Story) -> Iterable[str]:
+    pieces = []
+    if story.goodput is not None:
+        pieces.append(report.card("Where the gang's time went", report.shares(_seconds_of(story.goodput), unit="s")))
+    charts = [
+        report.line_chart(name.replace("_", " "), {name: points}, "step", from_zero=True, max_points=500)
+        for chart in story.charts
+        if SPEEDS.search(chart.title.replace(" ", "_"))
+        for name, points in chart.by_step.items()
+    ]
+    usage = dict(story.usages.charts())
+    if (pace := story.pace.points) and STEPS not in usage:
+        charts.append(
+            report.line_chart("steps per second", {"rank 0": pace}, "seconds", from_zero=True, max_points=500)
+        )
+    charts += [report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in usage.items()]
+    if charts:
+        pieces.append(report.grid(*charts))
+    if story.ranks:
+        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(story.ranks)))
+    if pieces:
+        yield report.section("Is it fast?", *pieces)
+
+
+def _seconds_of(goodput: Goodput) -> dict[str, float]:
+    seconds = goodput.as_dict()
+    return {name: seconds[name] for name in PHASES}
+
+
+def _ranks_table(ranks: Sequence[RankSpeed]) -> str:
+    spent = list(dict.fromkeys(name for one in ranks for name in one.usage.seconds))
+    used = [name for name in LABELS if any(name in amounts(one.usage) for one in ranks)]
+    header = ["rank", "optimizer steps", "optimizer steps/s", *(f"{name} (s)" for name in spent)]
+    rows = [
+        [
+            one.usage.rank,
+            one.usage.num_steps,
+            _brief(one.steps_per_second),
+            *(_brief(one.usage.seconds.get(name), ".1f") for name in spent),
+            *(_brief(amounts(one.usage).get(name)) for name in used),
+        ]
+        for one in ranks[:MAX_SHOWN_RANKS]
+    ]
+    return report.table([*header, *(LABELS[name] for name in used)], rows)
+
+
+def _brief(value: float | None, form: str = ".3g") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _who(shape: Shape | None) -> Iterable[str]:
+    if shape is None:
+        return
+    rows = [
+        (place.rank, place.local_rank, node.host, node.worker, _device(node, place), place.num_threads)
+        for node, places in zip(shape.nodes, shape.places, strict=True)
+        for place in places
+    ][:MAX_SHOWN_RANKS]
+    header = ("rank", "local rank", "host", "worker", "device", "threads")
+    versions = {name: version for node in shape.nodes[:1] for name, version in node.versions.items()}
+    pieces = [report.card("Ranks", report.table(header, rows))]
+    if versions:
+        pieces.append(report.card("Versions", report.table(("", ""), versions.items())))
+    note = f"ranks: {shape.world_size:,}, workers: {len(shape.nodes):,}, backend: {shape.backend}"
+    yield report.section("Who", report.grid(*pieces, least=300), note=note)
+
+
+def _device(node: Node, place: Place) -> str:
+    return "CPU" if place.gpu is None else f"{node.gpu_names[node.gpus.index(place.gpu)]} (GPU {place.gpu})"
+
+
+def _with_what(inputs: Mapping[str, Any]) -> Iterable[str]:
+    if inputs:
+        yield report.section("With what", report.card("Inputs", report.table(("name", "value"), inputs.items())))
+
+
+def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) -> Iterable[str]:
+    rows: list[tuple[str, object]] = [(what, _address(where)) for what, where in places.items()]
+    rows += [("logs", "the task's own log has all that the ranks write, each line with its rank")]
+    pieces = [report.card("Places", report.table(("what", "where"), rows))]
+    if checkpoints:
+        pieces.append(report.card("Checkpoints", _checkpoint_table(checkpoints)))
+    yield report.section("Where", report.grid(*pieces, least=380))
+
+
+def _address(place: str) -> object:
+    """Return a link to a local path, or any other address as text."""
+    path = place.removeprefix("file://")
+    return report.Link(place, Path(path).as_uri()) if path.startswith("/") else place
+
+
+def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
+    rows = [
+        (
+            each.step,
+            ", ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
+            f"{each.size:,}",
+            _address(each.place) if each.place else "the driver's disk",
+        )
+        for each in checkpoints
+    ]
+    return report.table(("step", "metrics", "bytes", "place"), rows)

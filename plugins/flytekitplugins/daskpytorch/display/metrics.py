@@ -53,42 +53,38 @@ class Metrics:
     _steps: dict[str, Curve] = field(default_factory=dict)
     """Curves by step, from records without held-out metrics."""
     _sums: dict[str, Curve] = field(default_factory=dict)
-    """Curves by step, from summaries: records with a held-out metric."""
-    _epochs: dict[str, Curve] = field(default_factory=dict)
-    """Curves by epoch, from summaries."""
-    _means: dict[str, Curve] = field(default_factory=dict)
-    """Curves of each epoch's mean, from records without held-out metrics."""
+    """Curves by epoch (NaN: unknown), from summaries: records with a held-out metric."""
     _epoch_at: Curve = field(default_factory=Curve)
     """Curve of the epoch by step."""
-    _running: dict[str, tuple[int, float, float, int]] = field(default_factory=dict)
-    """Unfinished epoch of each metric: number of values, sum of values, epoch, newest step."""
 
     def take(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add the values of a step's record, if they can be drawn."""
         if (epoch := numbers.get("epoch")) is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
             self._epoch_at.add((step, float(step), epoch))
-        self.epoch = numbers.get("epoch", self.epoch)
+        self.epoch = epoch = numbers.get("epoch", self.epoch)
         sums_up = any(map(is_held_out, numbers))
+        curves = self._sums if sums_up else self._steps
+        x = float(step) if not sums_up else epoch if epoch is not None and abs(epoch) <= MAX_VALUE else math.nan
         for name, value in numbers.items():
             if name in self.newest or len(self.newest) < MAX_NEWEST:
                 self.newest[name] = value
             if name in UNCHARTED or not abs(value) <= MAX_VALUE:
                 continue
-            self._add(self._sums if sums_up else self._steps, name, step, float(step), value)
-            if self.epoch is not None and abs(self.epoch) <= MAX_VALUE:
-                self._take_by_epoch(name, step, self.epoch, value, sums_up=sums_up)
+            if name not in curves and len(curves) == MAX_CURVES:
+                self.is_crowded = True
+            else:
+                curves.setdefault(name, Curve()).add((step, x, value))
 
     def cut(self, step: int | None) -> None:
         """Remove the values after this step, which will be logged again. None removes all values."""
-        self._running.clear()
         self.newest.clear()
         self.epoch = None
         self._epoch_at.cut(step if step is not None else -(1 << 63))
-        for curves in (self._steps, self._sums, self._epochs, self._means):
+        for curves in (self._steps, self._sums):
             for name, curve in list(curves.items()):
                 if step is not None:
                     curve.cut(step)
-                if step is None or not curve.points:
+                if step is None or not curve.kept:
                     del curves[name]
 
     def epoch_at(self, step: int) -> float | None:
@@ -112,32 +108,14 @@ class Metrics:
                 best={name: mode for name in held_out or names if (mode := better(name)) is not None},
             )
 
-    def _take_by_epoch(self, name: str, step: int, epoch: float, value: float, *, sums_up: bool) -> None:
-        if sums_up:
-            self._add(self._epochs, name, step, epoch, value)
-        elif float(epoch).is_integer():
-            count, total, of, last = self._running.get(name, (0, 0.0, epoch, step))
-            if of != epoch:
-                self._add(self._means, name, last, of, total / count)
-                count, total = 0, 0.0
-            if name in self._steps:
-                self._running[name] = (count + 1, total + value, epoch, step)
-
-    def _add(self, curves: dict[str, Curve], name: str, step: int, x: float, value: float) -> None:
-        if name not in curves and len(curves) == MAX_CURVES:
-            self.is_crowded = True
-        else:
-            curves.setdefault(name, Curve()).add((step, x, value))
-
     def _by_step(self, name: str) -> Points:
-        return (self._steps.get(name) or self._sums[name]).points
+        curve = self._steps.get(name) or self._sums[name]
+        return [(float(step), value) for step, _, value in curve.kept]
 
     def _by_epoch(self, name: str) -> Points:
-        if (curve := self._epochs.get(name)) is not None:
-            return list(dict(curve.points).items())  # the last value of each epoch
-        points = self._means[name].points if name in self._means else []
-        count, total, epoch, _ = self._running.get(name, (0, 0.0, math.nan, 0))
-        return [*points, (epoch, total / count)] if count else points
+        """Return the last value of each epoch."""
+        points = self._sums[name].points if name in self._sums else []
+        return list({epoch: value for epoch, value in points if not math.isnan(epoch)}.items())
 
 
 @functools.lru_cache(MAX_NEWEST)

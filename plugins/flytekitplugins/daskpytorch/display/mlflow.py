@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -102,9 +101,10 @@ class _Run(Run):
         """Last step of each metric whose value would come again after a restart."""
         self._metrics: list[Metric] = []
         """Queue of metrics for the next request."""
-        self._pictures: list[tuple[Picture, str, int, int]] = []
-        """Queue of pictures with name, step and time (milliseconds since the epoch)."""
         self._tags: dict[str, str] = {}
+        """Tags for the next request."""
+        self._requests: deque[Callable[[], object]] = deque()
+        """Queue of requests. A request stays until the server has taken or refused it."""
         self._notes: list[str] = []
         self._parent: str | None = None
         """Id of the parent run of many models. None for a single gang."""
@@ -123,9 +123,8 @@ class _Run(Run):
         known = self._run.data.params
         given = {_key(name): str(value)[:MAX_TEXT] for name, value in flat(config, ".").items()}
         params = [Param(name, value) for name, value in given.items() if name not in known]
-        while params:
-            self._call(client.log_batch, self._run.info.run_id, params=params[:MAX_TAGS])
-            params = params[MAX_TAGS:]
+        for first in range(0, len(params), MAX_TAGS):
+            self._call(client.log_batch, self._run.info.run_id, params=params[first : first + MAX_TAGS])
         self._logged = {metric.key: metric.step for metric in self._run.data.to_proto().metrics}
         if NOTE_TAG in self._run.data.tags:
             self._notes = [self._run.data.tags[NOTE_TAG]]
@@ -148,8 +147,9 @@ class _Run(Run):
                 self._metrics.append(Metric(key, value, at, record.step))
         texts = {name: value for name, value in record.metrics.items() if isinstance(value, str)}
         self._tags |= {_key(name): value[:MAX_TEXT] for name, value in texts.items()}
-        pictures = {name: drawing for name, drawing in record.drawings.items() if isinstance(drawing, Picture)}
-        self._pictures += [(drawing, _key(name), record.step, at) for name, drawing in pictures.items()]
+        for name, drawing in record.drawings.items():
+            if isinstance(drawing, Picture):
+                self._requests.append(partial(self._log_image, drawing, key=_key(name), step=record.step, timestamp=at))
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -159,24 +159,21 @@ class _Run(Run):
         from mlflow.entities import RunTag
 
         while self._metrics or self._tags:
-            metrics, tags = self._metrics[:MAX_METRICS], dict(islice(self._tags.items(), MAX_TAGS))
-            entities = [RunTag(name, value) for name, value in tags.items()]
-            with _dropping(partial(self._drop, metrics, tags)):
-                self._call(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=entities)
-        while self._pictures:
-            with _dropping(partial(self._pictures.pop, 0)):
-                self._call(self._log_image, *self._pictures[0])
+            metrics, self._metrics = self._metrics[:MAX_METRICS], self._metrics[MAX_METRICS:]
+            tags = [RunTag(*self._tags.popitem()) for _ in range(min(MAX_TAGS, len(self._tags)))]
+            self._requests.append(partial(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=tags))
+        while self._requests:
+            request = self._requests.popleft()
+            try:
+                self._call(request)
+            except ConnectionError:
+                self._requests.appendleft(request)
+                raise
 
-    def _log_image(self, picture: Picture, name: str, step: int, at: int) -> None:
+    def _log_image(self, picture: Picture, **about: Any) -> None:
         from PIL import Image
 
-        image = Image.open(io.BytesIO(picture.png))
-        self._client.log_image(self._run.info.run_id, image, key=name, step=step, timestamp=at)
-
-    def _drop(self, metrics: list[Metric], tags: Mapping[str, str]) -> None:
-        del self._metrics[: len(metrics)]
-        for name in tags:
-            del self._tags[name]
+        self._client.log_image(self._run.info.run_id, Image.open(io.BytesIO(picture.png)), **about)
 
     def close(self, state: State, reason: str | None) -> None:
         if reason is not None:
@@ -265,16 +262,3 @@ def _key(name: str) -> str:
     """Return a name that MLflow accepts: underscores for other characters, and no `.` or `..` as a part of a path."""
     parts = re.sub(r"[^\w.\- /]", "_", name)[:MAX_NAME].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
-
-
-@contextlib.contextmanager
-def _dropping(drop: Callable[[], object]) -> Iterator[None]:
-    """Call `drop` after success or refusal. After a `ConnectionError` the content stays for another attempt."""
-    try:
-        yield
-    except ConnectionError:
-        raise
-    except Exception:
-        drop()
-        raise
-    drop()

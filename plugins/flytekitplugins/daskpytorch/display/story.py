@@ -1,38 +1,74 @@
-"""Spans of time and events of a gang, in their order, for the Deck's timeline."""
+"""Record of a training for the Deck, in bounded memory: spans, events, metrics and usage. Runs in the driver."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from flytekitplugins.daskpytorch.display.training import count, size_of
-from flytekitplugins.daskpytorch.driver.brain import GROWS
-from flytekitplugins.daskpytorch.protocol.observer import Shape
-from flytekitplugins.daskpytorch.report import Event, Span, Tone
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
+from flytekitplugins.daskpytorch.display.training import Pace, count, size_of
+from flytekitplugins.daskpytorch.display.usage import RankSpeed, Usages
+from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
 
 MAX_EVENTS = 2_000
 """Maximum number of events that are kept. Each further event replaces one in the middle."""
 MAX_SPANS = 400
+PACE_INTERVAL = 1.0
+"""Minimum number of seconds between two points of the curve of steps per second."""
+MAX_SPOILT = 20
+"""Maximum number of metrics whose first NaN or infinity is shown as an event."""
 WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
 
 
-@dataclass
-class Story:
-    """Events and spans of a gang since the request for the gang."""
+@dataclass(frozen=True)
+class State:
+    """State of a training, in a word or two."""
 
+    word: str
+    tone: Tone
+
+
+@dataclass(kw_only=True)
+class Story(Observer):
+    """Content of a training's Deck, since the request for the gang. Not thread-safe."""
+
+    name: str = ""
     clock: Callable[[], float] = time.time
     events: list[Event] = field(default_factory=list)
-    num_attempts: int = 1
     shape: Shape | None = None
     restarts: list[tuple[int, str]] = field(default_factory=list)
     """Step (0: from the beginning) and reason of each restart."""
+    metrics: Metrics = field(default_factory=Metrics)
+    goodput: Goodput | None = None
+    checkpoints: Sequence[SavedCheckpoint] = ()
+    record: LogRecord | None = None
+    """Newest record of rank 0 in the attempt."""
+    rate: Pace = field(default_factory=Pace)
+    """Steps per second of rank 0, from its newest records."""
+    pace: Curve = field(default_factory=Curve)
+    """Curve of steps per second over the seconds since the start."""
+    outcome: State | None = None
+    """State at the end. None before the end."""
+    failure: str = ""
+    """Reason for the end of an unfinished training. Empty for a finished one."""
     _spans: list[Span] = field(default_factory=list)
     _kept: tuple[int, int] | None = None
     """Checkpoints since the last other event: step of the first one, and their number."""
+    _paced: LogRecord | None = None
+    """Record at the newest point of the curve of the pace."""
+    _spoilt: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.began_at = self._since = self.clock()
         self._now: tuple[str, Tone] | None = (WORKERS, "idle")
         self.ended_at: float | None = None
+        self.usages = Usages(self.began_at)
 
     @property
     def now(self) -> float:
@@ -47,36 +83,65 @@ class Story:
     @property
     def spans(self) -> list[Span]:
         """Past spans and the present one."""
-        return [*self._spans, *([self._current()] if self._now is not None else [])]
+        return [*self._spans, *([self._current(*self._now)] if self._now is not None else [])]
 
     @property
-    def is_training(self) -> bool:
-        """True while the ranks train: after they have met, and before a restart or the end."""
-        return self._now is not None and self._now[0] == TRAINING
+    def state(self) -> State:
+        """Present state of the training."""
+        if self.outcome is not None:
+            return self.outcome
+        if self._now is not None and self._now[0] == TRAINING:
+            return State("training", "busy")
+        return State("starting again", "warn") if self.restarts else State("starting", "idle")
 
-    def tell(self, text: str, tone: Tone = "idle") -> None:
-        """Add an event whose heading is the first line of the text."""
-        heading, _, detail = text.strip().partition("\n")
-        self._append(Event(time=self.clock(), text=heading, detail=detail.rstrip(), tone=tone))
-        self._kept = None
+    @property
+    def ranks(self) -> Sequence[RankSpeed]:
+        """Newest sample of each rank, in the order of the ranks."""
+        return sorted(self.usages.newest.values(), key=lambda speed: speed.usage.rank)
+
+    @cached_property
+    def charts(self) -> Sequence[Chart]:
+        """Charts of the metrics. Cached for the page, whose copy never changes."""
+        return list(self.metrics.charts())
+
+    # ---- What the gang tells
+
+    def resumed(self, step: int) -> None:
+        """Record the step of the checkpoint that the gang resumes from."""
+        self._tell(f"goes on from the checkpoint of step {step:,} of the attempt before", "good")
 
     def placed(self, shape: Shape) -> None:
         """Record that workers are present and that their ranks start."""
         text = size_of(shape)
         before = self.shape.world_size if self.shape is not None else shape.world_size
         if shape.world_size < before:
-            self.tell(f"shrunk: {text}, where there were {count(before, 'rank')}", "warn")
+            self._tell(f"shrunk: {text}, where there were {count(before, 'rank')}", "warn")
         elif shape.world_size > before:
-            self.tell(f"grown: {text}, where there were {count(before, 'rank')}", "good")
+            self._tell(f"grown: {text}, where there were {count(before, 'rank')}", "good")
         else:
-            self.tell(f"starting {text}")
+            self._tell(f"starting {text}")
+        self.name = self.name or shape.name
         self.shape = shape
+        self.usages.forget()
         self._enter((RANKS, "warn"))
 
-    def formed(self) -> None:
+    def formed(self, seconds: float) -> None:
         """Record that all ranks have met."""
-        self.tell("all ranks have met", "good")
+        self._tell("all ranks have met", "good")
         self._enter((TRAINING, "busy"))
+
+    def logged(self, record: LogRecord) -> None:
+        """Record rank 0's values."""
+        if record.rank != 0:
+            return
+        self.record = record = record.bare()
+        numbers = record.numbers
+        self.metrics.take(record.step, numbers)
+        self._measure(record)
+        for name, value in numbers.items():
+            if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
+                self._spoilt.add(name)
+                self._tell(f"{name} is {value:g} at step {record.step:,}", "bad")
 
     def kept(self, step: int) -> None:
         """Record a committed checkpoint. Consecutive checkpoints are one event."""
@@ -87,39 +152,86 @@ class Story:
         self._append(Event(time=self.clock(), text=text, tone="good"))
         self._kept = (first, count + 1)
 
+    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        """Record the list of kept checkpoints."""
+        self.checkpoints = checkpoints
+
+    def used(self, usage: RankUsage) -> None:
+        """Record a rank's sample of CPU, memory and GPU."""
+        self.usages.take(usage)
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Record the newest account of the gang's time."""
+        self.goodput = goodput
+
     def restarting(self, reason: str, step: int | None) -> None:
-        """Record the end of an attempt and its reason. Another attempt follows."""
+        """Record the reason for a restart, and drop the values that will be logged again."""
+        self.metrics.cut(step)
+        self.rate.clear()
+        self._paced = self.record = None
+        self._spoilt.clear()
         start = f"from step {step:,}" if step is not None else "from the beginning, since no checkpoint was saved"
-        grows = reason.startswith(GROWS)
-        self.tell(f"starts again {start}: {reason}", "good" if grows else "bad")
+        self._tell(f"starts again {start}: {reason}", "good" if reason.startswith(GROWS) else "bad")
         self.restarts = [*self.restarts, (step or 0, reason.partition("\n")[0])][-MAX_SPANS:]
-        self.num_attempts += 1
         self._enter((WORKERS, "idle"))
 
     def noted(self, text: str) -> None:
-        """Record a notice, unless `restarting` has recorded the same."""
+        """Record a notice as an event, unless `restarting` has recorded the same."""
         words = text.partition(": ")[2] or text
         if words.startswith("going on from ") or (self.restarts and words.startswith(self.restarts[-1][1])):
             return
-        self.tell(words)
+        self._tell(words)
 
-    def ended(self, text: str, tone: Tone) -> None:
-        """Record the end of the gang. Only the first call counts."""
-        if self.ended_at is None:
-            self.tell(text, tone)
-            self.ended_at = self.clock()
-            self._enter(None)
+    def ended(self, error: BaseException | None) -> None:
+        """Record the outcome. The first error wins over later errors and over success."""
+        if error is None and self.outcome is None:
+            self._end(State("done", "good"), "ended")
+        elif error is not None and not self.failure:
+            self.failure = str(error.__cause__ or error) or type(error).__name__
+            outcome = _outcome_of(error)
+            self._end(outcome, f"{outcome.word}: {self.failure}")
 
-    def _current(self) -> Span:
-        text, tone = self._now or ("", "idle")
-        return Span(start=self._since, end=self.now, text=text, tone=tone)
+    # ---- How
 
-    def _enter(self, now: tuple[str, Tone] | None) -> None:
-        if self._now is not None:
-            self._spans = [*self._spans, self._current()][-MAX_SPANS:]
-        self._since, self._now = self.clock(), now
+    def _end(self, outcome: State, text: str) -> None:
+        self.outcome = outcome
+        self._tell(text, outcome.tone)
+        self.ended_at = self.clock()
+        self._enter(None)
+
+    def _measure(self, record: LogRecord) -> None:
+        """Add a point to the curve of the pace, if `PACE_INTERVAL` has passed."""
+        self.rate.add(record.time, record.step)
+        if self._paced is None or record.step < self._paced.step:
+            self._paced = record
+        elif record.time - self._paced.time >= PACE_INTERVAL and (steps := self.rate.per_second):
+            self.pace.add((record.step, record.time - self.began_at, steps))
+            self._paced = record
+
+    def _tell(self, text: str, tone: Tone = "idle") -> None:
+        """Add an event whose heading is the first line of the text."""
+        heading, _, detail = text.strip().partition("\n")
+        self._append(Event(time=self.clock(), text=heading, detail=detail.rstrip(), tone=tone))
+        self._kept = None
 
     def _append(self, event: Event) -> None:
         self.events.append(event)
         if len(self.events) > MAX_EVENTS:
             del self.events[MAX_EVENTS // 2]
+
+    def _enter(self, now: tuple[str, Tone] | None) -> None:
+        """Begin another span. None: the gang has ended."""
+        if self._now is not None:
+            self._spans = [*self._spans, self._current(*self._now)][-MAX_SPANS:]
+        self._since, self._now = self.clock(), now
+
+    def _current(self, text: str, tone: Tone) -> Span:
+        return Span(start=self._since, end=self.now, text=text, tone=tone)
+
+
+def _outcome_of(error: BaseException) -> State:
+    if isinstance(error, StoppedEarlyError):
+        return State("stopped early", "warn")
+    if isinstance(error, (KeyboardInterrupt, GangCancelledError)):
+        return State("interrupted", "warn")
+    return State("failed", "bad")

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,9 @@ class _EventFiles(Run):
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder = f"{os.fspath(self._asked.folder).rstrip('/')}/{_sub_folder(self._asked, training)}"
+        name = training.id if training.group is None else training.group
+        name = f"{self._asked.name or name}{'' if training.index is None else f'/{training.index}'}"
+        folder = f"{os.fspath(self._asked.folder).rstrip('/')}/{name}"
         self._storage = folder if "://" in folder else None
         self._folder = Path(folder)
         if self._storage is not None:
@@ -166,21 +167,11 @@ def _drawn(name: str, drawing: Histogram | Picture) -> Any:
 
     if isinstance(drawing, Picture):
         colors = 4  # channels
-        image = Summary.Image(
-            height=drawing.height, width=drawing.width, colorspace=colors, encoded_image_string=drawing.png
-        )
-        return Summary.Value(tag=name, image=image)
-    middles = [(low + high) / 2 for low, high in pairwise(drawing.edges)]
-    histogram = HistogramProto(
-        min=drawing.edges[0],
-        max=drawing.edges[-1],
-        num=sum(drawing.counts),
-        sum=sum(count * middle for count, middle in zip(drawing.counts, middles, strict=True)),
-        sum_squares=sum(count * middle**2 for count, middle in zip(drawing.counts, middles, strict=True)),
-        bucket_limit=drawing.edges[1:],
-        bucket=drawing.counts,
-    )
-    return Summary.Value(tag=name, histo=histogram)
+        size = {"height": drawing.height, "width": drawing.width, "colorspace": colors}
+        return Summary.Value(tag=name, image=Summary.Image(encoded_image_string=drawing.png, **size))
+    first, *limits = drawing.edges
+    bins = {"bucket_limit": limits, "bucket": drawing.counts, "num": sum(drawing.counts)}
+    return Summary.Value(tag=name, histo=HistogramProto(min=first, max=limits[-1], **bins))
 
 
 def _session_end(*, is_success: bool) -> Any:
@@ -193,12 +184,6 @@ def _session_end(*, is_success: bool) -> Any:
     data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
     about = metadata.create_summary_metadata(data)
     return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about)])
-
-
-def _sub_folder(asked: TensorBoard, training: Training) -> str:
-    if training.group is None:
-        return asked.name or training.id
-    return f"{asked.name or training.group}/{training.index}"
 
 
 def _hyperparameter(value: Any) -> bool | float | str:

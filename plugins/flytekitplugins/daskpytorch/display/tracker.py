@@ -15,7 +15,7 @@ from typing import Any, Literal
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.display.training import gang_config
-from flytekitplugins.daskpytorch.display.usage import metrics_of
+from flytekitplugins.daskpytorch.display.usage import MAX_RANKS, amounts
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
@@ -27,8 +27,6 @@ CLOSE_TIMEOUT = 60.0
 """Timeout, in seconds, for the queued jobs at the end."""
 PREEMPTED_TIMEOUT = 3.0
 """Timeout, in seconds, for the queued jobs at a preemption."""
-MAX_RANKS = 8
-"""Maximum number of ranks whose CPU, memory and GPU are recorded. Larger gangs have the first ranks recorded."""
 
 
 class Run:
@@ -121,7 +119,7 @@ class Tracker(Observer):
     def used(self, usage: RankUsage) -> None:
         """Queue a rank's CPU, memory and GPU as metrics of the newest step."""
         if usage.rank < MAX_RANKS:
-            self._add({f"usage/rank {usage.rank}/{name}": value for name, value in metrics_of(usage).items()})
+            self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
 
     def accounted(self, goodput: Goodput) -> None:
         """Keep the newest account of the gang's time for the end."""

@@ -97,11 +97,6 @@ def inputs_of(experiment: Any) -> dict[str, Any]:
     return {"experiment": experiment} if fields is None else {str(name): value for name, value in fields.items()}
 
 
-def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return a run's configuration: a task's inputs and the gang's shape."""
-    return {**plain_inputs(inputs), "gang": gang_config(shape)}
-
-
 def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
     """Return a nested configuration as one level. An inner value has the outer names as prefix."""
     found: dict[str, Any] = {}

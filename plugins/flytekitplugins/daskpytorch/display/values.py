@@ -66,7 +66,7 @@ def _cell(value: Any, depth: int) -> str:
         is_short = len(value) <= MAX_SHORT and "\n" not in value
         return text_of(value) if is_short else folded(f"{len(value):,} characters", _lines(value))
     if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "columns"):
-        return _frame(value)
+        return _frame(value, depth)
     if (line := _line(value)) is not None:
         return text_of(line)
     if (fields := fields_of(value)) is not None:
@@ -115,19 +115,11 @@ def _sequence(values: Collection[Any], depth: int) -> str:
     return _table(("", "value"), enumerate(first), len(values), depth)
 
 
-def _frame(frame: Any) -> str:
+def _frame(frame: Any, depth: int) -> str:
     """Return the first rows of a data frame. Columns with a secret's name are hidden."""
-    count, columns = len(frame), [str(name) for name in frame.columns][:MAX_FRAME_COLUMNS]
-    head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS].itertuples(index=False, name=None)
-    rows = [without_secrets(dict(zip(columns, row, strict=False))).values() for row in head]
-    cells = [[_cell(_plain(cell), MAX_DEPTH) for cell in row] for row in rows]
-    size = text_of(f"{count:,} rows, {len(frame.columns):,} columns")
-    return size + folded(f"the first {len(cells)}", cells_table([text_of(name) for name in columns], cells))
-
-
-def _plain(cell: Any) -> Any:
-    """Return a NumPy scalar as a Python number, and any other cell unchanged."""
-    return cell.item() if hasattr(cell, "item") and getattr(cell, "shape", None) == () else cell
+    head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS]
+    size = text_of(f"{len(frame):,} rows, {len(frame.columns):,} columns")
+    return size + folded(f"the first {len(head)}", _sequence(without_secrets(head.to_dict("records")), depth))
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], count: int, depth: int) -> str:

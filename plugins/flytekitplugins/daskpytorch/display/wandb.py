@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from flytekitplugins.daskpytorch.display.training import run_config, run_id
+from flytekitplugins.daskpytorch.display.training import gang_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.settings import Wandb
 
 KEYLESS = ("offline", "disabled")
@@ -56,13 +56,17 @@ MAX_ID_PART = 60
 class WandbObserver(Observer):
     """Observer that makes rank 0 feed a run. All attempts of the gang share the run."""
 
-    def __init__(self, run: Callable[[], RunSettings], inputs: Mapping[str, Any]) -> None:
+    def __init__(self, run: Callable[[], RunSettings]) -> None:
         self._run = run
-        self._inputs = inputs
+        self._inputs: Mapping[str, Any] = {}
         self._shape: Shape | None = None
         """Shape of the gang in its first attempt. None before."""
         self.where: str | None = None
         """URL of the run, or the command that uploads an offline run. None until rank 0 has opened the run."""
+
+    def begins(self, training: Training) -> None:
+        """Keep the inputs for the run's configuration."""
+        self._inputs = training.inputs
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Read the run's URL from rank 0's output."""
@@ -85,7 +89,8 @@ class WandbObserver(Observer):
         """
         run = self._run()
         if self._shape is not None:
-            run = dataclasses.replace(run, config={**run_config(self._inputs, self._shape), **run.config})
+            config = {**self._inputs, "gang": gang_config(self._shape), **run.config}
+            run = dataclasses.replace(run, config=config)
         return functools.partial(Tracker, run)
 
 

@@ -6,7 +6,7 @@ import pickle
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -104,19 +104,21 @@ class ReceivedResults:
         """True if no complete result waits."""
         return not self._waiting
 
-    def claim(self, is_wanted: Callable[[str], bool]) -> deque[Submission]:
-        """Remove and return the results whose keys are wanted. Callers must `drop` or `restore` each result."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-            claimed: deque[Submission] = deque()
-            for submission in waiting:
-                (claimed if is_wanted(submission.key) else self._waiting).append(submission)
-        return claimed
+    def take(self, others: Container[str]) -> Submission | None:
+        """Remove and return the oldest result whose key is not among `others`, or None.
 
-    def restore(self, claimed: deque[Submission]) -> None:
-        """Put claimed results back, before newer results."""
+        Callers must `drop` or `put_back` the result.
+        """
         with self._lock:
-            self._waiting.extendleft(reversed(claimed))
+            found = next((submission for submission in self._waiting if submission.key not in others), None)
+            if found is not None:
+                self._waiting.remove(found)
+            return found
+
+    def put_back(self, submission: Submission) -> None:
+        """Put a result back, before newer results."""
+        with self._lock:
+            self._waiting.appendleft(submission)
 
     def read(self, submission: Submission) -> Iterator[bytes]:
         """Return the bytes of a result, piece by piece."""

@@ -1,4 +1,4 @@
-"""Services within one process: streams, log, signals and scratch folders.
+"""Services within one process: streams, log, signals, scratch folders and a thread for slow work.
 
 Runs in all processes. Imports only `errors` of this package.
 """

@@ -86,7 +86,7 @@ def line_chart(
     summary = "; ".join(_summary(name, points, x_label, chosen.get(name)) for name, points in drawn.items())
     by_words: dict[str, list[str]] = {}
     for x, what in marks[-MAX_MARKS:]:
-        by_words.setdefault(what, []).append(_number(x))
+        by_words.setdefault(what, []).append(text_of(x))
     words = "; ".join(f"{what} at {x_label} {', '.join(at)}" for what, at in by_words.items())
     content = (
         element("header", element("figcaption", f"{text_of(name_of(title))} <small>by {text_of(x_label)}</small>"))
@@ -113,8 +113,8 @@ def _best(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
 def _legend(index: int, name: str, points: Points, best: tuple[float, float] | None) -> str:
     """Return the legend of a line: a button with its name, which hides the line, and its newest value."""
     button = element("button", text_of(name_of(name)), type="button", aria_pressed="true")
-    newest = _number(points[-1][1]) if points else "no values"
-    remark = f" best {_number(best[1])} at {_number(best[0])}" if best is not None else ""
+    newest = text_of(points[-1][1]) if points else "no values"
+    remark = f" best {text_of(best[1])} at {text_of(best[0])}" if best is not None else ""
     return element("li", f"{button}<b>{newest}</b>{remark}", style=f"--c:var(--c{index % NUM_COLOURS})")
 
 
@@ -123,8 +123,8 @@ def _summary(name: str, points: Points, x_label: str, best: tuple[float, float] 
     if not points:
         return f"{name}: no values"
     (first_x, first), (last_x, last) = points[0], points[-1]
-    text = f"{name}: {_number(first)} at {x_label} {_number(first_x)}, {_number(last)} at {_number(last_x)}"
-    return text if best is None else f"{text}, best {_number(best[1])} at {_number(best[0])}"
+    text = f"{name}: {text_of(first)} at {x_label} {text_of(first_x)}, {text_of(last)} at {text_of(last_x)}"
+    return text if best is None else f"{text}, best {text_of(best[1])} at {text_of(best[0])}"
 
 
 def _values(curves: Mapping[str, Points], x_label: str) -> str:
@@ -133,7 +133,7 @@ def _values(curves: Mapping[str, Points], x_label: str) -> str:
     every = sorted({x for points in by_x.values() for x in points})
     rare = sorted({x for points in by_x.values() if len(points) <= NUM_ROWS for x in points})
     chosen = sorted({*_spread(rare), *_spread(every)})  # short lines appear whole
-    rows = [[_number(x), *(_number(values[x]) if x in values else "" for values in by_x.values())] for x in chosen]
+    rows = [[text_of(x), *(text_of(values[x]) if x in values else "" for values in by_x.values())] for x in chosen]
     return cells_table([text_of(x_label), *(text_of(name_of(name)) for name in curves)], rows)
 
 
@@ -147,10 +147,6 @@ def _spread(values: Sequence[float]) -> list[float]:
 def _short(value: float) -> float | int:
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _json(data: object) -> str:
@@ -205,7 +201,12 @@ class Curve:
     @property
     def points(self) -> list[tuple[float, float]]:
         """The x and y of the kept points, in order."""
-        return [(x, y) for bucket in self._buckets for _, x, y in bucket]
+        return [(x, y) for _, x, y in self.kept]
+
+    @property
+    def kept(self) -> list[Point]:
+        """The step, x and y of the kept points, in order."""
+        return [point for bucket in self._buckets for point in bucket]
 
     def _halve(self) -> None:
         if len(self._buckets) % 2:

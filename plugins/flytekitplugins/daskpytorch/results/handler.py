@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults, Submission
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.results.result_folder import MAX_FOLDERS, ResultFolder, ResultPathError
 
@@ -167,28 +167,21 @@ def write_out(received: ReceivedResults, folder: ResultFolder, others: Container
     Raises:
         OSError: The folder cannot be written. The remaining files are kept.
     """
-    claimed = received.claim(lambda key: key not in others)
-    refusals = []
-    try:
-        while claimed:
-            submission = claimed[0]
-            try:
-                folder.write(submission.rank, submission.path, received.read(submission))
-            except OSError:
+    refusals: list[ResultPathError] = []
+    while (submission := received.take(others)) is not None:
+        rank, path = submission.rank, submission.path
+        try:
+            folder.write(rank, path, received.read(submission))
+        except BaseException as error:
+            if isinstance(error, OSError) or not isinstance(error, Exception):  # a full disk, or Ctrl-C
+                received.put_back(submission)
                 raise
-            except Exception as error:  # this one's own, which must not hold up those behind it
-                refusals.append(_refusal(error, submission, folder))
-                sys.stderr.write(f"{refusals[-1]}\n")
-            received.drop(claimed.popleft())
-    finally:
-        received.restore(claimed)  # where the disk is full, or the user has interrupted it
+            if not isinstance(error, ResultPathError):  # an unforeseen error of one file must not hold up the others
+                error = ResultPathError(rank, path, folder.name, f"{type(error).__name__}: {error}")
+            refusals.append(error)
+            sys.stderr.write(f"{refusals[-1]}\n")
+        received.drop(submission)
     return refusals
-
-
-def _refusal(error: Exception, submission: Submission, folder: ResultFolder) -> ResultPathError:
-    if isinstance(error, ResultPathError):
-        return error
-    return ResultPathError(submission.rank, submission.path, folder.name, f"{type(error).__name__}: {error}")
 
 
 def _keys_of_others(handler: DaskResultsHandler) -> set[str]:

@@ -29,9 +29,8 @@ from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODE, EarlyStopping, Gang, Search, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, counted, is_notebook, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
-from flytekitplugins.daskpytorch.sweep.packing import Pool, Share
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
-from flytekitplugins.daskpytorch.sweep.sweep import Sweep
+from flytekitplugins.daskpytorch.sweep.sweep import Pool, Share, Sweep
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 if TYPE_CHECKING:
@@ -72,14 +71,10 @@ def train_all(
         sweep.size(index, experiment)  # sizes are checked before experiments are pickled
     kept = storage.open(pytorch_function, known) if storage is not None else {}
     models = [sweep.model(index, kept.get(index), known) for index in range(num_models)]
-    missing = [model for model in models if not sweep.is_over(model)]
-    for model in missing:
-        if known is not None or model.kept is not None:
+    for model in models:
+        if not sweep.is_over(model) and (known is not None or model.kept is not None):
             sweep.prepare(model, model.experiment)
     sweep.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(num_models)])
-    for model in missing:
-        if model.num_workers:
-            sweep.place(model)
     futures = ModelFutures(sweep, models)
     if is_notebook():
         show_live(futures)

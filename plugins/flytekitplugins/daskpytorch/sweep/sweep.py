@@ -1,9 +1,13 @@
-"""Shared state of the models of one `dispatch.map`, and the preparation of each model. Runs in the driver."""
+"""Shared state of the models of one `dispatch.map`, the preparation of each model, and its workers.
+
+Runs in the driver. A gang gets all its workers or none, and larger gangs go first. The workers of an ended gang are
+enough for the next gang of the same size. Large gangs therefore never starve, although small gangs fill every gap.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +22,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.code import Code, check_call, name_of, pack_code
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Model
@@ -59,6 +64,8 @@ class Sweep:
         """
         experiment = experiments[index] if experiments is not None else kept and kept.experiment
         model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
+        if self.storage is not None:
+            model.storage = self.storage.model(index, lambda: self._about(model))
         if self.trials is not None and self.trials.suggests and kept is not None:
             if kept.trial is None:
                 raise ValueError(
@@ -98,7 +105,6 @@ class Sweep:
         experiment = self.trials.ask(model.index)
         model.line = self.board.line(model.index, experiment)
         self.prepare(model, experiment)
-        self.place(model)
         if model.storage is not None:
             self.note_progress(model, model.storage)
 
@@ -112,7 +118,7 @@ class Sweep:
             )
 
     def prepare(self, model: Model, experiment: Any) -> None:
-        """Prepare a model's training, except for storage.
+        """Prepare a model's training.
 
         Raises:
             ValueError: As `size`.
@@ -122,11 +128,6 @@ class Sweep:
         model.experiment = experiment
         model.num_workers = self.size(model.index, experiment)
         check_call(self.function, (experiment,), {})
-
-    def place(self, model: Model) -> None:
-        """Assign a folder in storage to a model, if the sweep has storage."""
-        if self.storage is not None:
-            model.storage = self.storage.model(model.index, lambda: self._about(model))
 
     def request(self, model: Model) -> Request:
         """Return the request for a model's gang.
@@ -146,7 +147,7 @@ class Sweep:
         observers = [*request.observers]
         if self.runs is not None:
             run = functools.partial(wandb_run.model_settings, self.runs, index=model.index, key=key)
-            observers.append(wandb_run.WandbObserver(run, training.inputs_of(model.experiment)))
+            observers.append(wandb_run.WandbObserver(run))
         about = training.of_model(self.function, self._group, model.index, model.experiment)
         return replace(request, key=key, storage=paths, observers=observers, training=about)
 
@@ -194,3 +195,84 @@ class Sweep:
 def _fit(settings: Gang, num_workers: int) -> Gang:
     least = settings.min_workers
     return settings if least is None or least <= num_workers else replace(settings, min_workers=num_workers)
+
+
+# ---- Workers
+
+
+@dataclass
+class Pool:
+    """Workers of a cluster and their holders. Not thread-safe."""
+
+    free: set[str] = field(default_factory=set)
+    """Workers without a holder."""
+    _held: dict[Hashable, set[str]] = field(default_factory=dict)
+    """Workers by holder."""
+    _wanted: dict[Hashable, int] = field(default_factory=dict)
+    """Requested number of workers, by holder."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of free workers for new gangs, less the replacements that older gangs wait for."""
+        return max(0, len(self.free) - sum(self._num_missing(holder) for holder in self._held))
+
+    @property
+    def num_workers(self) -> int:
+        """Number of all workers, free and held."""
+        return len(self.free) + sum(map(len, self._held.values()))
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if the pool has a holder."""
+        return bool(self._held)
+
+    def update(self, present: Iterable[str]) -> None:
+        """Set the present workers. Absent workers are taken from their holders."""
+        there = set(present)
+        for workers in self._held.values():
+            workers.intersection_update(there)
+        self.free = there.difference(*self._held.values())
+
+    def acquire(self, holder: Hashable, count: int) -> list[str] | None:
+        """Assign `count` workers to a new holder and return them, or return None if too few are free."""
+        if count > self.num_free:
+            return None
+        self._held[holder], self._wanted[holder] = set(), count
+        return self.refill(holder)
+
+    def refill(self, holder: Hashable) -> list[str]:
+        """Replace a holder's lost workers by free ones, and return all its workers."""
+        missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
+        self.free.difference_update(missing)
+        self._held[holder].update(missing)
+        return sorted(self._held[holder], key=worker_order)
+
+    def release(self, holder: Hashable) -> None:
+        """Remove a holder and free its workers."""
+        self.free |= self._held.pop(holder)
+        del self._wanted[holder]
+
+    def _num_missing(self, holder: Hashable) -> int:
+        return self._wanted[holder] - len(self._held[holder])
+
+
+class Share(DaskAgents):
+    """Starts one gang's agents on its share of the workers, and on replacements for lost workers."""
+
+    def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
+        """Prepare the launcher.
+
+        Args:
+            cluster: Launcher for the whole cluster.
+            workers: Workers of the gang.
+            refill: Replaces the gang's lost workers by free ones, and returns all its workers.
+        """
+        vars(self).update(vars(cluster))
+        self._futures = []  # `close` ends only this gang's agents
+        self._refill = refill
+        self.workers = workers
+        self.num_wanted = len(workers)
+
+    def present(self) -> list[str]:
+        """Return the gang's workers, including replacements for lost workers."""
+        return self._refill()

@@ -37,6 +37,8 @@ class Trials:
     def __init__(self, asked: EarlyStopping | Search, num_models: int) -> None:
         self.asked = asked
         self.num_models = num_models
+        self.suggests = isinstance(asked, Search)
+        """True if the study suggests the experiments."""
         self.study = asked.study if isinstance(asked, Search) else _new_study(asked)
         self.metric = asked.metric if len(self.study.directions) == 1 else None
         """Metric for early stopping. None if the study has several directions, since Optuna prunes by one only."""
@@ -46,13 +48,8 @@ class Trials:
         """Trials of the models that have begun, by model index."""
         self._last_epochs: dict[int, int] = {}
         """Newest reported epoch of models that began in an earlier attempt, by model index."""
-        self._has_said = self.suggests
-        """True if the notice of a missing metric was shown, or is unnecessary."""
-
-    @property
-    def suggests(self) -> bool:
-        """True if the study suggests the experiments."""
-        return isinstance(self.asked, Search)
+        self.is_metric_known = self.suggests
+        """True if a model has logged the metric, or the notice of a missing metric was shown or is unnecessary."""
 
     def ask(self, index: int) -> Any:
         """Return the study's experiment for a model. Raises any error of the user's function."""
@@ -139,16 +136,6 @@ class Trials:
             if self.suggests and index in self._trials:
                 self._tell(self._trials[index].number, error, result, metrics)
 
-    def note_metric(self) -> None:
-        """Note that a model has logged the metric."""
-        self._has_said = True
-
-    def may_say(self) -> bool:
-        """Return True at the first call, unless a model has logged the metric. The caller then shows the notice."""
-        with self._lock:
-            has_said, self._has_said = self._has_said, True
-        return not has_said
-
     def _tell(self, number: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
         from optuna.trial import TrialState
 
@@ -193,7 +180,6 @@ class _Judge(Observer):
     """Names of metrics in records that came before the compared metric."""
     _first_epoch: int | None = None
     """First epoch of a record without the metric."""
-    _has_metric: bool = False
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -224,7 +210,7 @@ class _Judge(Observer):
         )
 
     def ended(self, error: Exception | None) -> None:
-        if error is None and not self._has_metric:
+        if error is None:
             self._complain()
 
     def _falls_behind(self, record: LogRecord) -> bool:
@@ -236,9 +222,7 @@ class _Judge(Observer):
         if epoch is None or value is None:
             self._miss(epoch, record)
             return False
-        if not self._has_metric:
-            self._has_metric = True
-            self._trials.note_metric()
+        self._trials.is_metric_known = True
         if epoch < self._rung:
             return False
         self._rung = self._trials.next_rung(epoch)
@@ -246,7 +230,7 @@ class _Judge(Observer):
 
     def _miss(self, epoch: int | None, record: LogRecord) -> None:
         """Note a record without the compared metric. Show the notice once a rung has passed."""
-        if self._has_metric:
+        if self._trials.is_metric_known:
             return
         if len(self._names) < MAX_NAMES:
             self._names.update(record.metrics)
@@ -258,7 +242,8 @@ class _Judge(Observer):
             self._complain()
 
     def _complain(self) -> None:
-        if self._trials.may_say():
+        if not self._trials.is_metric_known:
+            self._trials.is_metric_known = True
             names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
             wanted = f"both 'epoch' and {self._trials.metric!r} as numbers"
             self._say(

@@ -203,7 +203,7 @@ class InRanks:
         shown = _Shown(
             display=machine.progress(self.name, is_plain=self._is_debugging),
             recorder=Recorder(self.name, inputs),
-            observers=self._observers(inputs),
+            observers=self._observers(),
             results=TaskResults(self.task_config.gang.grace_period, current_execution()),
         )
         how, pressed = "failed", ctrl_c.get(CtrlC())
@@ -254,13 +254,13 @@ class InRanks:
 
         return training.of_task(self.name, current_execution().name, inputs)
 
-    def _observers(self, inputs: dict[str, Any]) -> list[Observer]:
+    def _observers(self) -> list[Observer]:
         """Return new observers of the user, and of Weights & Biases if the config has it."""
         config = self.task_config
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
             run = wandb_run.begin(config.wandb, task=self.name, execution=current_execution().name)
-            observers.append(wandb_run.WandbObserver(run, inputs))
+            observers.append(wandb_run.WandbObserver(run))
         return observers
 
 
