@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, base_of, better
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
-from flytekitplugins.daskpytorch.display.usage import MAX_RANKS
+from flytekitplugins.daskpytorch.display.training import MAX_RANKS
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage

@@ -15,9 +15,8 @@ from typing import Any, Concatenate, ParamSpec
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
-from flytekitplugins.daskpytorch.display.story import Story
-from flytekitplugins.daskpytorch.display.training import num_done, plain_inputs, seconds_left
-from flytekitplugins.daskpytorch.display.usage import LABELS, STEPS, RankSpeed, amounts
+from flytekitplugins.daskpytorch.display.story import STEPS, Story
+from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, plain_inputs, seconds_left
 from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
@@ -132,7 +131,7 @@ def _figures(story: Story) -> dict[str, object]:
         left = _seconds_left(story)
         if left is not None:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
-    elif num_steps := max((rank.usage.num_steps for rank in story.ranks), default=0):
+    elif num_steps := max((usage.num_steps for usage in story.usages.values()), default=0):
         figures["optimizer steps"] = num_steps
     figures["took" if story.outcome else "running for"] = report.duration(story.seconds)
     if story.goodput is not None and story.goodput.total >= MIN_TOTAL:
@@ -173,7 +172,7 @@ def _seconds_left(story: Story) -> float | None:
 def _learning(story: Story) -> Iterable[str]:
     charts = [chart for chart in story.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
     if not charts:
-        if story.record is None and story.ranks:
+        if story.record is None and story.usages:
             yield report.section("Is it learning?", report.text(NOTHING_LOGGED, quiet=True))
         return
     num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in story.charts)
@@ -207,7 +206,7 @@ def _speed(story: Story) -> Iterable[str]:
         if SPEEDS.search(chart.title.replace(" ", "_"))
         for name, points in chart.by_step.items()
     ]
-    usage = dict(story.usages.charts())
+    usage = story.usage_charts
     if (pace := story.pace.points) and STEPS not in usage:
         charts.append(
             report.line_chart("steps per second", {"rank 0": pace}, "seconds", from_zero=True, max_points=500)
@@ -215,8 +214,8 @@ def _speed(story: Story) -> Iterable[str]:
     charts += [report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in usage.items()]
     if charts:
         pieces.append(report.grid(*charts))
-    if story.ranks:
-        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(story.ranks)))
+    if story.usages:
+        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(story)))
     if pieces:
         yield report.section("Is it fast?", *pieces)
 
@@ -226,19 +225,20 @@ def _seconds_of(goodput: Goodput) -> dict[str, float]:
     return {name: seconds[name] for name in PHASES}
 
 
-def _ranks_table(ranks: Sequence[RankSpeed]) -> str:
-    spent = list(dict.fromkeys(name for one in ranks for name in one.usage.seconds))
-    used = [name for name in LABELS if any(name in amounts(one.usage) for one in ranks)]
+def _ranks_table(story: Story) -> str:
+    usages = [usage for _, usage in sorted(story.usages.items())][:MAX_SHOWN_RANKS]
+    spent = list(dict.fromkeys(name for usage in usages for name in usage.seconds))
+    used = [name for name in LABELS if any(name in amounts(usage) for usage in usages)]
     header = ["rank", "optimizer steps", "optimizer steps/s", *(f"{name} (s)" for name in spent)]
     rows = [
         [
-            one.usage.rank,
-            one.usage.num_steps,
-            _brief(one.steps_per_second),
-            *(_brief(one.usage.seconds.get(name), ".1f") for name in spent),
-            *(_brief(amounts(one.usage).get(name)) for name in used),
+            usage.rank,
+            usage.num_steps,
+            _brief(story.speeds[usage.rank].per_second),
+            *(_brief(usage.seconds.get(name), ".1f") for name in spent),
+            *(_brief(amounts(usage).get(name)) for name in used),
         ]
-        for one in ranks[:MAX_SHOWN_RANKS]
+        for usage in usages
     ]
     return report.table([*header, *(LABELS[name] for name in used)], rows)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
-from flytekitplugins.daskpytorch.display.training import Pace, count, size_of
-from flytekitplugins.daskpytorch.display.usage import RankSpeed, Usages
+from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics, Points
+from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
@@ -23,6 +22,10 @@ PACE_INTERVAL = 1.0
 """Minimum number of seconds between two points of the curve of steps per second."""
 MAX_SPOILT = 20
 """Maximum number of metrics whose first NaN or infinity is shown as an event."""
+MAX_USAGE_POINTS = 400
+"""Maximum number of points of a curve of usage."""
+STEPS = "optimizer steps per second"
+"""Name of the chart of optimizer steps. Logged steps have the user's own numbers, and another chart."""
 WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
 
 
@@ -45,6 +48,10 @@ class Story(Observer):
     restarts: list[tuple[int, str]] = field(default_factory=list)
     """Step (0: from the beginning) and reason of each restart."""
     metrics: Metrics = field(default_factory=Metrics)
+    usages: dict[int, RankUsage] = field(default_factory=dict)
+    """Newest sample of each rank in the attempt."""
+    speeds: dict[int, Pace] = field(default_factory=dict)
+    """Optimizer steps per second of each rank in the attempt, without the time before the first batch or step."""
     goodput: Goodput | None = None
     checkpoints: Sequence[SavedCheckpoint] = ()
     record: LogRecord | None = None
@@ -60,6 +67,8 @@ class Story(Observer):
     _spans: list[Span] = field(default_factory=list)
     _kept: tuple[int, int] | None = None
     """Checkpoints since the last other event: step of the first one, and their number."""
+    _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    """Curves of what the first ranks use of their machines, by chart and rank."""
     _paced: LogRecord | None = None
     """Record at the newest point of the curve of the pace."""
     _spoilt: set[str] = field(default_factory=set)
@@ -68,7 +77,6 @@ class Story(Observer):
         self.began_at = self._since = self.clock()
         self._now: tuple[str, Tone] | None = (WORKERS, "idle")
         self.ended_at: float | None = None
-        self.usages = Usages(self.began_at)
 
     @property
     def now(self) -> float:
@@ -95,9 +103,10 @@ class Story(Observer):
         return State("starting again", "warn") if self.restarts else State("starting", "idle")
 
     @property
-    def ranks(self) -> Sequence[RankSpeed]:
-        """Newest sample of each rank, in the order of the ranks."""
-        return sorted(self.usages.newest.values(), key=lambda speed: speed.usage.rank)
+    def usage_charts(self) -> dict[str, dict[str, Points]]:
+        """Curves of what the first ranks use of their machines over the seconds since the start, by chart and rank."""
+        charts = {what: self._lines[what] for what in (STEPS, *LABELS.values()) if what in self._lines}
+        return {what: {name: lines[name].points for name in sorted(lines)} for what, lines in charts.items()}
 
     @cached_property
     def charts(self) -> Sequence[Chart]:
@@ -122,7 +131,8 @@ class Story(Observer):
             self._tell(f"starting {text}")
         self.name = self.name or shape.name
         self.shape = shape
-        self.usages.forget()
+        self.usages.clear()
+        self.speeds.clear()
         self._enter((RANKS, "warn"))
 
     def formed(self, seconds: float) -> None:
@@ -158,7 +168,17 @@ class Story(Observer):
 
     def used(self, usage: RankUsage) -> None:
         """Record a rank's sample of CPU, memory and GPU."""
-        self.usages.take(usage)
+        speed = self.speeds.setdefault(usage.rank, Pace())
+        speed.add(usage.time - usage.seconds.get("preparing", 0.0), usage.num_steps)
+        self.usages[usage.rank] = usage
+        if usage.rank >= MAX_RANKS:
+            return
+        values = {LABELS[name]: value for name, value in amounts(usage).items()}
+        if speed.per_second is not None:
+            values[STEPS] = speed.per_second
+        for what, value in values.items():
+            line = self._lines.setdefault(what, {}).setdefault(f"rank {usage.rank}", Curve(MAX_USAGE_POINTS))
+            line.add((0, max(0.0, usage.time - self.began_at), value))
 
     def accounted(self, goodput: Goodput) -> None:
         """Record the newest account of the gang's time."""

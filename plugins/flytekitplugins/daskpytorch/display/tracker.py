@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.feeder import Feeder
-from flytekitplugins.daskpytorch.display.training import gang_config
-from flytekitplugins.daskpytorch.display.usage import MAX_RANKS, amounts
+from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, gang_config
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage

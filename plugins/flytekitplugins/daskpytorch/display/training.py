@@ -1,4 +1,4 @@
-"""Description of a training for displays and trackers: id, inputs, shape and pace. Runs in the driver."""
+"""Description of a training for displays and trackers: id, inputs, shape, usage and pace. Runs in the driver."""
 
 import dataclasses
 import inspect
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
@@ -21,6 +22,16 @@ MAX_TEXT = 500
 """Maximum number of characters of an input."""
 MAX_ID = 120
 LINK_VARIABLE = "FLYTE_EXECUTION_URL"
+MAX_RANKS = 8
+"""Maximum number of ranks whose usage is drawn and recorded. Larger gangs have the first ranks drawn."""
+GIB = float(1 << 30)
+LABELS = {
+    "cpu_cores": "CPU (cores)",
+    "memory_gib": "memory (GiB)",
+    "gpu_memory_gib": "GPU memory (GiB)",
+    "gpu_percent": "GPU utilization (%)",
+}
+"""Names of charts and columns, by the names of `amounts`."""
 WINDOW = 10.0
 """Seconds of reports that the pace counts. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
@@ -147,6 +158,16 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shown[name] = text if len(text := str(value)) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
     return shown
+
+
+def amounts(usage: RankUsage) -> dict[str, float]:
+    """Return what a rank uses of its machine, by the names in `LABELS`. Without a GPU, the GPU's amounts are absent."""
+    found = {"cpu_cores": usage.cpu, "memory_gib": usage.memory / GIB}
+    if usage.gpu_memory is not None:
+        found["gpu_memory_gib"] = usage.gpu_memory / GIB
+    if usage.gpu_utilization is not None:
+        found["gpu_percent"] = 100 * usage.gpu_utilization
+    return found
 
 
 # ---- Pace: one computation for the terminal, the Deck's figures, charts and tables
