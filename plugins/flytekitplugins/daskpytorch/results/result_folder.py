@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 MAX_FOLDERS = 100
 """Maximum number of folders in a path. Functions that upload and remove folders recurse once per folder, at most 1,000
@@ -83,20 +82,13 @@ class ResultFolder:
     def _write(self, target: Path, pieces: Iterable[bytes]) -> None:
         unfinished = target.with_name(self._unfinished)
         try:
-            with _create(unfinished) as file:
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
                 file.writelines(pieces)
             unfinished.replace(target)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-
-
-def _create(path: Path) -> IO[bytes]:
-    try:
-        return path.open("wb")
-    except FileNotFoundError:  # the first file in its folder
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
 
 
 def _objection(path: str) -> str | None:
