@@ -457,4 +457,4 @@ def test_workers_of_every_start_method_read_whether_or_not_their_parent_has(weed
     digests = [hashlib.sha256(shown(FEW[key]).tobytes()).hexdigest() for key in sorted(FEW)]
     readers = ["fork", "parent", "fork", "forkserver", "spawn"]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[reader, digests] for reader in readers]
-    assert done.stderr.count("reads by botocore") == 2  # the two workers that were forked from a reader, no others
+    assert done.stderr.count("reads with botocore") == 2  # the two workers that were forked from a reader, no others
