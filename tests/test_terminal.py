@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
@@ -296,7 +297,7 @@ def test_a_record_is_one_line_without_control_characters(entry: LogRecord) -> No
     text = describe_record(entry)
     assert text.isprintable()
     assert len(text) <= terminal_display.MAX_LINE
-    assert all(len(word) <= terminal_display.MAX_NAME or not set(word) - set("x…") for word in text.split())
+    assert all(len(word) <= MAX_NAME or not set(word) - set("x…") for word in text.split())
 
 
 def test_an_epoch_that_is_no_number_is_no_news_each_time() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flytekitplugins.daskpytorch.report import Curve
+from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Points
 
 HELD_OUT = re.compile(
     r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
@@ -24,11 +25,8 @@ HIGH = re.compile(
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
 """Maximum number of metrics that are drawn. The bound limits memory and the size of the page."""
-MAX_VALUE = 1e200
-"""Largest absolute value that can be drawn."""
 MAX_NEWEST = 200
 """Maximum number of metrics whose newest value is kept."""
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics, Points
+from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
+from flytekitplugins.daskpytorch.report.chart import Points
 
 MAX_EVENTS = 2_000
 """Maximum number of events that are kept. Each further event replaces one in the middle."""

@@ -20,14 +20,13 @@ from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.report import duration
+from flytekitplugins.daskpytorch.report.pieces import name_of
 
 PLAIN_INTERVAL = 10.0
 """Minimum number of seconds between two plain lines. A new epoch or a metric that the last record lacked is shown at
 once."""
 LIVE = ("epoch", "loss", "samples_per_second")
 """Metrics in a live line of a wide terminal. A narrow terminal shows the loss alone."""
-MAX_NAME = 60
-"""Maximum number of characters of a metric's name."""
 MAX_LINE = 2_000
 """Maximum number of characters of a record's line."""
 MAX_METRICS = 200
@@ -272,7 +271,7 @@ def describe_record(record: LogRecord, only: Collection[str] | None = None) -> s
     parts = [] if epoch is None else [f"epoch {epoch:g}"]
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
     names = sorted(numbers, key=lambda name: name != "loss")
-    parts += [f"{one_line(name, MAX_NAME)} {_brief(numbers[name])}" for name in names]
+    parts += [f"{name_of(name)} {_brief(numbers[name])}" for name in names]
     if rate is not None:
         parts.append(f"{_brief(rate, is_whole=True)} samples/s")
     return one_line("  ".join(parts), MAX_LINE)
