@@ -58,7 +58,7 @@ AGENTS = f"""{SETUP}
 import pickle
 import random
 import selectors
-from flytekitplugins.daskpytorch.goodput import RankUsage
+from flytekitplugins.daskpytorch.records import RankUsage
 from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial, heartbeat_interval
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import framing, orders, reports
@@ -101,7 +101,7 @@ class Agent:
             for rank, count in self.num_moves.items():
                 told = {{"rank": rank, "num_steps": count, "seconds": {{"stepping": 1.0, "data": 0.1}}, "cpu": 1.0}}
                 usage = RankUsage(**told, time=time.time(), memory=1 << 30, gpu_memory=None, gpu_utilization=None)
-                self.report(rank, reports.Used(usage))
+                self.report(rank, usage)
 
     def report(self, rank, report):
         self.connection.send(Reported(rank, pickle.dumps(report)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flytekitplugins.daskpytorch import Gang, Observer, context
-from flytekitplugins.daskpytorch.context import Link, LogRecord, RankContext, current_rank
+from flytekitplugins.daskpytorch.context import Link, RankContext, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -23,10 +23,12 @@ from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
+from flytekitplugins.daskpytorch.records import LogRecord
 from processes import nothing_left_behind
 
-JOB = {"gang": "g", "attempt": 0, "call": b"", "backend": "gloo", "settings": Gang(start_timeout=1.0)} | {
-    "sharding": Sharding(base="", nonce="")
+JOB = {"gang": "g", "attempt": 0, "call": b"", "backend": "gloo"} | {
+    "sharding": Sharding(base="", nonce=""),
+    "settings": Gang(start_timeout=1.0),
 }
 
 
@@ -109,13 +111,13 @@ class Logged(Link):
         self.watched.append(model)
 
 
-def order_for(**job: Any) -> RankOrder:
+def order_for(settings: Gang | None = None, **job: Any) -> RankOrder:
     """Return the order for the only rank of a gang."""
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
     [[place]] = place_ranks([node], 1)
     return RankOrder(
         place=place,
-        job=Job(**{**JOB, **job}),
+        job=Job(**JOB | ({"settings": settings} if settings is not None else {}) | job),
         sources=Sources(folders=(), script=None),
         program=Program(),
         scratch="/nowhere",

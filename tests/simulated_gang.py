@@ -14,7 +14,6 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
@@ -51,12 +50,11 @@ from flytekitplugins.daskpytorch.protocol.reports import (
     Ready,
     Remembered,
     Returned,
-    Saved,
     ShardsNotWritten,
     ShortReport,
-    StoppedEarly,
 )
 from flytekitplugins.daskpytorch.protocol.sharded import StoredPart, WrittenShards, folder_name
+from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -284,7 +282,7 @@ class World:
             request,
             self.register,
             self.committer,
-            Observers([self.watcher]),
+            Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock),
             self.received,
             asked_at=self.clock(),
             clock=self.clock,
@@ -456,8 +454,7 @@ class World:
         self.step(agent)
         for rank in list(agent.ranks.values()):
             rank.has_delivered = True
-            self.report(agent, rank.rank, StoppedEarly())
-            self.report(agent, rank.rank, Returned())
+            self.report(agent, rank.rank, Returned(stopped_early=True))
 
     def _note_start(self, order: messages.Start) -> None:
         self.starts.append(order)
@@ -513,7 +510,7 @@ class World:
 
     def save(self, agent: Agent, step: int, **metrics: float) -> None:
         """Its rank 0 has written a checkpoint."""
-        self.report(agent, 0, Saved(replace(self._file(agent.attempt or 0, step), metrics=metrics)))
+        self.report(agent, 0, replace(self._file(agent.attempt or 0, step), metrics=metrics))
 
     def _file(self, attempt: int, step: int) -> CheckpointFile:
         data = f"{attempt} {step}".encode()

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch import Goodput, RankUsage
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.orders import Accounted
-from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent, Used
+from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
@@ -294,7 +294,7 @@ def test_a_gang_that_never_forms_has_only_started(world_of: Callable[..., Traine
 def test_observers_hear_every_two_seconds(world_of: Callable[..., Trained]) -> None:
     world = world_of()
     told = Told()
-    world.state.announcer._observers._observers.append(told)
+    world.state.observers._observers.append(told)
     world.go(1.0)
     for _ in range(20):
         world.spend(stepping=0.5)
@@ -307,14 +307,14 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
 ) -> None:
     world = world_of()
     told = Told()
-    world.state.announcer._observers._observers.append(told)
+    world.state.observers._observers.append(told)
     world.go(1.0)
     world.clock.now += 4.0
     for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):
         seconds = {"preparing": 1.0, "data": 3.0 - rank}
         how: dict[str, Any] = {"time": 0.0, "num_steps": 7, "cpu": 1.0, "memory": 5, "seconds": seconds}
         usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
-        world.report(agent, rank, Used(usage))
+        world.report(agent, rank, usage)
     assert [usage.rank for usage in told.usages] == [0, 1]
     assert parts(world.brain.final_account(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 

@@ -130,23 +130,22 @@ class Driver:
         self.connection.send(message)
 
     def start(
-        self, function: Callable[[], object] = meet, sources: code.Code | None = None, pulse: float | None = None
+        self, function: Callable[[], object] = meet, sources: code.Code | None = None, hang_timeout: float | None = None
     ) -> None:
         """Have the only rank started."""
         assert self.node is not None
         [[place]] = place_ranks([self.node], 1)
-        self.send(messages.Start(job(function, pulse), sources or code.pack_code(), [place]))
+        self.send(messages.Start(job(function, hang_timeout), sources or code.pack_code(), [place]))
 
 
-def job(function: Callable[[], object], pulse: float | None = None) -> Job:
+def job(function: Callable[[], object], hang_timeout: float | None = None) -> Job:
     return Job(
-        pulse=pulse,
         sharding=Sharding(base="", nonce=""),
         gang="g",
         attempt=0,
         call=code.pack_call(function, (), {}),
         backend="gloo",
-        settings=Gang(start_timeout=60.0, hints=False),
+        settings=Gang(start_timeout=60.0, hang_timeout=hang_timeout),
     )
 
 
@@ -400,7 +399,7 @@ def test_agents_of_a_large_gang_beat_less_often_but_five_times_before_they_count
 
 
 def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver: Driver) -> None:
-    driver.start(log_three_times, pulse=0.01)
+    driver.start(log_three_times, hang_timeout=0.1)
     driver.next(Ready)
     while driver.next(dict) != {0: 3}:
         pass

@@ -12,14 +12,12 @@ from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.reports import Located
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
     for i in (1, 2)
 ]
 OWN = ValueError("bad batch")
-PEER_LOST = RuntimeError("Connection reset by peer")
 
 
 @pytest.fixture
@@ -41,36 +39,7 @@ def leave(attempt: Attempt, rank: int, exitcode: int = 0, *, stopped: bool = Fal
     )
 
 
-# ---- Questions ------------------------------------------------------------------------------------------------------
-
-
-def test_ranks_that_failed_or_left_need_not_answer(attempt: Attempt) -> None:
-    attempt.located[0] = Located(12, "", 0, 0)
-    fail(attempt, 1, OWN)
-    attempt.lose(NODES[1].worker)
-    assert attempt.have_answered(attempt.located)
-
-
-def test_rank_whose_function_has_returned_can_still_answer(attempt: Attempt) -> None:
-    for rank in range(3):
-        attempt.located[rank] = Located(12, "", 0, 0)
-    attempt.results[3] = None
-    assert not attempt.have_answered(attempt.located)
-    attempt.located[3] = Located(12, "", 0, 0)
-    assert attempt.have_answered(attempt.located)
-
-
-# ---- Failing --------------------------------------------------------------------------------------------------------
-
-
-def test_own_error_is_earnest_and_the_loss_of_a_peer_is_not(attempt: Attempt) -> None:
-    fail(attempt, 0, PEER_LOST)
-    assert attempt.is_failing
-    assert not attempt.has_independent_failure
-    assert not attempt.has_own_failure
-    fail(attempt, 1, OWN)
-    assert attempt.has_independent_failure
-    assert attempt.has_own_failure
+# ---- Failing
 
 
 def test_crash_is_the_functions_own_and_a_loss_is_not(attempt: Attempt) -> None:

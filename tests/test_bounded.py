@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import feeder, terminal
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.protocol.reports import Spent
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 FEW, FACTOR = 6_000, 4
 """Of what is told: after so many nothing may grow any more, though as many times as many follow."""

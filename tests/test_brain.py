@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import brain, committer
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -38,7 +37,8 @@ from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Saved, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Wanted
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
 
@@ -1038,7 +1038,7 @@ def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(world_of: MakeWor
     for rank, agent, report in (
         (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
         (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
-        (0, W1, Saved(file)),
+        (0, W1, file),
     ):
         world.report(world.agent(agent), rank, report)
     assert world.brain._attempt.steps == {0: 5, 1: 4}

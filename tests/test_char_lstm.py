@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
+from flytekitplugins.daskpytorch.context import RankContext, StopSignal, current_rank
+from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import FakeCheckpoint, KilledError, Logged, run_ranks
 from tasks.char_lstm import (
     BLANK,

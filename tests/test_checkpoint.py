@@ -24,14 +24,15 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flytekitplugins.daskpytorch.context import Checkpoint, Progress, SavedCheckpoint, current_rank
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
-from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from gangs import order_for
 
@@ -52,9 +53,9 @@ class FakeLink:
     awaited: Future[Arrived]
     kept: Sequence[SavedCheckpoint] = ()
 
-    def send(self, said: Saved | Wanted) -> None:
-        if isinstance(said, Saved):
-            self.announce(said.file)
+    def send(self, said: CheckpointFile | Wanted) -> None:
+        if isinstance(said, CheckpointFile):
+            self.announce(said)
 
     def arrival(self, number: int) -> Future[Arrived]:
         return self.awaited
@@ -438,8 +439,8 @@ class Keeper(FakeLink):
         self.asked: list[tuple[int, int | None]] = []
         self.failure: str | None = None
 
-    def send(self, said: Saved | Wanted) -> None:
-        if isinstance(said, Saved):
+    def send(self, said: CheckpointFile | Wanted) -> None:
+        if isinstance(said, CheckpointFile):
             super().send(said)
             self.kept = [file.saved("s3://b") for file in self.rank.announced]
             return

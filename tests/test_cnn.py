@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, StopSignal, current_rank
+from flytekitplugins.daskpytorch.context import StopSignal, current_rank
+from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import FakeCheckpoint, Logged, run_ranks
 from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import Link, LogRecord, Progress, StopSignal
+from flytekitplugins.daskpytorch.context import Link, Progress, StopSignal
+from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import Logged
 
 

@@ -17,16 +17,15 @@ from rich.console import Console
 
 from any_records import records
 from clock import Clock
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, base_of, better
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
 from flytekitplugins.daskpytorch.report.pieces import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of

@@ -10,7 +10,7 @@ from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.values import values_table
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.records import Goodput
 from test_deck import record, shape, usage
 
 WIDTHS = (1200, 600)

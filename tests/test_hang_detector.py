@@ -8,7 +8,6 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     RankState,
     Stillness,
     find_hung,
-    pulse_for,
     report_hang,
     waits_of,
 )
@@ -73,11 +72,6 @@ def test_silence_that_is_explained_is_none_but_what_was_slow_before_stays_so() -
     assert stillness.hangs_at([0], "auto") == 910.0 + 10 * 50.0
 
 
-@pytest.mark.parametrize(("setting", "pulse"), [(None, None), ("auto", 10.0), (300.0, 1.0), (2.0, 0.4)])
-def test_ranks_report_often_enough_for_what_is_asked(setting: float | str | None, pulse: float | None) -> None:
-    assert pulse_for(setting) == pulse
-
-
 # ---- Who is it? -----------------------------------------------------------------------------------------------------
 
 
@@ -87,20 +81,18 @@ def test_rank_that_does_not_answer_comes_before_one_that_is_behind() -> None:
     assert "does not answer" in why
 
 
-def test_rank_with_the_fewest_collectives_holds_up_the_others() -> None:
-    rank, why = find_hung({0: state(6), 1: state(6), 2: state(5, stacks=IN_DATA_LOADING, still_for=1.0)})
-    assert rank == 2
-    assert why == "it has entered 5 collectives, other ranks 6"
-
-
-def test_rank_behind_is_found_even_inside_a_collective() -> None:
-    assert find_hung({0: state(6, stacks=IN_DATA_LOADING), 1: state(4)})[0] == 1
-
-
-def test_rank_that_has_entered_none_is_behind_and_not_silent() -> None:
-    rank, why = find_hung({0: state(1), 1: state(0, stacks=IN_DATA_LOADING)})
-    assert rank == 1
-    assert why == "it has entered 0 collectives, other ranks 1"
+@pytest.mark.parametrize(
+    ("states", "rank", "told"),
+    [
+        ({0: state(6), 1: state(6), 2: state(5, stacks=IN_DATA_LOADING, still_for=1.0)}, 2, (5, 6)),
+        ({0: state(6, stacks=IN_DATA_LOADING), 1: state(4)}, 1, (4, 6)),  # even inside a collective
+        ({0: state(1), 1: state(0, stacks=IN_DATA_LOADING)}, 1, (0, 1)),  # and not silent
+    ],
+)
+def test_rank_with_the_fewest_collectives_holds_up_the_others(
+    states: dict[int, RankState], rank: int, told: tuple[int, int]
+) -> None:
+    assert find_hung(states) == (rank, "it has entered {} collectives, other ranks {}".format(*told))
 
 
 def test_rank_whose_function_has_returned_too_early_is_named_with_the_reason() -> None:

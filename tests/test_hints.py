@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_nccl, of_seed, watching_samplers
 from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
 
 

@@ -34,6 +34,8 @@ from flytekitplugins.daskpytorch import (
     settings,
 )
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
@@ -218,6 +220,23 @@ def test_an_error_has_the_frames_that_a_post_mortem_debugger_looks_into() -> Non
     assert (frame.f_code.co_name, frame.f_locals["weight"]) == ("fails", 1)
     assert ["formed", KeyError] == HEARD
     assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_end_waits_for_storage_once_and_not_for_each_kind_of_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def wait(_: object, timeout: float) -> bool:
+        limits.append(timeout)
+        time.sleep(0.3)
+        return False
+
+    monkeypatch.setattr(Vault, "flush", wait)
+    monkeypatch.setattr(Committer, "flush", wait)
+    with pytest.raises(KeyError):
+        fails()
+    whole, sharded = limits
+    assert sharded <= whole - 0.3
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from ear import GONE, listening
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import listener
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
@@ -30,6 +29,7 @@ from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello, Leaving, Lines, OnFailure, Reported, Upload
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
 

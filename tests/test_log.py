@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.display.machine import MachineLog
 from flytekitplugins.daskpytorch.display.terminal import Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 
 NODES = [

@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Log, ModelFuture

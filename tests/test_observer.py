@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObserver
+from flytekitplugins.daskpytorch.records import LogRecord
 
 RECORD = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
 
@@ -49,7 +49,8 @@ def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: 
     observers = Observers([broken, steady])
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert observers.tell("logged", RECORD) is None
+            observers.tell("logged", RECORD)
+    assert observers.stopped_early is None
     assert broken.steps == [1]
     assert steady.steps == [1, 1, 1]
     told = "Broken.logged failed (OSError: [Errno 28] No space left on device) and is not called any more"
@@ -64,8 +65,8 @@ def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> N
     choosy, steady = Choosy(), Steady()
     observers = Observers([choosy, steady])
     for _ in range(2):
-        wish = observers.tell("logged", RECORD)
-        assert isinstance(wish, StoppedEarlyError)
+        observers.tell("logged", RECORD)
+        assert isinstance(observers.stopped_early, StoppedEarlyError)
     assert steady.steps == [1, 1]
 
 

@@ -94,3 +94,16 @@ def test_the_flight_recorder_remembers_what_is_asked_of_it_unless_the_user_wants
     assert variables({})["TORCH_FR_BUFFER_SIZE"] == "64"
     assert variables({"TORCH_FR_BUFFER_SIZE": "9"})["TORCH_FR_BUFFER_SIZE"] == "9"
     assert "TORCH_FR_BUFFER_SIZE" not in variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"})
+
+
+@pytest.mark.parametrize(("setting", "pulse"), [(None, None), ("auto", 10.0), (300.0, 1.0), (2.0, 0.4)])
+def test_ranks_report_often_enough_for_what_is_asked(setting: float | str | None, pulse: float | None) -> None:
+    job = Job(
+        gang="g",
+        attempt=0,
+        call=b"",
+        backend="gloo",
+        sharding=Sharding(base="", nonce=""),
+        settings=Gang(hang_timeout=setting),
+    )
+    assert job.pulse == pulse

@@ -9,13 +9,13 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol import reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, Saved, Spent, unpack
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, Spent, unpack
 from flytekitplugins.daskpytorch.rank import records as records_module
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.records import interval_of
+from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
 
 
@@ -71,7 +71,7 @@ def test_records_go_though_nothing_follows_them(agent: tuple[GangLink, Connectio
 
 def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
-    spent, saved = Spent({"saving": 1.0}, step=1), Saved(CheckpointFile(attempt=0, step=1, size=1, digest="d"))
+    spent, saved = Spent({"saving": 1.0}, step=1), CheckpointFile(attempt=0, step=1, size=1, digest="d")
     link.records.add(record(0))
     link.records.add(record(1))
     link.records.add(spent)

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol import payload, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Ready, Report, Returned, Saved
+from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Ready, Report, Returned
+from flytekitplugins.daskpytorch.records import LogRecord
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def opened(messages: list[bytes]) -> list[Report]:
 def test_reports_that_have_come_go_together_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
     file = CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64)
-    sent = [Ready(), *map(record, range(50)), Held(7), Saved(file), FolderWanted(), Returned(b"done")]
+    sent = [Ready(), *map(record, range(50)), Held(7), file, FolderWanted(), Returned(b"done")]
     for report in sent:
         ranks.send_bytes(pickle.dumps(report))
     [message] = reports.gather(agents).messages

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flytekitplugins.daskpytorch import Goodput, StoppedEarlyError
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 

@@ -21,12 +21,12 @@ from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 
 from flytekitplugins.daskpytorch import Keep, StoppedEarlyError, dispatch
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep import storage as module
 from flytekitplugins.daskpytorch.sweep.storage import ModelStorage, SweepStorage
 from others import give_away

@@ -38,11 +38,11 @@ from flytekitplugins.dask import Dask
 from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Scheduler, SpawnDDP, Wandb, WorkerGroup
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.records import LogRecord
 
 SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import any_records
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
 
 NODES = [

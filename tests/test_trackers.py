@@ -18,16 +18,15 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import feeder
 from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
 from processes import until
 
 NODE = Node(worker="w", host="h", num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})

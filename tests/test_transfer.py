@@ -15,7 +15,8 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, StopSignal, current_rank
+from flytekitplugins.daskpytorch.context import StopSignal, current_rank
+from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import FakeCheckpoint, KilledError, Logged, run_ranks
 from tasks.backbones import Start, build
 from tasks.photos import BREEDS, write_photos

@@ -19,8 +19,8 @@ import pytest
 from optuna.trial import TrialState
 
 from flytekitplugins.daskpytorch import EarlyStopping, Search, StoppedEarlyError
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import Kept
 from flytekitplugins.daskpytorch.sweep.trials import MAX_NAMES, Trials
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from clock import Clock
-from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
+from flytekitplugins.daskpytorch.records import RankUsage
 
 
 @pytest.fixture

@@ -22,18 +22,17 @@ from flytekit import Secret
 from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import feeder
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display.training import inputs_of, of_task, plain_inputs
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from processes import until
 from wandb_file import read_run
 

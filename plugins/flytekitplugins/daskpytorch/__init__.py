@@ -21,18 +21,18 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
 
 _NAMES_IN = {
-    "context": ("LogRecord", "RankContext", "SavedCheckpoint", "current_rank"),
+    "context": ("RankContext", "current_rank"),
     "dask.cluster": ("current_client",),
     "display.mlflow": ("MLflow",),
     "display.tensorboard": ("TensorBoard",),
     "errors": (
         *("GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"),
     ),
-    "goodput": ("Goodput", "RankUsage"),
     "media": ("Histogram", "Picture"),
     "protocol.host": ("url_to_fs",),
     "protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
     "rank.checkpoint_files": ("export_safetensors",),
+    "records": ("Goodput", "LogRecord", "RankUsage", "SavedCheckpoint"),
     "settings": ("EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"),
     "task.inputs": ("StrictInputs",),
 }

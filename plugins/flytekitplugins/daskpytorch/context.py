@@ -4,126 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import reprlib
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.goodput import Goodput
-from flytekitplugins.daskpytorch.media import Histogram, Picture
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint, numbers
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "Checkpoint",
-    "LogRecord",
     "Progress",
     "RankContext",
-    "SavedCheckpoint",
     "StopSignal",
     "current_rank",
-    "numbers",
 ]
 
 logger = logging.getLogger(__name__)
-
-MAX_BITS = sys.float_info.max_exp
-"""Maximum number of bits of a whole number that a float can hold."""
-PLAIN = frozenset((int, float, bool, str))
-"""Types of a metric's value that every process can unpickle."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogRecord:
-    """One call of `RankContext.log`, as `Observer.logged` receives it.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import LogRecord, Observer
-        >>> class Lowest(Observer):
-        ...     loss = float("inf")
-        ...
-        ...     def logged(self, record: LogRecord) -> None:
-        ...         self.loss = min(self.loss, record.numbers.get("loss", self.loss))
-        >>> lowest = Lowest()
-        >>> lowest.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
-        >>> lowest.loss
-        0.5
-    """
-
-    rank: int
-    """Rank that logged the record, from 0 to world_size - 1."""
-    step: int
-    """The call's `step`, by default the number of earlier calls."""
-    num_steps: int | None
-    """Total number of steps of the training. None if the call did not give it."""
-    time: float
-    """Seconds since the epoch, on the rank's clock."""
-    metrics: Mapping[str, Any]
-    """Values by name. One-element tensors and arrays have become plain numbers."""
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Numeric metrics by name, as floats."""
-        return {name: _as_float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
-
-    @property
-    def epoch(self) -> int | None:
-        """The metric `epoch` as a whole number. None without a finite number."""
-        value = self.metrics.get("epoch")
-        return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
-
-    @property
-    def drawings(self) -> dict[str, Histogram | Picture]:
-        """Metrics that trackers draw: each `Histogram` and `Picture`, by name."""
-        return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
-
-    def sent(self) -> LogRecord:
-        """Return the record without values of the user's classes, and without drawings unless from rank 0."""
-        if PLAIN.issuperset(map(type, self.metrics.values())):
-            return self
-        bare = self.bare()
-        return replace(bare, metrics={**bare.metrics, **self.drawings}) if self.rank == 0 else bare
-
-    def bare(self) -> LogRecord:
-        """Return the record with its numbers and strings alone."""
-        values = {name: _bare(value) for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
-        return replace(self, metrics=values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedCheckpoint:
-    """Description of a checkpoint that the gang keeps.
-
-    Examples:
-        Load the best checkpoint at the end of the training:
-
-        >>> from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
-        >>> def train() -> tuple[int, float]:
-        ...     checkpoint = current_rank().checkpoint
-        ...     for step, loss in enumerate([0.5, 0.2, 0.3, 0.4]):
-        ...         checkpoint.save({"step": step}, step, metrics={"loss": loss})
-        ...         checkpoint.flush()  # since these steps take no time
-        ...     checkpoint.load(best=True)
-        ...     return checkpoint.loaded.step, checkpoint.loaded.metrics["loss"]
-        >>> dispatch.run(client, train, gang=Gang(keep=Keep(best=1, metric="loss"))).result()[0]
-        (1, 0.2)
-    """
-
-    step: int
-    """Training step of the saved state."""
-    metrics: Mapping[str, float]
-    """Metrics that were given to the save, by name."""
-    size: int
-    """Size in bytes."""
-    place: str | None
-    """Address in storage: the checkpoint's file, or the folder of a sharded checkpoint. The file's upload may still be
-    in progress. None without storage: the driver's disk has the only copy."""
 
 
 class Checkpoint:
@@ -419,13 +319,7 @@ class RankContext:
         Raises:
             ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
         """
-        record = LogRecord(
-            rank=self.rank,
-            step=self._num_logged if step is None else _whole("step", step),
-            num_steps=None if num_steps is None else _whole("num_steps", num_steps),
-            time=time.time(),
-            metrics={str(name): _plain(value) for name, value in metrics.items()},
-        )
+        record = LogRecord.of(self.rank, self._num_logged if step is None else step, num_steps, metrics)
         self._num_logged += 1
         if step is None:
             self.progress.move()
@@ -499,67 +393,6 @@ def enter(context: RankContext) -> None:
     """Set the context that `current_rank` returns in this process."""
     global _current
     _current = (os.getpid(), context)
-
-
-def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the metrics of a checkpoint as floats, by name.
-
-    Raises:
-        TypeError: `metrics` is no dictionary of names and numbers.
-    """
-    if not isinstance(metrics, Mapping | None):
-        raise TypeError(f"save(metrics={reprlib.repr(metrics)}): must be a dictionary of names and numbers")
-    plain = {name: _plain(value) for name, value in (metrics or {}).items()}
-    for name, value in plain.items():
-        if not isinstance(name, str) or not isinstance(value, (int, float)):
-            raise TypeError(
-                f"save(metrics={{{reprlib.repr(name)}: {reprlib.repr(value)}}}): must be a name and a number, or a "
-                "tensor that holds one"
-            )
-    return {name: _as_float(value) for name, value in plain.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return the Python number of a one-element tensor, array or NumPy scalar. Return other values unchanged.
-
-    Whole numbers too large for a float become infinite, as trackers can neither draw nor print these numbers.
-    """
-    if type(value) in PLAIN and (type(value) is not int or value.bit_length() <= MAX_BITS):
-        return value
-    num_elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
-    if num_elements == 1 and hasattr(value, "item"):
-        return value.item()
-    return _as_float(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value
-
-
-def _bare(value: float | str) -> float | str:
-    """Return a plain number or string, also for an instance of a subclass."""
-    if type(value) in (int, float, bool, str):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _whole(name: str, value: Any) -> int:
-    if type(value) is int and value.bit_length() < 64:
-        return value
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"log({name}={reprlib.repr(value)}): must be a whole number, or a tensor that holds one ({error})"
-        ) from error
-    if number.bit_length() >= 64:
-        raise ValueError(f"log({name}=...): a number of {number.bit_length()} bits, must lie between -2**63 and 2**63")
-    return number
 
 
 _current: tuple[int, RankContext] = (os.getpid(), RankContext())

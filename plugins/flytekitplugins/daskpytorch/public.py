@@ -6,9 +6,7 @@ when it is first used.
 
 # ruff: noqa: PLC0414 - with `as`, type checkers take an imported name for one of this module
 
-from flytekitplugins.daskpytorch.context import LogRecord as LogRecord
 from flytekitplugins.daskpytorch.context import RankContext as RankContext
-from flytekitplugins.daskpytorch.context import SavedCheckpoint as SavedCheckpoint
 from flytekitplugins.daskpytorch.context import current_rank as current_rank
 from flytekitplugins.daskpytorch.dask.cluster import current_client as current_client
 from flytekitplugins.daskpytorch.display.mlflow import MLflow as MLflow
@@ -19,8 +17,6 @@ from flytekitplugins.daskpytorch.errors import GangStartError as GangStartError
 from flytekitplugins.daskpytorch.errors import PreemptedError as PreemptedError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError as StoppedEarlyError
 from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostError
-from flytekitplugins.daskpytorch.goodput import Goodput as Goodput
-from flytekitplugins.daskpytorch.goodput import RankUsage as RankUsage
 from flytekitplugins.daskpytorch.media import Histogram as Histogram
 from flytekitplugins.daskpytorch.media import Picture as Picture
 from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs
@@ -29,6 +25,10 @@ from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankOb
 from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
 from flytekitplugins.daskpytorch.protocol.observer import Training as Training
 from flytekitplugins.daskpytorch.rank.checkpoint_files import export_safetensors as export_safetensors
+from flytekitplugins.daskpytorch.records import Goodput as Goodput
+from flytekitplugins.daskpytorch.records import LogRecord as LogRecord
+from flytekitplugins.daskpytorch.records import RankUsage as RankUsage
+from flytekitplugins.daskpytorch.records import SavedCheckpoint as SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping
 from flytekitplugins.daskpytorch.settings import Gang as Gang
 from flytekitplugins.daskpytorch.settings import Keep as Keep

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
 from flytekitplugins.daskpytorch.display.story import STEPS, Story
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, plain_inputs, seconds_left
-from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, SavedCheckpoint
 
 P = ParamSpec("P")
 MAX_FIGURES = 6

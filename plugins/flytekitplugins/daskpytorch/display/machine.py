@@ -4,12 +4,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
 
 def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
 from flytekitplugins.daskpytorch.report.chart import Points
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.extras import require_extra
@@ -20,6 +19,7 @@ from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Training
+from flytekitplugins.daskpytorch.records import LogRecord
 
 UPLOAD_INTERVAL = 15.0
 """Minimum number of seconds between two uploads. An upload needs new events."""

@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord
 from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import name_of
 

@@ -12,13 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, gang_config
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
 
 State = Literal["finished", "failed", "killed"]
 

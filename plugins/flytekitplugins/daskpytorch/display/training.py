@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 MAX_CONFIG_ITEMS = 20
 """Maximum number of items of a list or dictionary in a run's configuration. A longer one is represented by its

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.feeder import Feeder, knock
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.settings import Wandb
 
 if TYPE_CHECKING:

@@ -332,6 +332,15 @@ class Agents:
             "Gang(start_timeout=...)."
         )
 
+    def too_few_left(self, name: str, timeout: float, failures: Iterable[str]) -> WorkerLostError:
+        """Return the error of a gang that has too few workers for a restart, with its failures, a line each."""
+        told = "\n".join(failures)
+        return WorkerLostError(
+            f"{self.num_nodes} of {self.num_wanted} workers are left of {name}, {self.num_least} are needed, "
+            f"and no others came within {timeout:g} s{self.launcher.hindrance()}. Lower "
+            f"Gang(min_workers=...) to go on with fewer, or raise start_timeout. Failures so far:\n{told}"
+        )
+
     def dismiss_leaving(self) -> None:
         """Close the agents of workers that the cluster is removing. Each worker waits for its agent's end."""
         for worker in self.leaving:

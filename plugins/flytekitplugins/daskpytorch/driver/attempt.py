@@ -16,13 +16,13 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
+from flytekitplugins.daskpytorch.records import Goodput
 
 KEPT_FOR = 1.0
 """Seconds for which a stepping rank keeps the terminal. A step over a collective may need a rank that waits for the
@@ -120,8 +120,8 @@ class Attempt:
     """True after a checkpoint of this attempt was fetched or committed."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)
     """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
-    stopped_early: set[int] = field(default_factory=set)
-    """Ranks whose `should_stop` has returned True."""
+    has_stopped_early: bool = False
+    """True if a rank has returned after its `should_stop` had returned True."""
     look: int = 0
     """Number of the newest `Locate` order. Answers to earlier orders do not count."""
     located: dict[int, Located] = field(default_factory=dict)

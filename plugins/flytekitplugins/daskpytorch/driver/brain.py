@@ -11,6 +11,7 @@ The module starts no threads, reads only the given clock, and waits only for sto
 a whole gang.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +24,10 @@ from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
+from flytekitplugins.daskpytorch.records import Goodput
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for another failure while every failure so far reads like the loss of a peer."""
@@ -67,7 +68,7 @@ class Brain:
         self._settings = state.request.settings
         self._agents = state.agents
         self._accountant = state.accountant
-        self._announcer = state.announcer
+        self._observers = state.observers
         self._saving = state.saving
         self._deadlines = state.deadlines
         self._now = state.now
@@ -92,10 +93,14 @@ class Brain:
         Raises:
             Exception: The gang has failed or was stopped. See `Supervisor.run`.
         """
-        while self._results is None and (following := self._phase()) is not None:
+        while self._results is None:
+            if self._state.is_cancelled and self._phase not in (self._train, self._end_ranks):  # no rank runs
+                raise GangCancelledError(f"{self._request.name} was cancelled")
+            if (following := self._phase()) is None:
+                break
             self._phase = following
         if self._accountant.is_due():
-            self._announcer.tell("accounted", self._accountant.goodput())
+            self._observers.tell("accounted", self._accountant.goodput())
         return self._results
 
     def final_account(self, error: Exception | None) -> Goodput:
@@ -132,8 +137,6 @@ class Brain:
 
     def _gather(self) -> Phase | None:
         """Start an attempt once all wanted workers are connected, or after a pause at least `min_workers`."""
-        if self._state.is_cancelled:
-            raise self._cancelled()
         if self._state.stop_request is not None:
             raise self._preempted(self._state.stop_request)
         is_first, now, agents = self._number == 0, self._now(), self._agents
@@ -150,9 +153,10 @@ class Brain:
         if is_first and (now >= self._deadline or agents.is_hopeless(recruits=recruits)):
             raise agents.too_few_came(self._request.name, self._settings.start_timeout)
         if now >= self._deadline:
-            raise self._too_few_left(count)
+            failures = [failure.what for failure in self._policy.failures]
+            raise agents.too_few_left(self._request.name, self._settings.start_timeout, failures)
         hindrance = agents.launcher.hindrance()
-        self._announcer.remind(f"{count} of {agents.num_wanted} workers are here, waiting for the others{hindrance}")
+        self._observers.remind(f"{count} of {agents.num_wanted} workers are here, waiting for the others{hindrance}")
         return self._wait(self._deadline, self._settled_at if now < self._settled_at else now + SETTLE_TIME)
 
     def _look_for_workers(self, *, recruits: bool) -> None:
@@ -165,15 +169,6 @@ class Brain:
             raise WorkerLostError(
                 f"{self._request.name} cannot go on: {error}. See the scheduler's log", cause=str(error)
             ) from error
-
-    def _too_few_left(self, count: int) -> Exception:
-        failures = "\n".join(failure.what for failure in self._policy.failures)
-        agents = self._agents
-        return WorkerLostError(
-            f"{count} of {agents.num_wanted} workers are left of {self._request.name}, {agents.num_least} are needed, "
-            f"and no others came within {self._settings.start_timeout:g} s{agents.launcher.hindrance()}. Lower "
-            f"Gang(min_workers=...) to go on with fewer, or raise start_timeout. Failures so far:\n{failures}"
-        )
 
     def _start(self) -> Phase:
         """Start an attempt on the connected workers."""
@@ -193,7 +188,7 @@ class Brain:
         if attempt.is_over:
             return self._begin_to_settle()
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
-        if is_time or self._state.is_cancelled or self._announcer.stopped_early is not None:
+        if is_time or self._state.is_cancelled or self._observers.stopped_early is not None:
             return self._stop()
         if attempt.is_failing:
             if self._is_understood(attempt):
@@ -204,7 +199,7 @@ class Brain:
             return self._stop()
         self._saving.give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
-            self._announcer.tell("debugging", rank)
+            self._observers.tell("debugging", rank)
             attempt.tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
 
@@ -239,7 +234,8 @@ class Brain:
         if len(attempt.ranks_of) < self._agents.num_wanted:
             # A restart right after a checkpoint loses no steps.
             self._is_growing = has_kept and not attempt.results and self._agents.can_grow(attempt.ranks_of)
-            self._look_for_more_workers()
+            with contextlib.suppress(ConnectionError):  # the workers leave by themselves after their scheduler
+                self._agents.recruit()
         return self._is_growing
 
     def _is_late(self, attempt: Attempt) -> bool:
@@ -264,15 +260,9 @@ class Brain:
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
 
-    def _look_for_more_workers(self) -> None:
-        try:
-            self._agents.recruit()
-        except ConnectionError:  # the workers leave by themselves after their scheduler
-            return
-
     def _stop(self) -> Phase:
         """Order the agents to stop every rank."""
-        wish = None if self._state.is_cancelled else self._announcer.stopped_early
+        wish = None if self._state.is_cancelled else self._observers.stopped_early
         self._watch.stop_looking()
         self._accountant.enter("waiting")
         ends = self._deadlines
@@ -296,7 +286,7 @@ class Brain:
     def _is_last(self) -> bool:
         """Return True if no other attempt seems to follow."""
         attempt = self._attempt
-        if self._state.is_cancelled or self._announcer.stopped_early is not None or self._late:
+        if self._state.is_cancelled or self._observers.stopped_early is not None or self._late:
             return True
         if self._state.stop_request is not None:
             return self._state.stop_request.ends_gang
@@ -312,9 +302,9 @@ class Brain:
         self._ended_at = self._now()
         if attempt.is_failing and attempt.hang is None:
             attempt.explain_failure()
-        if attempt.has_delivered and not attempt.stopped_early and not self._state.is_cancelled:
+        if attempt.has_delivered and not attempt.has_stopped_early and not self._state.is_cancelled:
             if (count := len(attempt.ranks_of)) < (num_wanted := self._agents.num_wanted):
-                self._announcer.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
+                self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude
         if self._is_last():
             self._saving.shorten_pauses()
@@ -326,10 +316,8 @@ class Brain:
         If checkpoints stay in the user's local folder, also wait for the last whole checkpoint's fetch.
         """
         attempt, limit = self._attempt, self._ended_at + self._settings.start_timeout
-        if self._state.is_cancelled:
-            raise self._cancelled()
         if (self._saving.is_committing or (self._saving.is_fetching and self._stays_here())) and self._now() < limit:
-            self._announcer.remind("waiting until the newest checkpoint is complete")
+            self._observers.remind("waiting until the newest checkpoint is complete")
             return self._wait(limit)
         self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
@@ -340,15 +328,13 @@ class Brain:
 
     def _settle(self) -> Phase | None:
         """Wait for checkpoints that are being fetched or committed, then restart or raise the gang's error."""
-        if self._state.is_cancelled:
-            raise self._cancelled()
-        if self._announcer.stopped_early is not None:
-            raise self._announcer.stopped_early
+        if self._observers.stopped_early is not None:
+            raise self._observers.stopped_early
         if self._late:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._saving.is_busy and self._now() < self._ended_at + limit:
-            self._announcer.remind("waiting until the newest checkpoint is complete")
+            self._observers.remind("waiting until the newest checkpoint is complete")
             return self._wait(self._ended_at + limit)
         self._saving.give_up_fetches()
         return self._go_on()
@@ -360,10 +346,10 @@ class Brain:
         self._number += 1
         self._saving.begin(self._number)
         step = self._saving.newest_step
-        self._announcer.tell("restarting", reason, step)
+        self._observers.tell("restarting", reason, step)
         start = f"step {step}" if step is not None else "the beginning, since no checkpoint was saved"
-        self._announcer.note(reason)
-        self._announcer.note(f"going on from {start}")
+        self._observers.note(reason)
+        self._observers.note(f"going on from {start}")
         return self._begin_to_gather()
 
     def _reason_to_go_on(self, attempt: Attempt) -> str:
@@ -381,7 +367,7 @@ class Brain:
         if request is not None and request.ends_gang:  # the next attempt may try again
             raise self._preempted(request, failure.what) from error_of(root_failure, attempt.world_size)
         if root_failure.failure is not None and failure.cause not in {each.cause for each in self._policy.failures}:
-            self._announcer.note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
+            self._observers.note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
         self._policy.note(failure)
         self._agents.faulty_gpus |= attempt.faulty_gpus
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
@@ -404,9 +390,6 @@ class Brain:
         # The stop request itself may make a rank fail.
         gets_further = attempt.has_saved or self._saving.is_busy or self._state.stop_request is not None
         return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
-
-    def _cancelled(self) -> Exception:
-        return GangCancelledError(f"{self._request.name} was cancelled")
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """Upload the newest checkpoint, within a time limit, and return the error that ends the task."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from flytekitplugins.daskpytorch.goodput import Goodput
-from flytekitplugins.daskpytorch.protocol.reports import Spent, Used
+from flytekitplugins.daskpytorch.protocol.reports import Spent
+from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
 INTERVAL = 2.0
 """Seconds between two accounts for the observers."""
@@ -97,13 +97,13 @@ class Accountant:
         self._go_on()
         self._phase = phase
 
-    def hear(self, work: Used | Spent) -> None:
+    def hear(self, work: RankUsage | Spent) -> None:
         """Note the seconds in a report of rank 0. Outside the training phase, ignore the report."""
         if self._phase != "training":
             return
         self._go_on()
         training = self._training
-        training.hear(work.usage.seconds if isinstance(work, Used) else work.seconds)
+        training.hear(work.seconds)
         if isinstance(work, Spent) and work.step is not None:
             training.at_saves[work.step] = work.seconds
         if isinstance(work, Spent) and work.is_last:

@@ -37,20 +37,10 @@ LEAST_TIMEOUT = 300.0
 """Minimum hang timeout with `auto`, in seconds."""
 SLOWNESS = 10.0
 """Hang timeout with `auto`, as a multiple of `Stillness.slowest`. `LEAST_TIMEOUT` is the lower bound."""
-AUTO_PULSE = 10.0
-"""Seconds between a rank's reports with `auto`. Far shorter than `LEAST_TIMEOUT`, but too long to slow down training
-steps."""
 AUTO_INTERVAL = 30.0
 """Minimum number of seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
 MAX_FRAMES = 10
 """Maximum number of frames per rank in the report. The log contains all frames."""
-
-
-def pulse_for(hang_timeout: float | Literal["auto"] | None) -> float | None:
-    """Return the interval, in seconds, between reports of a rank's signs of life. None without a hang timeout."""
-    if hang_timeout is None:
-        return None
-    return AUTO_PULSE if hang_timeout == "auto" else min(1.0, hang_timeout / 5)
 
 
 class Stillness:

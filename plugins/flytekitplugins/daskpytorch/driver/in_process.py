@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
-from flytekitplugins.daskpytorch.protocol.code import Code, Sources, completed, ending_as_program
+from flytekitplugins.daskpytorch.protocol.code import Code, Sources
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
@@ -36,7 +36,7 @@ from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
-from flytekitplugins.daskpytorch.rank.session import Session, failure_of
+from flytekitplugins.daskpytorch.rank.session import Session, completed, ending_as_program, failure_of
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -95,7 +95,7 @@ class _Supervisor(Supervisor):
         state = self._begin(agents, committer)
         agent.join(state, post, folder)
         how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
-        self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {how}")
+        self._observers.note(how)
         stack.callback(agent.close)
         return state
 
@@ -217,9 +217,7 @@ class _Agent(OwnNode, Connection):
                 returned = None
                 with session.at_work(), ending_as_program():
                     returned = unwrapped(completed(function()))
-                if session.rank.stop_signal.has_fired:
-                    link.send(reports.StoppedEarly())
-                link.send(reports.Returned())
+                link.send(reports.Returned(stopped_early=session.rank.stop_signal.has_fired))
                 session.see_out()
             exitcode = 0
         except KeyboardInterrupt:

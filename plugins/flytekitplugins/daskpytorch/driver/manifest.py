@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"

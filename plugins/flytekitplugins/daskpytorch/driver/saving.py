@@ -7,9 +7,7 @@ checkpoint directly to storage, and the driver commits the checkpoint (`committe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Peer
-from flytekitplugins.daskpytorch.driver.announcer import Announcer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
@@ -17,7 +15,9 @@ from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, li
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
@@ -31,12 +31,12 @@ class Saving:
         self,
         committer: Committer,
         accountant: Accountant,
-        announcer: Announcer,
+        observers: Observers,
     ) -> None:
         self._vault = committer.vault
         self._committer = committer
         self._accountant = accountant
-        self._announcer = announcer
+        self._observers = observers
         self._fetches = Fetches(self._vault.keep, self._vault.entries)
         self.has_news = False
         """True if a checkpoint has been kept since `Brain` last reset this."""
@@ -68,7 +68,7 @@ class Saving:
             self._fetches.note_end(file)
             self._count_as_kept(attempt, file.attempt, file.step)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
-            self._announcer.note(
+            self._observers.note(
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); the training goes "
                 "on"
             )
@@ -86,7 +86,7 @@ class Saving:
             self._committer.commit(written)
             return
         failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
-        self._announcer.note(
+        self._observers.note(
             f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
             f"({why.reason}); the training goes on"
         )
@@ -99,7 +99,7 @@ class Saving:
         if commit.error is None:
             self._count_as_kept(attempt, commit.attempt, commit.step)
         else:
-            self._announcer.note(
+            self._observers.note(
                 f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); the training goes on"
             )
         self._committer.sweep(commit.attempt, commit.number)
@@ -116,11 +116,11 @@ class Saving:
         if attempt is not None and attempt.number == number:
             attempt.has_saved = True
             self._accountant.keep(step)
-        self._announcer.tell("kept", step)
+        self._observers.tell("kept", step)
         kept = self.saved()
-        self._announcer.tell("keeps", kept)
+        self._observers.tell("keeps", kept)
         if (hint := hint_of_metric(kept, self._vault.keep)) is not None:
-            self._announcer.hint("metric", hint)
+            self._observers.hint("metric", hint)
         if attempt is not None and not attempt.is_over:
             attempt.tell(messages.Tell(orders.Kept(kept)))
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.hang_detector import pulse_for
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import placement
@@ -35,7 +34,7 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
     backend = placement.choose_backend(settings.backend, nodes, places)
     shape = Shape(name=request.name, backend=backend, nodes=nodes, places=places)
-    state.announcer.tell("placed", shape)
+    state.observers.tell("placed", shape)
     carriers = [agents.peers[node.worker] for node in nodes]
     store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
     job = _job(state, number, backend, store, debugging)
@@ -61,11 +60,10 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         kept=saving.saved(),
         storage=request.storage.own if request.storage is not None else None,
         debugging=debugging,
-        pulse=pulse_for(settings.hang_timeout),
         host=request.host,
         execution=request.execution,
         environment=request.environment,
-        observers=state.announcer.for_rank(),
+        observers=state.observers.for_rank(),
     )
 
 

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
-from flytekitplugins.daskpytorch.driver.announcer import Announcer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
@@ -24,6 +22,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 SCHEDULER_LOST = "the Dask scheduler was lost"
 
@@ -71,10 +70,8 @@ class GangState:
         self.now = running_clock or clock
         self.deadlines = Deadlines(request.settings.grace_period)
         self.accountant = Accountant(asked_at, clock)
-        self.announcer = Announcer(
-            request.name, observers, hints=request.settings.hints, began_at=asked_at, clock=clock
-        )
-        self.saving = Saving(committer, self.accountant, self.announcer)
+        self.observers = observers
+        self.saving = Saving(committer, self.accountant, self.observers)
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
@@ -113,7 +110,7 @@ class GangState:
             is_awaited: True if a user waits for the end.
         """
         if self.stop_request is None:
-            self.announcer.note(f"{reason}: saving a checkpoint and ending")
+            self.observers.note(f"{reason}: saving a checkpoint and ending")
             whose = {"is_workers": is_workers, "is_awaited": is_awaited}
             self.stop_request = StopRequest(reason, ends_gang, self.deadlines, **whose, clock=self.now)
         elif ends_gang and not self.stop_request.ends_gang:
@@ -141,7 +138,7 @@ class GangState:
                 if self.attempt is not None:
                     self.attempt.stacks[rank] = text
             case messages.Lines(rank, lines):
-                self.announcer.tell("wrote", rank, lines)
+                self.observers.tell("wrote", rank, lines)
             case messages.Sent():
                 self.saving.note_sent(peer, self.attempt, message)
             case messages.Reported():
@@ -229,15 +226,15 @@ class GangState:
         match report:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
-                self.announcer.tell("logged", report)
-            case reports.Used() | reports.Spent() | reports.GoodputWanted():
+                self.observers.tell("logged", report)
+            case RankUsage() | reports.Spent() | reports.GoodputWanted():
                 self._account_for(peer, attempt, rank, report)
             case reports.Hint(kind, text):
-                self.announcer.hint(kind, f"rank {rank} {text}")
+                self.observers.hint(kind, f"rank {rank} {text}")
             case reports.Noted(text):
-                self.announcer.note(f"rank {rank} {text}")
-            case reports.Saved(file):
-                self.saving.note_saved(peer, attempt, rank, file)
+                self.observers.note(f"rank {rank} {text}")
+            case CheckpointFile():
+                self.saving.note_saved(peer, attempt, rank, report)
             case WrittenShards() | reports.ShardsNotWritten():
                 self.saving.note_shards(attempt, rank, report)
             case reports.Wanted():
@@ -252,7 +249,7 @@ class GangState:
                 self._note_left_prompt(attempt, rank, steps=steps)
             case reports.Waits(text):
                 attempt.prompts.debugged.add(rank)
-                self.announcer.note(text)
+                self.observers.note(text)
             case reports.Ready():
                 self._note_ready(attempt, rank)
             case reports.Held(num_calls):
@@ -263,10 +260,9 @@ class GangState:
                 attempt.note_located(rank, report)
             case reports.Remembered(recalled):
                 attempt.remembered[rank] = recalled
-            case reports.StoppedEarly():
-                attempt.stopped_early.add(rank)
-            case reports.Returned(value):
+            case reports.Returned(value, stopped_early):
                 attempt.results[rank] = value
+                attempt.has_stopped_early |= stopped_early
             case Failure():
                 attempt.note_failure(rank, report)
             case _:
@@ -275,10 +271,10 @@ class GangState:
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         attempt.prompts.leave(rank, steps=steps)
         attempt.note_sign_of_life()
-        self.announcer.tell("debugging", None)
+        self.observers.tell("debugging", None)
 
     def _account_for(
-        self, peer: Peer, attempt: Attempt, rank: int, said: reports.Used | reports.Spent | reports.GoodputWanted
+        self, peer: Peer, attempt: Attempt, rank: int, said: RankUsage | reports.Spent | reports.GoodputWanted
     ) -> None:
         """Note a rank's usage or seconds, or answer its request for the goodput.
 
@@ -291,8 +287,8 @@ class GangState:
             else:
                 self._tell_account(peer, attempt, said.number)
             return
-        if isinstance(said, reports.Used):
-            self.announcer.tell("used", said.usage)
+        if isinstance(said, RankUsage):
+            self.observers.tell("used", said)
         if rank == 0:
             self.accountant.hear(said)
             wanted, attempt.accounts_wanted = attempt.accounts_wanted, []
@@ -309,7 +305,7 @@ class GangState:
             self.accountant.enter("training")
         if attempt.is_formed:
             began_at = self.asked_at if attempt.number == 0 else attempt.began_at
-            self.announcer.tell("formed", self.now() - began_at)
+            self.observers.tell("formed", self.now() - began_at)
 
     # ---- from threads that store checkpoints
 

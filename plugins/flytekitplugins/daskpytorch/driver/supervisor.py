@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
 from flytekitplugins.daskpytorch.protocol import messages
@@ -57,6 +58,13 @@ class RunningClock:
         return now - self._stood_still
 
 
+def _flush(several: Sequence[Vault | Committer], timeout: float) -> None:
+    """Wait until storage has all checkpoints, for at most `timeout` seconds in all."""
+    until = time.monotonic() + timeout
+    for each in several:
+        each.flush(max(0.0, until - time.monotonic()))
+
+
 class Supervisor:
     """Runs one gang from its first worker to its last exit.
 
@@ -80,7 +88,7 @@ class Supervisor:
         self._request = request
         self._execution = current_execution()
         self._launcher = launcher
-        self._observers = Observers([*observers, *request.observers])
+        self._observers = Observers([*observers, *request.observers], name=request.name, hints=request.settings.hints)
         self.received = received or ReceivedResults()
         """Results and return values received from ranks."""
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # signal handlers may put calls here
@@ -147,20 +155,17 @@ class Supervisor:
                 if self._request.large is not None:
                     stack.callback(self._request.large.close)
                 self._state = state = self._listen(committer, folder, stack)
+                ends = state.deadlines
                 try:
                     results = self._see_through(state, committer)
-                    committer.flush(state.deadlines.storage)
-                    if vault.own is not None and "://" not in vault.own:  # the user's own folder
-                        vault.flush(state.deadlines.storage)
-                    return results  # noqa: TRY300 - what is not removed by now stays there
-                except GangCancelledError:
-                    vault.flush(state.deadlines.cancelled)  # later calls begin from this checkpoint
-                    committer.flush(state.deadlines.cancelled)
+                except Exception as failure:  # the next attempt or call begins from the newest checkpoint
+                    # After cancellation a user waits. After preemption, `Brain` has waited for storage.
+                    is_short = isinstance(failure, (GangCancelledError, PreemptedError))
+                    _flush([vault, committer], ends.cancelled if is_short else ends.storage)
                     raise
-                except Exception:
-                    vault.flush(state.deadlines.storage)  # for the next attempt, if Flyte starts one
-                    committer.flush(state.deadlines.storage)
-                    raise
+                is_users_folder = vault.own is not None and "://" not in vault.own
+                _flush([committer, vault] if is_users_folder else [committer], ends.storage)
+                return results
         except Exception as caught:
             error = from_user(caught)
             raise error  # noqa: B904 - the same, with fewer frames
@@ -231,7 +236,7 @@ class Supervisor:
             self._observers.tell("resumed", step)
             self._observers.tell("keeps", saving.saved())
         if (text := start_of(self._request.storage, self._request.settings, step)) is not None:
-            self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
+            self._observers.note(text)
         self._brain = brain = Brain(state, code, self._debugging)
         while (results := brain.decide()) is None:
             self._take(brain.patience)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
 from flytekitplugins.daskpytorch.process.log import say
@@ -31,6 +30,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_READ_ATTEMPTS = 5

@@ -39,7 +39,7 @@ process can take the port.
       │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Hint, Piece ─────────── │ log, submit
       │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps and others
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has saved
+      │ ◀── Reported ─────────────────────────── │ ◀── CheckpointFile ─────────────────── │ rank 0 has saved
       │ ─── Fetch(file) ───────────────────────▶ │                                        │
       │ ◀══ Upload(file), its bytes; or Sent ═══ │                                        │
       │                                          │                                        │

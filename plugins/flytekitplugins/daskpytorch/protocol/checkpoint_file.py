@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
 CHUNK = 1 << 20
 """Maximum number of bytes per read from a connection."""

@@ -4,12 +4,10 @@ The driver sends an archive of the project's sources and a pickled call, for the
 never import a user's module, since their copies may be old or missing.
 """
 
-import asyncio
 import contextlib
 import fnmatch
 import functools
 import hashlib
-import inspect
 import io
 import os
 import site
@@ -100,25 +98,6 @@ class _ByName:
         return getattr(found, "_task_function", found)  # type: ignore[no-any-return]
 
 
-def completed(returned: Any) -> Any:
-    """Return what a call has returned. Run a coroutine to its end first."""
-    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
-
-
-@contextlib.contextmanager
-def ending_as_program() -> Iterator[None]:
-    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`. Exit code 0 counts as a normal end.
-
-    Raises:
-        SystemExit: The exit code is not 0.
-    """
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-
-
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------
 
 
@@ -155,15 +134,6 @@ def pack_call(
         return data
     put_aside(data)
     return b""
-
-
-def check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that a call can be packed later, without a copy of its large arrays and tensors.
-
-    Raises:
-        TypeError: The function or an argument cannot be pickled. The message names the part.
-    """
-    pack_call(function, args, kwargs, lambda _: None)
 
 
 def pack_code() -> Code:

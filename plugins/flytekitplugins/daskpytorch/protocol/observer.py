@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.code import pack_call, unpack_call
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
 if TYPE_CHECKING:
     import torch
 
 
 logger = logging.getLogger(__name__)
+NOTICE_INTERVAL = 10.0
+"""Minimum number of seconds between two reminders that the gang waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,22 +225,59 @@ class Observer:
 class Observers:
     """The observers of one gang, or of its rank 0. An observer that fails is left out from then on."""
 
-    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+    stopped_early: StoppedEarlyError | None = None
+    """First request of an observer to stop the gang early. None: no request."""
+
+    def __init__(
+        self,
+        observers: Iterable[Observer] = (),
+        *,
+        name: str = "",
+        hints: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with these observers, and none for a rank.
+
+        Args:
+            observers: The gang's observers.
+            name: Name of the gang's function or task, which begins each note.
+            hints: False to send no hints.
+            clock: Returns seconds, and never goes back.
+        """
         self._observers: list[Any] = list(observers)
+        self._name = name.rpartition(".")[2]
+        self._hints = hints
+        self._hints_given: set[str] = set()
+        self._now = clock
+        self._noticed_at = clock()
 
     def __bool__(self) -> bool:
         return bool(self._observers)
 
-    def tell(self, method: str, *args: object) -> StoppedEarlyError | None:
-        """Call a method of all observers, and return the first `StoppedEarlyError` that one raised, or None."""
-        wish: StoppedEarlyError | None = None
+    def tell(self, method: str, *args: object) -> None:
+        """Call a method of all observers. The first `StoppedEarlyError` that one raises becomes `stopped_early`."""
         for observer in self._observers:
             with self._left_out_if_failing(observer, f"{type(observer).__name__}.{method}"):
                 try:
                     getattr(observer, method)(*args)
                 except StoppedEarlyError as error:
-                    wish = wish or error
-        return wish
+                    self.stopped_early = self.stopped_early or error
+
+    def note(self, text: str) -> None:
+        """Send observers a line about an event of the gang."""
+        self.tell("noted", f"{self._name}: {text}")
+
+    def remind(self, text: str) -> None:
+        """Send observers a line about the gang's wait, at most once per `NOTICE_INTERVAL`."""
+        if self._now() - self._noticed_at >= NOTICE_INTERVAL:
+            self._noticed_at = self._now()
+            self.note(text)
+
+    def hint(self, kind: str, text: str) -> None:
+        """Send observers a hint for the user, once for each kind, unless `Gang(hints=False)`."""
+        if self._hints and kind not in self._hints_given:
+            self._hints_given.add(kind)
+            self.note(f"{text} (A hint, given once; Gang(hints=False) for none.)")
 
     def for_rank(self) -> list[bytes]:
         """Return the pickled factories of the observers' parts in rank 0."""

@@ -11,8 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -21,12 +19,16 @@ from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
+from flytekitplugins.daskpytorch.records import Goodput, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
 """Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
 DUMP_SIGNAL = signal.SIGQUIT
 """Signal on which a rank writes its main thread's stack to a file, as a Java VM does. Users may send it by hand."""
+AUTO_PULSE = 10.0
+"""Seconds between a rank's reports with `hang_timeout="auto"`. Far shorter than the least timeout, but too long to slow
+down training steps."""
 MAX_STACKS = 64 << 10
 """Maximum number of bytes of a rank's stacks."""
 Key = str | tuple[Any, ...]
@@ -62,8 +64,6 @@ class Job:
     """Checkpoints that are kept at the attempt's start."""
     storage: str | None = None
     """Folder to which checkpoints are uploaded. None without storage."""
-    pulse: float | None = None
-    """Seconds between two reports of a rank's progress. None if the gang detects no hangs."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
     """Pickled `RankHost`. None without a host: all ranks then return pickled results."""
@@ -73,6 +73,14 @@ class Job:
     """Environment variables of the host. They may hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled observers for rank 0 (see `Observers.for_rank`)."""
+
+    @property
+    def pulse(self) -> float | None:
+        """Seconds between two reports of a rank's signs of life. None without a hang timeout."""
+        timeout = self.settings.hang_timeout
+        if timeout is None:
+            return None
+        return AUTO_PULSE if timeout == "auto" else min(1.0, timeout / 5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 NUM_MOVES = struct.Struct("!Q")
 """A rank's number of signs of life so far. Its agent reads this report for the heartbeat, and recognises the report by
@@ -27,13 +26,6 @@ little time."""
 @dataclass(frozen=True)
 class Ready:
     """The rank has joined the process group."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The rank has written a checkpoint, which its agent can send."""
-
-    file: CheckpointFile
 
 
 @dataclass(frozen=True)
@@ -55,13 +47,6 @@ class Wanted:
     step: int | None
     """Step of the checkpoint. None means the best checkpoint."""
     is_sharded: bool = False
-
-
-@dataclass(frozen=True)
-class Used:
-    """The rank's use of its machine, and its work so far."""
-
-    usage: RankUsage
 
 
 @dataclass(frozen=True)
@@ -147,11 +132,6 @@ class FolderWanted:
 
 
 @dataclass(frozen=True)
-class StoppedEarly:
-    """The rank's function returned because `should_stop` had returned True."""
-
-
-@dataclass(frozen=True)
 class AtPrompt:
     """The rank's debugger waits for the terminal, until `Prompt`."""
 
@@ -177,17 +157,19 @@ class Returned:
     """The rank's function returned."""
 
     value: object = None
-    """Return value for the driver. None also for a value sent in pieces."""
+    """Return value for the driver. None also for a value sent in pieces, and for an unfinished training."""
+    stopped_early: bool = False
+    """True if `should_stop` had returned True before."""
 
 
 ShortReport = (
     Ready
     | LogRecord
-    | Saved
+    | CheckpointFile
     | WrittenShards
     | ShardsNotWritten
     | Wanted
-    | Used
+    | RankUsage
     | Spent
     | GoodputWanted
     | Hint
@@ -197,14 +179,20 @@ ShortReport = (
     | Remembered
     | Stands
     | FolderWanted
-    | StoppedEarly
     | AtPrompt
     | LeftPrompt
     | Waits
     | Returned
     | Failure
 )
-"""All reports but pieces of results. `LogRecord` is a call of `log`. `Failure` is an exception of the function."""
+"""All reports but pieces of results. Some are records that other modules define:
+
+- `LogRecord`: a call of `log`
+- `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
+- `WrittenShards`: the rank's written shards of a sharded checkpoint
+- `RankUsage`: the rank's use of its machine, and its work so far
+- `Failure`: an exception of the function
+"""
 Report = ShortReport | Piece
 
 

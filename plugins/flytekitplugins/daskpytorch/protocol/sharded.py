@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import SavedCheckpoint
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

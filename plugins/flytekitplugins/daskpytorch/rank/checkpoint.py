@@ -18,12 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from flytekitplugins.daskpytorch.context import Checkpoint, SavedCheckpoint, numbers
+from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
-from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +175,7 @@ class RankCheckpoint(Checkpoint):
                 file=sys.stderr,
             )
             return
-        self._link.send(Saved(written))
+        self._link.send(written)
 
     def _check_best(self, method: str, best: bool, step: int | None) -> None:
         if best and (self._best_by is None or step is not None):

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Hint
 if TYPE_CHECKING:
     import torch
 
-    from flytekitplugins.daskpytorch.context import LogRecord
+    from flytekitplugins.daskpytorch.records import LogRecord
 
 
 SAMPLER = (

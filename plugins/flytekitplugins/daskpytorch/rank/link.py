@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from flytekitplugins.daskpytorch.context import Link, LogRecord, Progress, SavedCheckpoint
-from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import orders, payload, reports
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address, send_by_file
@@ -22,6 +21,7 @@ from flytekitplugins.daskpytorch.rank import flight_recorder, usage
 from flytekitplugins.daskpytorch.rank.records import Records, interval_of
 from flytekitplugins.daskpytorch.rank.returned import dump_returned
 from flytekitplugins.daskpytorch.rank.usage import Ledger
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
 
 if TYPE_CHECKING:
     import torch

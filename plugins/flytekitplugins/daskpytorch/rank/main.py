@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports
-from flytekitplugins.daskpytorch.protocol.code import Call, completed, ending_as_program, unpack_call
+from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.rank import (
@@ -38,7 +38,7 @@ from flytekitplugins.daskpytorch.rank import (
 )
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
-from flytekitplugins.daskpytorch.rank.session import Session, failure_of
+from flytekitplugins.daskpytorch.rank.session import Session, completed, ending_as_program, failure_of
 
 if TYPE_CHECKING:
     import torch
@@ -143,8 +143,7 @@ def _report_returned(
     order: RankOrder, returned: Any, host: RankHost | None, link: GangLink, *, is_stopped: bool
 ) -> None:
     if is_stopped:
-        link.send(reports.StoppedEarly())
-        link.send(reports.Returned())  # without the return value, as the training is unfinished
+        link.send(reports.Returned(stopped_early=True))  # without the return value: the training is unfinished
     else:
         link.send(reports.Returned(_payload(order, returned, host, link)))
 

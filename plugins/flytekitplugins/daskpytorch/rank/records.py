@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, Spent
 from flytekitplugins.daskpytorch.rank.hints import of_loss
+from flytekitplugins.daskpytorch.records import LogRecord
 
 INTERVAL = 0.2
 """Maximum number of seconds that a record of rank 0 waits. A rank that is killed loses its waiting records."""

@@ -6,13 +6,15 @@ process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import inspect
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.protocol import orders, reports
@@ -72,9 +74,7 @@ class Session:
             with (
                 self._hinting(),
                 usage.watched(link.ledger),
-                gauge.reporting(
-                    order.place.world_size, lambda used: link.send(reports.Used(used)), self._draw_flame_graphs
-                ),
+                gauge.reporting(order.place.world_size, link.send, self._draw_flame_graphs),
             ):
                 yield
             link.send(reports.Spent(link.ledger.close(), is_last=True))
@@ -163,6 +163,25 @@ class Session:
             )
         )
         self._link.send_collectives()
+
+
+def completed(returned: Any) -> Any:
+    """Return what a call has returned. Run a coroutine to its end first."""
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+
+
+@contextlib.contextmanager
+def ending_as_program() -> Iterator[None]:
+    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`. Exit code 0 counts as a normal end.
+
+    Raises:
+        SystemExit: The exit code is not 0.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
 
 
 def failure_of(error: BaseException, link: GangLink, *, is_final: bool) -> Failure:

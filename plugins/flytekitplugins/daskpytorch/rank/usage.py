@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.reports import Spent
+from flytekitplugins.daskpytorch.records import RankUsage
 
 INTERVAL = 2.0
 """Minimum number of seconds between two samples of a rank."""

@@ -8,13 +8,12 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]

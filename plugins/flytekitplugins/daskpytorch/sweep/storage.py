@@ -19,7 +19,6 @@ import cloudpickle
 from dask.base import normalize_token, tokenize
 
 from flytekitplugins.daskpytorch.checks import shown
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
@@ -27,6 +26,7 @@ from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.files import Files, unusable
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
+from flytekitplugins.daskpytorch.records import LogRecord
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16

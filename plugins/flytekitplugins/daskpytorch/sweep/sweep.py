@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.driver.request import Request, request_for, storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol.code import Code, check_call, name_of, pack_code
+from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call, pack_code
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
@@ -127,7 +127,7 @@ class Sweep:
         """
         model.experiment = experiment
         model.num_workers = self.size(model.index, experiment)
-        check_call(self.function, (experiment,), {})
+        pack_call(self.function, (experiment,), {}, lambda _: None)  # without a copy of large arrays
 
     def request(self, model: Model) -> Request:
         """Return the request for a model's gang.

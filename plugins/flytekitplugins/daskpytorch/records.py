@@ -1,0 +1,269 @@
+"""Records of a training for drivers, ranks and users: metrics, checkpoints, time, and use of machines."""
+
+import math
+import reprlib
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from flytekitplugins.daskpytorch.media import Histogram, Picture
+
+__all__ = ["MIN_TOTAL", "Goodput", "LogRecord", "RankUsage", "SavedCheckpoint", "numbers"]
+
+MIN_TOTAL = 60.0
+"""Minimum number of seconds of a gang whose goodput is shown. A shorter gang spends most of its time on the start."""
+MAX_BITS = sys.float_info.max_exp
+"""Maximum number of bits of a whole number that a float can hold."""
+PLAIN = frozenset((int, float, bool, str))
+"""Types of a metric's value that every process can unpickle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecord:
+    """One call of `RankContext.log`, as `Observer.logged` receives it.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import LogRecord, Observer
+        >>> class Lowest(Observer):
+        ...     loss = float("inf")
+        ...
+        ...     def logged(self, record: LogRecord) -> None:
+        ...         self.loss = min(self.loss, record.numbers.get("loss", self.loss))
+        >>> lowest = Lowest()
+        >>> lowest.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
+        >>> lowest.loss
+        0.5
+    """
+
+    rank: int
+    """Rank that logged the record, from 0 to world_size - 1."""
+    step: int
+    """The call's `step`, by default the number of earlier calls."""
+    num_steps: int | None
+    """Total number of steps of the training. None if the call did not give it."""
+    time: float
+    """Seconds since the epoch, on the rank's clock."""
+    metrics: Mapping[str, Any]
+    """Values by name. One-element tensors and arrays have become plain numbers."""
+
+    @classmethod
+    def of(cls, rank: int, step: object, num_steps: object, metrics: Mapping[str, Any]) -> Self:
+        """Return the record of a call of `log`.
+
+        Raises:
+            ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
+        """
+        return cls(
+            rank=rank,
+            step=_whole("step", step),
+            num_steps=None if num_steps is None else _whole("num_steps", num_steps),
+            time=time.time(),
+            metrics={str(name): _plain(value) for name, value in metrics.items()},
+        )
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Numeric metrics by name, as floats."""
+        return {name: _as_float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
+
+    @property
+    def epoch(self) -> int | None:
+        """The metric `epoch` as a whole number. None without a finite number."""
+        value = self.metrics.get("epoch")
+        return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
+
+    @property
+    def drawings(self) -> dict[str, Histogram | Picture]:
+        """Metrics that trackers draw: each `Histogram` and `Picture`, by name."""
+        return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
+
+    def sent(self) -> Self:
+        """Return the record without values of the user's classes, and without drawings unless from rank 0."""
+        if PLAIN.issuperset(map(type, self.metrics.values())):
+            return self
+        bare = self.bare()
+        return replace(bare, metrics={**bare.metrics, **self.drawings}) if self.rank == 0 else bare
+
+    def bare(self) -> Self:
+        """Return the record with its numbers and strings alone."""
+        values = {name: _bare(value) for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
+        return replace(self, metrics=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """Description of a checkpoint that the gang keeps.
+
+    Examples:
+        Load the best checkpoint at the end of the training:
+
+        >>> from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
+        >>> def train() -> tuple[int, float]:
+        ...     checkpoint = current_rank().checkpoint
+        ...     for step, loss in enumerate([0.5, 0.2, 0.3, 0.4]):
+        ...         checkpoint.save({"step": step}, step, metrics={"loss": loss})
+        ...         checkpoint.flush()  # since these steps take no time
+        ...     checkpoint.load(best=True)
+        ...     return checkpoint.loaded.step, checkpoint.loaded.metrics["loss"]
+        >>> dispatch.run(client, train, gang=Gang(keep=Keep(best=1, metric="loss"))).result()[0]
+        (1, 0.2)
+    """
+
+    step: int
+    """Training step of the saved state."""
+    metrics: Mapping[str, float]
+    """Metrics that were given to the save, by name."""
+    size: int
+    """Size in bytes."""
+    place: str | None
+    """Address in storage: the checkpoint's file, or the folder of a sharded checkpoint. The file's upload may still be
+    in progress. None without storage: the driver's disk has the only copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Account of a gang's wall time, in seconds. All fields but `total` add up to `total`.
+
+    `current_rank().goodput()` returns it. A task may return it, too, as Flyte accepts dataclasses.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Goodput
+        >>> goodput = Goodput(total=100.0, starting=1.0, preparing=3.0, stepping=90.0, saving=6.0)
+        >>> goodput.share
+        0.9
+        >>> print(goodput)
+        goodput 90 %: 90.0 s of 100.0 s stepping; starting 1.0 s, preparing 3.0 s, saving 6.0 s
+    """
+
+    total: float = 0.0
+    """Seconds since the gang was asked for."""
+    starting: float = 0.0
+    """Seconds until all ranks have met: workers, ranks and rendezvous. Counts again after each restart."""
+    preparing: float = 0.0
+    """Seconds from the meeting of all ranks to the first batch or step: imports in the ranks, data and model."""
+    stepping: float = 0.0
+    """Seconds in steps whose work was kept, or is not yet lost."""
+    data: float = 0.0
+    """Seconds waiting for a data loader."""
+    evaluation: float = 0.0
+    """Seconds in `RankContext.evaluating`, and in the validation of Lightning and Transformers."""
+    saving: float = 0.0
+    """Seconds in calls of `checkpoint.save` and `checkpoint.save_sharded`."""
+    waiting: float = 0.0
+    """Seconds waiting for workers to come back, for other ranks to finish, and for the work at the end."""
+    lost: float = 0.0
+    """Seconds of work that was in no checkpoint when an attempt ended. The next attempt repeats the work, and the
+    repetition counts as `stepping`, `data` and so on. `stepping` is therefore the time of an undisturbed gang."""
+
+    @property
+    def share(self) -> float:
+        """The goodput: `stepping` as a share of `total`, from 0 to 1."""
+        return self.stepping / self.total if self.total else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the seconds by the name of their field, `total` first."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return all fields in one line."""
+        others = {name: value for name, value in self.as_dict().items() if name not in ("total", "stepping")}
+        rest = ", ".join(f"{name} {value:.1f} s" for name, value in others.items() if value >= 0.05)
+        whole = f"goodput {100 * self.share:.0f} %: {self.stepping:.1f} s of {self.total:.1f} s stepping"
+        return f"{whole}; {rest}" if rest else whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUsage:
+    """A rank's use of its machine, and its work so far, as `Observer.used` receives them.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Observer, RankUsage
+        >>> class Memory(Observer):
+        ...     def used(self, usage: RankUsage) -> None:
+        ...         print(f"rank {usage.rank}: {usage.memory / 2**30:.1f} GiB, {usage.cpu:.1f} cores")
+        >>> of_gpu = {"gpu_memory": None, "gpu_utilization": None}
+        >>> Memory().used(RankUsage(rank=1, time=0.0, num_steps=8, seconds={}, cpu=0.9, memory=3 * 2**30, **of_gpu))
+        rank 1: 3.0 GiB, 0.9 cores
+    """
+
+    rank: int
+    """The rank, from 0 to world_size - 1."""
+    time: float
+    """Seconds since the epoch, on the rank's clock."""
+    num_steps: int
+    """Number of optimizer steps in this attempt so far."""
+    seconds: Mapping[str, float]
+    """Seconds of the main thread in this attempt since the ranks met, by the field's name in `Goodput`: `preparing`,
+    `stepping`, `data`, `evaluation`, `saving`, `waiting`."""
+    cpu: float
+    """Number of processor cores that the rank's process keeps busy, on average since the sample before."""
+    memory: int
+    """Main memory of the rank's process, in bytes."""
+    gpu_memory: int | None
+    """Memory in use on the rank's own GPU, by all processes, in bytes. None if the rank has not used a GPU."""
+    gpu_utilization: float | None
+    """Utilisation of the rank's GPU from 0 to 1, as the GPU's driver counts. None if the rank has not used a GPU, or
+    NVML gives no figure."""
+
+
+def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the metrics of a checkpoint as floats, by name.
+
+    Raises:
+        TypeError: `metrics` is no dictionary of names and numbers.
+    """
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(f"save(metrics={reprlib.repr(metrics)}): must be a dictionary of names and numbers")
+    plain = {name: _plain(value) for name, value in (metrics or {}).items()}
+    for name, value in plain.items():
+        if not isinstance(name, str) or not isinstance(value, (int, float)):
+            raise TypeError(
+                f"save(metrics={{{reprlib.repr(name)}: {reprlib.repr(value)}}}): must be a name and a number, or a "
+                "tensor that holds one"
+            )
+    return {name: _as_float(value) for name, value in plain.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python number of a one-element tensor, array or NumPy scalar. Return other values unchanged.
+
+    Whole numbers too large for a float become infinite, as trackers can neither draw nor print these numbers.
+    """
+    if type(value) in PLAIN and (type(value) is not int or value.bit_length() <= MAX_BITS):
+        return value
+    num_elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
+    if num_elements == 1 and hasattr(value, "item"):
+        return value.item()
+    return _as_float(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value
+
+
+def _bare(value: float | str) -> float | str:
+    """Return a plain number or string, also for an instance of a subclass."""
+    if type(value) in (int, float, bool, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is int and value.bit_length() < 64:
+        return value
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"log({name}={reprlib.repr(value)}): must be a whole number, or a tensor that holds one ({error})"
+        ) from error
+    if number.bit_length() >= 64:
+        raise ValueError(f"log({name}=...): a number of {number.bit_length()} bits, must lie between -2**63 and 2**63")
+    return number
