@@ -14,7 +14,7 @@ from rich.table import Column
 
 from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord
@@ -197,7 +197,8 @@ class Display(Observer):
                 how = f"after epoch {error.epoch}: {error.metric} {error.value:.4g}"
                 self._board.print(f"{self._name} was stopped early, {how}")
         elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
-            self._board.print(f"{self._name or 'the gang'} failed: {_in_a_line(error)}")
+            how = "" if isinstance(error, PreemptedError) else f"{self._name or 'the gang'} failed: "
+            self._board.print(f"{how}{_in_a_line(error)}")
         self._tell_goodput()
 
     def _close_line(self) -> None:
