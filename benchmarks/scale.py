@@ -129,7 +129,7 @@ def follow():
         case ["launch", count, host, port, token]:
             for address in addresses(count):
                 order = {{"worker": address, "driver": (host, port), "token": bytes.fromhex(token)}}
-                agents.append(Agent(AgentOrder(num_ranks=1, **order)))
+                agents.append(Agent(AgentOrder(**order)))
             interval = HEARTBEAT_INTERVAL
         case ["deliver"]:
             for agent in agents:
@@ -164,7 +164,7 @@ from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 class Agents:

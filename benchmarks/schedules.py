@@ -777,7 +777,7 @@ def _check_what_is_left(
 
 def _folders_in(folder: Path) -> list[Path]:
     """Return the scratch folders, except those of killed processes, which the next gang would remove."""
-    from flytekitplugins.daskpytorch.process.scratch import remove_abandoned
+    from flytekitplugins.daskpytorch.process.folders import remove_abandoned
 
     remove_abandoned(str(folder))
     return list(folder.glob("daskpytorch-*"))

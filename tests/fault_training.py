@@ -301,7 +301,7 @@ def run_on(
     if not isinstance(where, int):
         return dispatch.run(where, function, *args, gang=gang, **kwargs)
     from flytekitplugins.daskpytorch.driver.supervisor import Request, Supervisor
-    from flytekitplugins.daskpytorch.node.own_node import OwnNode
+    from flytekitplugins.daskpytorch.node.agent import OwnNode
 
     settings = gang or Gang()
     request = Request(

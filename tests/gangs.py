@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.context import Link, RankContext, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks

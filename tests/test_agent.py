@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
 from flytekitplugins.daskpytorch.node.transfers import Transfers
 from flytekitplugins.daskpytorch.protocol import code, framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
@@ -47,7 +47,7 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ra
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.settings import Gang
-from processes import ends, fork_server, is_alive, ranks_of, until
+from processes import ends, fork_server, ranks_of, until
 
 Wanted = TypeVar("Wanted")
 
@@ -153,7 +153,7 @@ def job(function: Callable[[], object], hang_timeout: float | None = None) -> Jo
 def driver() -> Iterator[Driver]:
     """One whose agent has come; it ends with the test."""
     made = Driver()
-    order = AgentOrder(worker="w", driver=made.listener.address, num_ranks=1, token=made.token)
+    order = AgentOrder(worker="w", driver=made.listener.address, token=made.token)
     serving = threading.Thread(target=agent.run, args=(order,))
     serving.start()
     try:
@@ -167,16 +167,6 @@ def driver() -> Iterator[Driver]:
     until(lambda: not ranks_of(fork_server()), "its rank to end")  # which the next test could take for its own
 
 
-def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
-    driver.send(messages.Stop(grace=0.5, main_grace=0.5))
-    driver.send(messages.Tell(Leave()))
-    driver.send(messages.Tell(Locate(1)))
-    driver.send(messages.Dump([0]))
-    driver.start()
-    driver.next(Ready)
-    assert cloudpickle.loads(driver.next(Returned).value) == "trained"
-
-
 def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(driver: Driver, tmp_path: Path) -> None:
     def stand_still() -> None:
         (tmp_path / "stands").touch()
@@ -187,25 +177,6 @@ def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(d
     driver.send(messages.Stop(grace=0.1, main_grace=600.0))
     time.sleep(1.0)
     assert len(ranks_of(fork_server())) == 1
-
-
-def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
-    until(lambda: ranks_of(fork_server()), "the rank to be forked")
-    [idle] = ranks_of(fork_server())
-    idle.kill()
-    until(lambda: not is_alive(idle.pid), "the rank to end")
-    for _ in range(2):  # the first may have been on its way
-        driver.hear_beat()
-    driver.start()
-    assert cloudpickle.loads(driver.next(Returned).value) == "trained"
-
-
-def test_ctrl_c_in_a_rank_that_has_no_orders_yet_is_reported_as_its_error(driver: Driver) -> None:
-    until(lambda: ranks_of(fork_server()), "the rank to be forked")
-    [idle] = ranks_of(fork_server())
-    idle.send_signal(signal.SIGINT)
-    driver.start()
-    assert "KeyboardInterrupt" in driver.next(Failure).traceback
 
 
 def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
@@ -252,7 +223,7 @@ def at_hand(tmp_path: Path) -> Iterator[Transfers]:
         (tmp_path / name).mkdir()
     connection, theirs = ends()
     theirs.close()
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"", folder=tmp_path / "driver")
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"", folder=tmp_path / "driver")
     with contextlib.closing(Transfers(order, tmp_path / "agent", connection.send)) as made:
         yield made
 
@@ -339,13 +310,13 @@ def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
 
 
 def test_what_a_rank_had_open_is_closed_though_nobody_hears_of_its_end(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", num_ranks=1, driver=("127.0.0.1", 1), token=b"")
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
     made = agent._Agent(order, tmp_path, None, None, "forkserver")
     made._driver, theirs = ends()
     theirs.close()  # the driver has given up a worker that was suspended
     with contextlib.closing(made):
-        rank = made._fork(0)
-        [[rank.place]] = place_ranks([agent.describe_node("w", None)], 1)
+        [[place]] = place_ranks([agent.describe_node("w", None)], 1)
+        rank = made._fork(place)
         Path(f"/proc/self/fd/{rank.output}").write_text("its last words\n")
         made._server.kill(0, signal.SIGKILL)
         with pytest.raises(OSError, match="Broken pipe"):
@@ -358,13 +329,14 @@ def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> Non
     def spawn(key: int, channel: int, output: int) -> None:
         raise BrokenPipeError("the fork server is gone")
 
-    order = AgentOrder(worker="w", num_ranks=1, driver=("127.0.0.1", 1), token=b"")
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
     gc.collect()  # earlier tests may have left files to the garbage collector
+    [[place]] = place_ranks([agent.describe_node("w", None)], 1)
     num_before = psutil.Process().num_fds()
     made = agent._Agent(order, tmp_path, None, None, "forkserver")
     made._server.spawn = spawn  # type: ignore[method-assign]
     with contextlib.closing(made), pytest.raises(BrokenPipeError):
-        made._fork(0)
+        made._fork(place)
     del made
     assert psutil.Process().num_fds() == num_before
 

@@ -65,7 +65,7 @@ def test_orders_have_all_that_agents_need(agents: Agents, monkeypatch: pytest.Mo
     orders: list[AgentOrder] = []
     monkeypatch.setattr(agents.launcher, "launch", lambda asked, _: orders.extend(asked))
     agents.launch([W1])
-    assert orders == [AgentOrder(worker=W1, driver=("127.0.0.1", 4711), num_ranks=4, token=b"secret")]
+    assert orders == [AgentOrder(worker=W1, driver=("127.0.0.1", 4711), token=b"secret")]
     assert agents.expected == {W1}
 
 

@@ -135,7 +135,7 @@ def test_a_worker_that_ends_while_its_agent_starts_may_come_back(
     with Client(made) as client:
         agents = DaskAgents(client)
         worker = agents.workers[0]
-        order = AgentOrder(worker=worker, driver=("127.0.0.1", 1), num_ranks=1, token=b"")
+        order = AgentOrder(worker=worker, driver=("127.0.0.1", 1), token=b"")
         agents.launch([order], lambda *how: told.put(how))
         assert STARTED.wait(60)
         made.sync(made.scheduler.remove_worker, agents.addresses[worker], stimulus_id="test")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flytekitplugins.daskpytorch.process import ctrl_c as module
-from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
+from flytekitplugins.daskpytorch.process import signals as module
+from flytekitplugins.daskpytorch.process.signals import CtrlC
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_another_thread_leaves_signals_alone() -> None:
 def test_a_second_one_ends_the_process_at_once(where: str) -> None:
     program = f"""
 import contextlib, os, signal, time
-from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
+from flytekitplugins.daskpytorch.process.signals import CtrlC
 ctrl_c = CtrlC()
 def press(): os.kill(os.getpid(), signal.SIGINT)
 with contextlib.suppress(KeyboardInterrupt), ctrl_c.heeded(), ctrl_c.ends(lambda: print("told", flush=True)):

@@ -13,7 +13,7 @@ import torch
 
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import main, numa
+from flytekitplugins.daskpytorch.rank import main
 
 NODE = Node(worker="w", host="h", num_cores=8, gpus=("2", "3"), gpu_names=(), interface=None, versions={})
 
@@ -23,7 +23,7 @@ def made_current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The GPUs that were made current."""
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(numa, "stay_beside", lambda _: None)
+    monkeypatch.setattr(main, "stay_beside", lambda _: None)
     return current
 
 
@@ -88,7 +88,7 @@ def cores_beside(device: int, system: Path) -> set[int]:
     cores: list[set[int]] = []
 
     def stay() -> None:
-        numa.stay_beside(device, system)
+        main.stay_beside(device, system)
         child = threading.Thread(target=lambda: cores.append(os.sched_getaffinity(0)))
         child.start()
         child.join()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import __main__, current_rank, flame_graphs
-from flytekitplugins.daskpytorch.rank import flame_graph
+from flytekitplugins.daskpytorch.rank import profiler
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from gangs import Notes, on_this_machine
 from processes import Cluster, until
@@ -29,9 +29,10 @@ def agents_folder(temporary: Path) -> Path:
 
 def test_request_that_a_rank_takes_counts(temporary: Path) -> None:
     folder = agents_folder(temporary)
+    watched = profiler.Profiler(3, folder, lambda *_: None, lambda _: None)
 
     def take() -> None:
-        until(lambda: flame_graph.take_requests(3, folder) == [7], "the request")
+        until(lambda: watched.take_requests() == [7], "the request")
 
     rank = threading.Thread(target=take)
     rank.start()
@@ -67,8 +68,9 @@ def test_command_says_whether_there_is_such_a_rank(
 
 def test_without_py_spy_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(flame_graph.shutil, "which", lambda *_, **__: None)
-    flame_graph.record(0, 1, tmp_path, lambda *_: None, notes.append)
+    monkeypatch.setattr(profiler.shutil, "which", lambda *_, **__: None)
+    (tmp_path / profiler.request_name(0, 1, "mine")).touch()
+    profiler.Profiler(0, tmp_path, lambda *_: None, notes.append).draw_flame_graphs()
     until(lambda: bool(notes), "a word")
     [note] = notes
     assert note.startswith(

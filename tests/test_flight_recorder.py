@@ -88,8 +88,6 @@ def test_rank_reports_before_a_backend_with_abort_hooks_aborts(monkeypatch: pyte
         register_abort_hook = staticmethod(hooks.__setitem__)
 
     class Group:
-        _device_types = (torch.device("cuda"),)
-
         def _get_backend(self, _: torch.device) -> Backend:
             return Backend()
 

@@ -86,18 +86,17 @@ def test_hang_without_the_recorder_is_told_by_the_stacks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"),
+    ("name", "value"),
     [
-        ("TORCH_FR_BUFFER_SIZE", "abc", "a number of collectives, such as 64"),
-        ("TORCH_FR_BUFFER_SIZE", "3000000000", "a number of collectives, such as 64"),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "", "a number of collectives, such as 64"),
-        ("TORCH_FR_CPP_STACK", "on", "1 or 0"),
+        ("TORCH_FR_BUFFER_SIZE", "abc"),
+        ("TORCH_FR_BUFFER_SIZE", "3000000000"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", ""),
     ],
 )
-def test_recorder_variable_that_torch_cannot_read_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, wanted: str
+def test_recorder_size_that_torch_cannot_read_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     error = error_of(dist.barrier, start_timeout=60.0)
     assert isinstance(error, ValueError)
-    assert str(error) == f"{name}={value!r}: must be {wanted}, for torch's flight recorder. Mend or unset it"
+    assert f"{name}={value!r}: must be a number of collectives" in str(error)

@@ -58,7 +58,7 @@ def listener(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
 
 
 def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
-    return AgentOrder(worker="w", driver=address, num_ranks=1, token=token)
+    return AgentOrder(worker="w", driver=address, token=token)
 
 
 def connected(listener: Listener) -> socket.socket:

@@ -113,7 +113,7 @@ def test_each_kind_is_reported_once_however_often_it_is_seen() -> None:
     with ours, theirs:
         link = GangLink(ours, order_for())
         for step in range(20):  # a loss stays no number
-            link.records.add(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
+            link.log(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
             link.hint(of_exchange(0, 2, has_trained=True))
             link.hint(None)
             link.send_records()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,13 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "to be removed afterwards")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(libraries, "register_post_import_hook", call_if_imported)
+
+
+def call_if_imported(hook: Callable[[ModuleType], object], name: str) -> None:
+    """Stand for a hook's registration, which would outlive the test."""
+    if name in sys.modules:
+        hook(sys.modules[name])
 
 
 def module_with(monkeypatch: pytest.MonkeyPatch, name: str, version: str = "2.6", **members: Any) -> ModuleType:

@@ -22,9 +22,9 @@ from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.node import transfers
+from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
-from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, watch_peer
@@ -54,7 +54,7 @@ def dial(ear: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[]
     agents: list[Connection] = []
 
     def dial() -> Connection:
-        agents.append(transfers.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)))
+        agents.append(transfers.dial(AgentOrder(worker="w", driver=ear.address, token=TOKEN)))
         agents[-1].send(Leaving())
         assert heard(events) == Leaving()
         return agents[-1]
@@ -141,7 +141,7 @@ def test_a_caller_that_comes_while_the_listener_closes_is_hung_up_on_at_once() -
     for number in range(30):
         events: queue.SimpleQueue[Call] = queue.SimpleQueue()
         ear = listening(TOKEN, events)
-        agent = transfers.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN))
+        agent = transfers.dial(AgentOrder(worker="w", driver=ear.address, token=TOKEN))
         agent.send(Leaving())
         heard(events)
         calling = threading.Thread(target=ear.close)
@@ -178,7 +178,7 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
 
 
 def dial_only(ear: Listener) -> Connection:
-    return transfers.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN))
+    return transfers.dial(AgentOrder(worker="w", driver=ear.address, token=TOKEN))
 
 
 def call(ear: Listener) -> Connection:

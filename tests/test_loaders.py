@@ -21,8 +21,8 @@ LOADING = """
     os.environ["PYTHONPATH"] = {folder!r}
     with open({folder!r} + "/widened.py", "w") as file:
         file.write("import sys; sys.path.append('/nowhere')")
-    multiprocessing.set_forkserver_preload(["__main__", "widened"])
     loaders.shield()
+    multiprocessing.set_forkserver_preload(["__main__", "widened"])
     batches = iter(DataLoader(range(10_000), num_workers=2, multiprocessing_context={method!r}))
     next(batches), next(batches)  # one of each
     print("ready")

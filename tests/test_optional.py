@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client, inherited
+from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import main, numa, usage
+from flytekitplugins.daskpytorch.rank import main, usage
 
 
 def fails(*_: Any, **__: Any) -> NoReturn:
@@ -34,7 +35,7 @@ def test_rank_trains_where_torch_does_not_tell_its_gpus_address(
         (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="as of torch 2.6"))
-    monkeypatch.setattr(numa, "stay_beside", functools.partial(numa.stay_beside, system=tmp_path))
+    monkeypatch.setattr(main, "stay_beside", functools.partial(main.stay_beside, system=tmp_path))
     node = Node(worker="w", host="h", num_cores=8, gpus=("0",), gpu_names=(), interface=None, versions={})
     [[place]] = place_ranks([node], 1)
     order: Any = SimpleNamespace(place=place, job=SimpleNamespace(backend="nccl"))
@@ -45,14 +46,12 @@ def test_rank_trains_where_torch_does_not_tell_its_gpus_address(
 
 
 def test_rank_trains_where_torchs_loader_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = dataloader._BaseDataLoaderIter
-    monkeypatch.delattr(dataloader, "_BaseDataLoaderIter")
+    monkeypatch.setattr(torch_parts, "loader_iterator", fails)
     ledger = usage.Ledger()
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     optimizer = torch.optim.SGD([weight])
     with usage.watched(ledger):
-        monkeypatch.setattr(dataloader, "_BaseDataLoaderIter", kept, raising=False)
         assert len(list(DataLoader(range(4)))) == 4  # type: ignore[arg-type]
         optimizer.step()
     assert ledger.num_steps == 1

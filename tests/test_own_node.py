@@ -13,7 +13,7 @@ from flytekit.tools.translator import get_serializable
 from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1PodSpec, V1Toleration, V1Volume, V1VolumeMount
 
 from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb
-from flytekitplugins.daskpytorch.node import hardware, own_node
+from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.node.hardware import FoundGpus
 
 
@@ -106,7 +106,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 @pytest.mark.usefixtures("gpus")
 def test_ranks_on_a_node(nproc: int | str, backend: str, ranks: int) -> None:
-    assert own_node.num_ranks_here(nproc, backend) == ranks
+    assert hardware.num_ranks_here(nproc, backend) == ranks
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_ranks_on_a_node(nproc: int | str, backend: str, ranks: int) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_nccl_needs_a_gpu_for_every_rank(nproc: int | str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        own_node.num_ranks_here(nproc, "nccl")
+        hardware.num_ranks_here(nproc, "nccl")

@@ -151,7 +151,7 @@ from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.node.agent import OwnNode
 
 if __name__ == "__main__":
     request = request_for(lambda: current_rank().world_size, (), {}, Gang(ranks_per_worker=2))

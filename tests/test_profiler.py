@@ -13,7 +13,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from flytekitplugins.daskpytorch import Profile
-from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
+from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from gangs import Notes, on_this_machine
 
 
@@ -32,7 +32,8 @@ class Taken:
     def __init__(self, scratch: Path, **asked: Any) -> None:
         self.results: dict[str, bytes] = {}
         self.notes: list[str] = []
-        self.profiler = StepProfiler(Profile(**asked), 3, scratch, self.results.__setitem__, self.notes.append)
+        profiler = Profiler(3, scratch, self.results.__setitem__, self.notes.append)
+        self.watching = profiler.watching(Profile(ranks=(3,), **asked))
 
 
 def train(num_steps: int) -> None:
@@ -52,7 +53,7 @@ def num_steps_in(trace: bytes) -> int:
 @pytest.mark.parametrize("steps", [(1, 1), (2, 3), (3, 5)])
 def test_steps_asked_for_are_in_the_trace_and_no_others(tmp_path: Path, steps: tuple[int, int]) -> None:
     taken = Taken(tmp_path, steps=steps)
-    with taken.profiler.watching():
+    with taken.watching:
         train(7)
     first, last = steps
     [(path, trace)] = taken.results.items()
@@ -66,7 +67,7 @@ def test_steps_asked_for_are_in_the_trace_and_no_others(tmp_path: Path, steps: t
 
 def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> None:
     taken = Taken(tmp_path, steps=(2, 99))
-    with taken.profiler.watching():
+    with taken.watching:
         train(4)
     [(path, trace)] = taken.results.items()
     assert path == "profiles/rank-3-steps-2-4.pt.trace.json.gz"
@@ -75,14 +76,14 @@ def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> N
 
 def test_steps_that_are_never_reached_leave_nothing(tmp_path: Path) -> None:
     taken = Taken(tmp_path, steps=(20, 30))
-    with taken.profiler.watching():
+    with taken.watching:
         train(4)
     assert (taken.results, taken.notes) == ({}, [])
 
 
 def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
     taken = Taken(tmp_path / "missing", steps=(1, 2), folder=str(tmp_path))
-    with taken.profiler.watching():
+    with taken.watching:
         train(4)
     [note] = taken.notes
     assert note.startswith("could not be profiled (")

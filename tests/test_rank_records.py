@@ -12,9 +12,8 @@ import pytest
 from flytekitplugins.daskpytorch.protocol import reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, Spent, unpack
-from flytekitplugins.daskpytorch.rank import records as records_module
-from flytekitplugins.daskpytorch.rank.link import GangLink
-from flytekitplugins.daskpytorch.rank.records import interval_of
+from flytekitplugins.daskpytorch.rank import link as link_module
+from flytekitplugins.daskpytorch.rank.link import GangLink, interval_of
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
 
@@ -82,7 +81,7 @@ def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent:
 def test_a_rank_that_logs_faster_sends_by_itself(
     agent: tuple[GangLink, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(link_module, "MAX_WAITING", 3)
     link, agents = agent
     link.records._interval = math.inf
     link.records._keep_sending = lambda: None  # type: ignore[method-assign]
@@ -94,15 +93,12 @@ def test_a_rank_that_logs_faster_sends_by_itself(
 def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     for step in range(4):
-        link.records.add(record(step, loss=math.nan if step else 0.5))
+        link.log(record(step, loss=math.nan if step else 0.5))
     link.send_records()
-    _, [*logged, hint] = arrived(agents)
-    assert [report.step for report in logged if isinstance(report, LogRecord)] == [1, 2, 3]
+    _, [first, hint, *others] = arrived(agents)
     assert isinstance(hint, Hint)
     assert "step 1" in hint.text
-    link.records.add(record(4, loss=math.nan))
-    link.send_records()
-    assert not any(isinstance(report, Hint) for message in arrived(agents) for report in message)
+    assert [report.step for report in (first, *others) if isinstance(report, LogRecord)] == [1, 2, 3]
 
 
 def test_the_last_records_come_before_the_end_of_their_rank(agent: tuple[GangLink, Connection]) -> None:

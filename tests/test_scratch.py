@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.process import scratch
-from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process import folders as scratch
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from processes import end, is_alive, nothing_left_behind, until
 
 HERE = Path(__file__).parent
@@ -109,7 +109,7 @@ def folders_after_another(temporary: Path) -> list[str]:
 
 FORKING = """
 import os, time
-from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
 
 with scratch_folder("daskpytorch-parent-"):
     if os.fork() == 0:

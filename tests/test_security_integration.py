@@ -129,7 +129,7 @@ def test_what_may_be_printed_shows_no_secret() -> None:
     settings = RunSettings(
         wandb=Wandb(project="p"), id="i", name="n", mode="online", key=SECRETS["WANDB_API_KEY"], config={}
     )
-    order = AgentOrder(worker="w", driver=("h", 1), num_ranks=1, token=b"sentinel")
+    order = AgentOrder(worker="w", driver=("h", 1), token=b"sentinel")
     shown = f"{settings!r} {order!r} {folder!r}"
     assert "sentinel" not in shown
     assert SECRETS["WANDB_API_KEY"] not in shown

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.process.private_folder import make_private
+from flytekitplugins.daskpytorch.process.folders import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
 from flytekitplugins.daskpytorch.rank.shard_copies import OWN_FOLDER, ShardCopies
 from others import give_away

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE

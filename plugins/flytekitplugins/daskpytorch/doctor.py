@@ -149,7 +149,7 @@ def _node() -> Iterator[Finding]:
 
 def _gang_here(timeout: float) -> Iterator[Finding]:
     from flytekitplugins.daskpytorch.node import fork_client
-    from flytekitplugins.daskpytorch.node.own_node import OwnNode
+    from flytekitplugins.daskpytorch.node.agent import OwnNode
 
     try:
         yield try_gang("ranks on this node", OwnNode(), NUM_RANKS, timeout)

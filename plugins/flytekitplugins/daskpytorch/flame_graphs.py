@@ -10,7 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.rank.flame_graph import request_name
+from flytekitplugins.daskpytorch.rank.profiler import request_name
 
 __all__ = ["ask"]
 

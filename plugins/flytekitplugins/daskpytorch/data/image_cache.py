@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_index import write_whole
-from flytekitplugins.daskpytorch.process.private_folder import make_private
+from flytekitplugins.daskpytorch.process.folders import make_private
 
 logger = logging.getLogger(__name__)
 

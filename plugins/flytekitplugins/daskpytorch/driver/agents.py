@@ -118,7 +118,6 @@ class Agents:
                 AgentOrder(
                     worker=worker,
                     driver=self.address,
-                    num_ranks=self.num_ranks,
                     token=self.token,
                     num_gpus=self.num_gpus,
                     folder=self.folder,

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.reduction import send_handle
@@ -25,13 +25,14 @@ from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.node.ranks import Rank
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
-from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.code import place_code
+from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder, WorkerData
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
@@ -67,7 +68,6 @@ def run(
         scratch_folder("daskpytorch-") as scratch,
         contextlib.closing(_Agent(order, scratch, leaving, data, start_method)) as agent,
     ):
-        agent.fork_ahead(order.num_ranks)
         connection = dial(order)
         at_last.callback(connection.close)  # the closed connection tells the driver that no rank is left
         try:
@@ -80,6 +80,29 @@ def run(
             raise
 
 
+class OwnNode(AgentLauncher):
+    """Launcher of one agent, for the ranks of a `SpawnDDP` task. `dask.agents.DaskAgents` is the launcher for Dask."""
+
+    num_wanted = 1
+    host = "127.0.0.1"
+
+    def __init__(self, start_method: str = "forkserver") -> None:
+        self.workers: Sequence[str] = [socket.gethostname()]
+        self._start_method = start_method
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Start the agent in a thread."""
+        for order in orders:
+            serve = functools.partial(self._serve, order, on_failure)
+            threading.Thread(target=serve, name="daskpytorch-agent", daemon=True).start()
+
+    def _serve(self, order: AgentOrder, on_failure: OnFailure) -> None:
+        try:
+            run(order, start_method=self._start_method)
+        except BaseException as error:  # the driver waits for the agent
+            on_failure(order.worker, raisable(error, "the agent"))
+
+
 class _Agent:
     def __init__(
         self, order: AgentOrder, scratch: Path, leaving: int | None, data: WorkerData | None, start_method: str
@@ -87,7 +110,6 @@ class _Agent:
         self._order = order
         self._data = data
         self._scratch = scratch
-        self._start_method = start_method
         self._archive = b""
         """Archive of the sources from the driver. A later attempt unpacks the archive if the user's files change."""
         self._server = fork_client.connect(start_method)
@@ -115,17 +137,12 @@ class _Agent:
         for rank in self._ranks.values():
             rank.close()
 
-    def fork_ahead(self, count: int) -> None:
-        """Fork the first attempt's ranks while the agents connect. The ranks wait for their orders."""
-        self._server.ask_readiness()
-        for key in range(count):
-            self._fork(key)
-
     def serve(self, driver: Connection) -> None:
         self._driver = driver
         self._interface = interface_of(driver.own_address)
         self._meeting = _listen_at(driver.own_address)
-        node, (host, port, *_) = self._describe_node(), self._meeting.getsockname()
+        node = describe_node(self._order.worker, self._interface, self._order.num_gpus)
+        host, port, *_ = self._meeting.getsockname()
         self._await_server()
         self._say(messages.Hello(node, (host, port)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
@@ -146,15 +163,12 @@ class _Agent:
         with contextlib.suppress(fork_client.ForkServerLostError):  # `serve` notes the loss after the `Hello`
             self._server.take_readiness()
 
-    def _describe_node(self) -> Node:
-        return describe_node(self._order.worker, self._interface, self._order.num_gpus)
-
     def _due(self) -> list[Callable[[], None]]:
         """Wait for events or the next deadline, and return the handlers of all events."""
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
-            self._transfers.fileno(): self._pass_on_outcome,
+            self._transfers.fileno(): lambda: self._tell_all(self._transfers.next_outcome()),
         }
         if self._leaving is not None:
             handlers[self._leaving] = self._say_leaving
@@ -192,13 +206,10 @@ class _Agent:
         self._num_kills_for_memory = num_kills_for_memory()
         self._archive = order.code.archive or self._archive
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
-        if not self._ranks:
-            self._change_server()
         self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         for place in order.places:
-            rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
-            rank.place = place
+            rank = self._fork(place)
             asked = RankOrder(
                 place=place,
                 job=order.job,
@@ -224,32 +235,24 @@ class _Agent:
         folder = self._order.folder
         return str(folder) if folder is not None and os.access(folder, os.W_OK) else None
 
-    def _change_server(self) -> None:
-        """Open a new client of the fork server for the next attempt, and close the old client."""
-        old, self._server = self._server, fork_client.connect(self._start_method)
-        old.close()
-
-    def _fork(self, key: int) -> Rank:
+    def _fork(self, place: Place) -> Rank:
         mine, theirs = Pipe()
         output, output_of_rank = os.pipe()
         os.set_blocking(output, False)
-        rank = self._ranks[key] = Rank(key=key, channel=mine, output=output)  # closed with the agent in any case
+        rank = Rank(place=place, channel=mine, output=output)
+        self._ranks[place.local_rank] = rank  # closed with the agent in any case
         try:
-            self._server.spawn(key, theirs.fileno(), output_of_rank)
+            self._server.spawn(place.local_rank, theirs.fileno(), output_of_rank)
         finally:
             theirs.close()
             os.close(output_of_rank)
         return rank
 
     def _stop(self, asked: messages.Stop) -> None:
-        for rank in self._at_work():
-            grace = asked.main_grace if rank.place is not None and rank.place.rank == 0 else asked.grace
+        for rank in self._ranks.values():
+            grace = asked.main_grace if rank.place.rank == 0 else asked.grace
             rank.kill_at = time.monotonic() + grace
             self._tell(rank, orders.Quit(asked.reason, grace))
-
-    def _at_work(self) -> list[Rank]:
-        """Return the ranks that have their `RankOrder`. Other ranks would take any message for that order."""
-        return [rank for rank in self._ranks.values() if rank.place is not None]
 
     def _say(self, message: messages.FromAgent) -> None:
         with self._lock:
@@ -257,9 +260,9 @@ class _Agent:
 
     def _keep_time(self) -> None:
         now = time.monotonic()
-        for rank in self._ranks.values():
+        for key, rank in self._ranks.items():
             if rank.kill_at is not None and now >= rank.kill_at:
-                self._server.kill(rank.key, signal.SIGKILL)
+                self._server.kill(key, signal.SIGKILL)
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             self._send_stacks()
@@ -269,8 +272,7 @@ class _Agent:
             self._show_stacks()
 
     def _beat(self) -> None:
-        ranks = [(rank.place, rank.num_moves) for rank in self._ranks.values()]
-        told = {place.rank: count for place, count in ranks if place is not None and count is not None}
+        told = {rank.place.rank: rank.num_moves for rank in self._ranks.values() if rank.num_moves is not None}
         with self._lock:
             self._driver.send_frame(framing.heartbeat(told))
 
@@ -287,30 +289,29 @@ class _Agent:
 
     def _dump(self, ranks: list[int]) -> None:
         """Ask silent ranks for their stacks, by a signal."""
-        self._silent = [rank for rank in self._at_work() if rank.place is not None and rank.place.rank in ranks]
+        self._silent = [rank for rank in self._ranks.values() if rank.place.rank in ranks]
         for rank in self._silent:
             rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
-            self._server.signal(rank.key, orders.DUMP_SIGNAL)
+            self._server.signal(rank.place.local_rank, orders.DUMP_SIGNAL)
         self._stacks_at = time.monotonic() + DUMP_TIME
 
     def _send_stacks(self) -> None:
         nothing = "(no stacks: the process does not run; is it suspended?)"
         for rank in self._silent:
-            if rank.place is not None:
-                text = rank.take_stacks(self._scratch) or nothing
-                self._note_lines(rank, text.splitlines())
-                self._say(messages.Stacks(rank.place.rank, text))
+            text = rank.take_stacks(self._scratch) or nothing
+            self._note_lines(rank, text.splitlines())
+            self._say(messages.Stacks(rank.place.rank, text))
 
     def _show_stacks(self) -> None:
         """Send the driver the stacks of ranks that a user has signalled by hand (`kill -QUIT`)."""
         if self._stacks_at is None:  # else this agent has signalled the ranks
-            for rank in self._at_work():
+            for rank in self._ranks.values():
                 self._note_lines(rank, rank.take_stacks(self._scratch).splitlines())
 
     # ---- the ranks' channels
 
     def _tell_all(self, order: orders.Order) -> None:
-        for rank in self._at_work():
+        for rank in self._ranks.values():
             self._tell(rank, order)
 
     @staticmethod
@@ -326,19 +327,15 @@ class _Agent:
             return
         if gathered.num_moves is not None:
             rank.num_moves = gathered.num_moves
-        if rank.place is not None:
-            for together in gathered.messages:
-                self._say(messages.Reported(rank.place.rank, together))
-
-    def _pass_on_outcome(self) -> None:
-        self._tell_all(self._transfers.next_outcome())
+        for together in gathered.messages:
+            self._say(messages.Reported(rank.place.rank, together))
 
     def _relay_output(self, rank: Rank) -> None:
         self._note_lines(rank, rank.read_lines())
 
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
         rank.note(lines)
-        if lines and rank.place is not None:
+        if lines:
             self._say(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
@@ -351,8 +348,6 @@ class _Agent:
             self._relay_reports(rank)
         while rank.output is not None and wait([rank.output], 0):
             self._relay_output(rank)
-        if rank.place is None:  # the rank ended before its orders, for which `_start` forks another
-            return
         self._say(
             messages.Exited(
                 rank=rank.place.rank,

@@ -11,14 +11,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import spawn
 from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
-from flytekitplugins.daskpytorch.process import sigterm
+from flytekitplugins.daskpytorch.process import signals
 from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.protocol.orders import NANNYS_MARK, without_nannys
 
@@ -72,12 +72,8 @@ class ForkServerClient:
         """Signal a running rank without its child processes."""
         self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
 
-    def ask_readiness(self) -> None:
-        """Ask the server to answer once its imports are done. Call this method before the first `spawn`."""
-        self._socket.send(json.dumps({"op": "answer"}).encode())
-
     def take_readiness(self) -> None:
-        """Wait for the answer to `ask_readiness`.
+        """Wait for the server's first event, which comes once its imports are done.
 
         Raises:
             ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
@@ -95,7 +91,8 @@ class ForkServerClient:
             ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
             ForkServerLostError: The server was killed or closed, and every rank with it.
         """
-        event = self._next_event()
+        while not (event := self._next_event()):
+            pass  # nobody has taken the readiness
         _ranks.discard((id(self), event["key"]))
         return event["key"], event["exitcode"]
 
@@ -256,7 +253,7 @@ def _inherit() -> socket.socket | None:
 
 
 def _start() -> _Owned:
-    spawn._check_not_importing_main()  # type: ignore[attr-defined] # noqa: SLF001 - a script without a guard would train in training
+    _refuse_script_without_guard()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _open_hand_over() as hand_over:
         descriptors = [theirs.fileno(), *hand_over]
@@ -266,11 +263,26 @@ def _start() -> _Owned:
         kept = without_nannys(os.environ)
         env = {name: value for name, value in os.environ.items() if name != NANNYS_MARK or name in kept}
         _ranks.clear()  # ranks of an earlier server have ended with it
-        with sigterm.held_back():
+        with signals.sigterm_held_back():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
             )
     return _Owned(process, mine)
+
+
+def _refuse_script_without_guard() -> None:
+    """Check that this process does not import the script of the process that has spawned it.
+
+    Raises:
+        RuntimeError: The script starts gangs at import, so that each spawned process would train, too.
+    """
+    main = sys.modules["__main__"]
+    # During the import `__main__` is `multiprocessing`'s own program. Afterwards both names have the same module.
+    if sys.modules.get("__mp_main__", main) is not main and not hasattr(main, "__file__"):
+        raise RuntimeError(
+            "the script starts a gang while another process of the same script imports it. Start the gang below "
+            "`if __name__ == '__main__':`"
+        )
 
 
 @contextlib.contextmanager

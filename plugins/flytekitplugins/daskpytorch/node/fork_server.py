@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from flytekitplugins.daskpytorch.node import inherited
-from flytekitplugins.daskpytorch.process import sigterm
+from flytekitplugins.daskpytorch.process import signals
 
 MAX_PACKET = 4096
 END = b"end"
@@ -132,7 +132,6 @@ class _Server:
 
         Running ranks import these modules themselves. The server's imports would take the same memory once more. A
         first gang of four workers would take 1.32 x `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26)."""
-        self._has_forked = False
         self._trains, self._says_that_it_trains = os.pipe()
         self._selector.register(self._trains, selectors.EVENT_READ, self._prepare_for_training)
 
@@ -208,6 +207,7 @@ class _Server:
             # A server without ranks by then was started ahead, for gangs that train.
             self._to_import.extend(inherited.TRAINING_IMPORTS)
             self._import_at = time.monotonic() + leisure
+        self._tell(client, {})  # the client may wait for the imports
 
     def _serve_client(self, client: _Client) -> None:
         try:
@@ -220,8 +220,6 @@ class _Server:
         request = json.loads(packet)
         if request["op"] == "spawn":
             self._spawn(client, request["key"], descriptors)
-        elif request["op"] == "answer":
-            self._tell(client, {})
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # the rank has ended
         elif request["op"] == "signal":
@@ -230,9 +228,7 @@ class _Server:
             _kill_session(pid, request["signal"])
 
     def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
-        if not self._has_forked:
-            self._has_forked = True
-            self._to_import.clear()  # until a rank trains
+        self._to_import.clear()  # until a rank trains
         client.ranks[key] = self._fork(*descriptors, spawns=client.spawns)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -247,14 +243,14 @@ class _Server:
 
     def _watch_for_training(self) -> None:
         """In a rank: tell the server when the rank begins to train."""
-        from flytekitplugins.daskpytorch.rank import libraries
+        from wrapt import register_post_import_hook
 
         def note(_: object) -> None:
             with contextlib.suppress(OSError):  # the user's code may have closed all files
                 os.write(self._says_that_it_trains, b".")
 
         if inherited.TRAINS not in sys.modules:
-            libraries.call_after(inherited.TRAINS, note)
+            register_post_import_hook(note, inherited.TRAINS)
 
     def _use_leisure(self) -> None:
         if self._to_import and not any(client.ranks for client in self._clients):
@@ -354,7 +350,7 @@ class _Server:
 def _be_rank(channel: int) -> NoReturn:
     status = 1
     try:
-        sigterm.leave_to_parent()
+        signals.leave_sigterm_to_parent()
         from flytekitplugins.daskpytorch.rank import main as rank_main
 
         status = rank_main.main(Connection(channel))

@@ -191,16 +191,43 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
     by, wanted = max(asked.items(), key=lambda item: item[1])
     if wanted <= len(found.names):
         return found
-    names = f" ({', '.join(f'GPU {gpu}: {name}' for gpu, name in found.names.items())})" if found.names else ""
     variables = ", ".join(f"{variable}={os.environ.get(variable)!r}" for variable in ASKING_VARIABLES)
     problem = found.problem or "torch sees no others"
     raise GangStartError(
         f"GPUs are missing on host {socket.gethostname()} (worker {worker}): {by} ask{'s' * (by != 'the limits')} for "
-        f"{wanted}, {len(found.names)} found{names}. {problem[0].upper()}{problem[1:]}. {_driver_says()} {variables}. "
-        "Another attempt may get another node. Drain this one if nvidia-smi fails there.",
+        f"{wanted}, {len(found.names)} found{_in_words(found.names)}. {problem[0].upper()}{problem[1:]}. "
+        f"{_driver_says()} {variables}. Another attempt may get another node. "
+        "Drain this one if nvidia-smi fails there.",
         worker=worker,
         host=socket.gethostname(),
     )
+
+
+def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:
+    """Return the number of ranks on this node for `SpawnDDP(nproc=...)`.
+
+    Args:
+        nproc: The user's number. "auto" means one rank per GPU, or one rank without GPUs.
+        backend: The user's backend of the process group.
+        num_gpus: Number of GPUs in the task's resource limits. 0 if unknown.
+
+    Raises:
+        GangStartError: This node has fewer GPUs than were asked for.
+        ValueError: The backend is nccl, and this node has fewer GPUs than ranks.
+    """
+    gpus = require_gpus(num_gpus, socket.gethostname()).names
+    wanted = int(nproc) if nproc != "auto" else max(1, len(gpus))
+    if backend == "nccl" and wanted > len(gpus):
+        raise ValueError(
+            f"SpawnDDP(nproc={nproc!r}) with Gang(backend='nccl') needs a GPU of its own for each of {wanted} ranks; "
+            f"torch finds {len(gpus)} on this node{_in_words(gpus)}. Ask for GPUs in the task's requests, lower nproc, "
+            "or use backend='gloo', with which ranks may share a GPU or do without."
+        )
+    return wanted
+
+
+def _in_words(gpus: dict[str, str]) -> str:
+    return f" ({', '.join(f'GPU {gpu}: {name}' for gpu, name in gpus.items())})" if gpus else ""
 
 
 def _driver_says() -> str:

@@ -12,8 +12,9 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module, metadata
+from typing import Any
 
 from flytekitplugins.daskpytorch.process.system import optional
 
@@ -41,6 +42,27 @@ _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
 # ---- Modules
 
 
+@contextlib.contextmanager
+def _without_finalizers() -> Iterator[None]:
+    """Switch the exit calls of finalizers off that modules make in the block.
+
+    Torch's finalizers free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with them, and 2
+    to 7 ms without (2026-11-26). Sweeps of small models have many exits (`many.py --trivial`).
+    """
+    begin = weakref.finalize.__init__
+
+    def begin_quietly(finalizer: Any, *args: Any, **kwargs: Any) -> None:
+        begin(finalizer, *args, **kwargs)
+        finalizer.atexit = False
+
+    weakref.finalize.__init__ = begin_quietly  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        weakref.finalize.__init__ = begin  # type: ignore[method-assign]
+
+
+@_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
     """Import the modules that every rank needs, and these others. Of `module:function` also call the function."""
     import torch.distributed  # noqa: F401
@@ -78,6 +100,7 @@ def leisure() -> float:
         raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
 
 
+@_without_finalizers()
 def import_quietly(name: str) -> None:
     """Import one more module for later ranks. Ignore an error of the import."""
     with contextlib.suppress(Exception):  # the rank that needs the module reports the error
@@ -91,10 +114,6 @@ def _settle() -> None:
 
     # Otherwise a rank's first full garbage collection takes 0.33 s, and copies 90 MiB of shared pages (2026-11-23).
     gc.freeze()
-    # Torch's finalizers at exit free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with
-    # them, and 2 to 7 ms without (2026-11-26). Sweeps of small models have many exits (`many.py --trivial`).
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - Python 3.11 to 3.14
-        finalizer.atexit = False
     program.forget_levels()
 
 

@@ -21,48 +21,33 @@ MAX_LINE = 64 << 10
 
 
 class Lines:
-    """Splits a stream of bytes into lines, in linear time and bounded memory."""
+    """Splits a stream of bytes into lines, in bounded memory."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._unfinished: list[str] = []
-        """Pieces of the last line, whose end has not arrived."""
-        self._size = 0
+        self._unfinished = ""
+        """Start of the last line, whose end has not arrived."""
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that end in these bytes, without blank lines. Empty `data` ends the stream."""
         # Carriage returns end lines, too: each state of a progress bar becomes a line.
-        first, *others = self._decoder.decode(data, final=not data).replace("\r", "\n").split("\n")
-        lines = []
-        self._add(first)
-        for start in others:
-            lines.append(self._finish())
-            self._add(start)
-        if not data or self._size >= MAX_LINE:
-            lines.append(self._finish())
+        text = self._decoder.decode(data, final=not data).replace("\r", "\n")
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        if not data or len(self._unfinished) >= MAX_LINE:
+            lines.append(self._unfinished)
+            self._unfinished = ""
         return [line[at : at + MAX_LINE] for line in lines if line.strip() for at in range(0, len(line), MAX_LINE)]
-
-    def _add(self, piece: str) -> None:
-        self._unfinished.append(piece)
-        self._size += len(piece)
-
-    def _finish(self) -> str:
-        line = "".join(self._unfinished)
-        self._unfinished, self._size = [], 0
-        return line
 
 
 @dataclass
 class Rank:
     """A rank's process, started by the fork server for this agent."""
 
-    key: int
-    """Key of the rank at the fork server: its local rank."""
+    place: Place
+    """Place of the rank. The local rank is the rank's key at the fork server."""
     channel: Channel
     output: int | None
     """Descriptor of the read end of the rank's standard output and error. None after the rank has closed both."""
-    place: Place | None = None
-    """Place of the rank. None while the rank waits for its `RankOrder`."""
     num_moves: int | None = None
     """Number of signs of life that the rank has reported. None before the first report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -98,8 +83,6 @@ class Rank:
 
     def take_stacks(self, scratch: Path) -> str:
         """Return the rank's stacks from its file in this folder, and empty the file."""
-        if self.place is None:
-            return ""
         path = orders.stacks_path(scratch, self.place)
         with contextlib.suppress(OSError):  # a starting rank has no file yet
             if text := path.read_text(errors="replace")[: orders.MAX_STACKS]:

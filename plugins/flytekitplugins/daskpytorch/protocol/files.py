@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsspec.core import strip_protocol
 from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch.process.private_folder import WRITABLE, refuse_foreign
+from flytekitplugins.daskpytorch.process.folders import WRITABLE, refuse_foreign
 
 CHUNK = 25 << 20
 """Bytes in one request of an upload to S3 or Google Cloud. Clients hold ten requests in memory (default: 50 MB each).
@@ -34,7 +35,7 @@ def unusable(setting: str, folder: str, error: OSError) -> OSError:
 
 def full_path(folder: str) -> str:
     """Return the absolute path of a path or `file://` URL."""
-    return str(LocalFileSystem._strip_protocol(folder))  # noqa: SLF001 - fsspec has no other way
+    return str(strip_protocol(folder))
 
 
 class Files:

@@ -19,8 +19,6 @@ class AgentOrder:
     """Worker that the agent runs on, by its name for users, which is its address except for local workers."""
     driver: tuple[str, int]
     """Host and port of the driver."""
-    num_ranks: int
-    """Number of ranks that the agent will start. The agent forks them before `Start`, while the agents connect."""
     token: bytes = field(repr=False)
     """Secret of the gang, by which agent and driver recognise each other (see `framing`)."""
     num_gpus: int = 0
@@ -34,7 +32,10 @@ OnFailure = Callable[[str, Exception], None]
 
 
 class AgentLauncher(Protocol):
-    """Starts agents, one per worker, on a Dask cluster or another kind of workers."""
+    """Starts agents, one per worker, on a Dask cluster or another kind of workers.
+
+    The methods' defaults fit workers that are always present.
+    """
 
     workers: Sequence[str]
     """Workers of the first attempt (names for users), in rank order."""
@@ -52,15 +53,19 @@ class AgentLauncher(Protocol):
         Raises:
             OSError: The scheduler does not answer.
         """
+        return self.workers
 
     def is_connected(self) -> bool:
         """Return True if the scheduler, or whichever process knows the workers, is connected."""
+        return True
 
     def hindrance(self) -> str:
         """Return the known reason for missing workers, as text to append to a message. Empty without any."""
+        return ""
 
     def close(self) -> None:
         """Forget the agents. Agents end when their connections to the driver close."""
+        return
 
 
 # ---- From the agent ...

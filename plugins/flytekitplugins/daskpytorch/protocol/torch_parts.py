@@ -1,4 +1,4 @@
-"""Access to private parts of torch. Only this file and `rank/loaders.py` (for workers of loaders) use their names.
+"""Access to private parts of torch. Only this file uses their names.
 
 Runs in ranks. `docs/private_names.md` has each name's purpose and versions. Without the name, the functions raise
 `AttributeError`. Torch is imported late, as a spawned rank sets its environment variables first.
@@ -46,12 +46,7 @@ def names_of_backends(group: Any) -> list[str]:
     return list(dict.fromkeys(backend.rpartition(":")[2] for backend in config.split(",")))
 
 
-def devices_of(group: Any) -> list[torch.device]:
-    """Return the device types for which a group has a backend."""
-    return list(group._device_types)  # noqa: SLF001
-
-
-def backend_on(group: Any, device: torch.device | str) -> Any:
+def backend_on(group: Any, device: str) -> Any:
     """Return a group's backend for a device type."""
     import torch
 
@@ -123,14 +118,13 @@ def _without_compiler() -> Iterator[None]:
 
 def loader_iterator() -> Any:
     """Return the class whose `__next__` returns each batch of a `DataLoader`. Torch has no public hook for batches."""
-    from torch.utils.data import dataloader
+    import torch
+    from torch.utils.data import DataLoader
 
-    return dataloader._BaseDataLoaderIter  # noqa: SLF001
-
-
-def sampler_of(iterator: Any) -> Any:
-    """Return the sampler of the loader to which an iterator belongs."""
-    return getattr(iterator._index_sampler, "sampler", iterator._index_sampler)  # noqa: SLF001
+    # The iterator draws a seed from the generator: not from torch's own, whose next numbers are the user's.
+    empty: Any = []
+    kinds = type(iter(DataLoader(empty, generator=torch.Generator()))).__mro__
+    return next(kind for kind in kinds if "__next__" in vars(kind))
 
 
 # ---- Tensors' memory in pickles

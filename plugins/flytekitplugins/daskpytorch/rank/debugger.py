@@ -10,6 +10,7 @@ import bdb
 import contextlib
 import fcntl
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -18,14 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging
-from flytekitplugins.daskpytorch.rank import libraries
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.orders import RankOrder
@@ -114,7 +115,7 @@ class Prompt:
 
 def watch_pdb(prompt: Prompt) -> None:
     """Connect each pdb prompt, also that of `breakpoint()`, to the driver's terminal."""
-    libraries.call_after("pdb", functools.partial(_at_terminal, prompt))
+    register_post_import_hook(functools.partial(_at_terminal, prompt), "pdb")
 
 
 def _at_terminal(prompt: Prompt, pdb: Any) -> None:
@@ -135,15 +136,11 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
         debugger = pdb.Pdb(nosigint=True)  # the driver handles Ctrl-C while no prompt is shown
         if header is not None:
             debugger.message(header)
-        debugger.set_trace(_caller())
+        here = inspect.currentframe()
+        debugger.set_trace(here and here.f_back)
 
     pdb.Pdb.interaction = interaction
     pdb.set_trace = set_trace
-
-
-def _caller() -> FrameType | None:
-    """Return the frame that called this function's caller."""
-    return sys._getframe(1).f_back  # noqa: SLF001
 
 
 def _is_stepping(debugger: Any) -> bool:

@@ -51,8 +51,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
         if os.getpid() == rank:  # not a DataLoader's worker, which inherits the handler
             report()
 
-    with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another torch
-        _hook_abort(report_of_rank)
+    _hook_aborts(report_of_rank)
     if _set_terminate is None:
         return
 
@@ -66,11 +65,11 @@ def call_before_abort(report: Callable[[], None]) -> None:
     previous = _set_terminate(_handler)
 
 
-def _hook_abort(report: Callable[[], None]) -> None:
-    """Call `report` before an existing process group aborts. Torch 2.15's `nccl2` aborts without an exception."""
-    for group in torch_parts.groups():
-        for device in torch_parts.devices_of(group):
-            backend = torch_parts.backend_on(group, device)
+def _hook_aborts(report: Callable[[], None]) -> None:
+    """Call `report` before an existing group on GPUs aborts. Torch 2.15's `nccl2` aborts without an exception."""
+    with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another torch
+        for group in torch_parts.groups():
+            backend = torch_parts.backend_on(group, "cuda")
             if getattr(backend, "supports_abort_hooks", False):
                 backend.register_abort_hook(HOOK, report)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.program import FIRST_OWN_SEED
 from flytekitplugins.daskpytorch.protocol.reports import Hint
 
@@ -47,15 +45,6 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
         f"has returned without a single collective among {world_size} ranks: if they were to train one model, each has "
         "trained one of its own. Is it wrapped in DistributedDataParallel?",
     )
-
-
-def watch_optimizers() -> Callable[[], bool]:
-    """Return a function that returns True once any optimizer has made a step after this call."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    stepped = threading.Event()
-    register_optimizer_step_post_hook(lambda *_: stepped.set())
-    return stepped.is_set
 
 
 def of_nccl(before: Mapping[str, str], after: Mapping[str, str]) -> Hint | None:
@@ -97,51 +86,48 @@ def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
 def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
     """Report, in this block, a shuffling `DistributedSampler` that gives two epochs of training the same order.
 
-    A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer makes a step after one
-    of its batches, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
+    A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer makes a step after the
+    sampler gave an index, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data.distributed import DistributedSampler
 
-    batches = torch_parts.loader_iterator()
-    begin, set_epoch, take = DistributedSampler.__iter__, DistributedSampler.set_epoch, batches.__next__
+    begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
     num_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     trained: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
     """Sampler -> number and epoch of the newest pass in which an optimizer made a step."""
     has_epochs: WeakSet[Any] = WeakSet()
     latest: list[Any] = [None]
-    """One element: the sampler of the loader that gave the newest batch."""
+    """One element: the sampler that gave the newest index."""
 
-    def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[Any]:
+    def note(sampler: DistributedSampler[Any], index: int) -> int:
+        latest[0] = sampler
+        return index
+
+    def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[int]:
         num_begun[sampler] = num_begun.get(sampler, 0) + 1
-        return begin(sampler)
+        return (note(sampler, index) for index in begin(sampler))
 
     def set_epoch_noted(sampler: DistributedSampler[Any], epoch: int) -> None:
         has_epochs.add(sampler)
         set_epoch(sampler, epoch)
 
-    def take_noted(loader: Any) -> Any:
-        latest[0] = torch_parts.sampler_of(loader)
-        return take(loader)
-
     def note_step(*_: object) -> None:
         sampler = latest[0]
-        if not isinstance(sampler, DistributedSampler) or not sampler.shuffle or sampler in has_epochs:
+        if sampler is None or not sampler.shuffle or sampler in has_epochs:
             return
-        now = num_begun.get(sampler, 0), sampler.epoch
+        now = num_begun[sampler], sampler.epoch
         number, epoch = trained.get(sampler, now)
         trained[sampler] = now
         if number != now[0] and epoch == now[1]:
             tell(Hint("sampler", SAMPLER.format(epoch)))
 
-    patched: list[tuple[type, str, Any, Any]] = [(DistributedSampler, "__iter__", begin, begin_counted)]
-    patched += [(DistributedSampler, "set_epoch", set_epoch, set_epoch_noted), (batches, "__next__", take, take_noted)]
-    for owner, name, original, noted in patched:
-        setattr(owner, name, functools.wraps(original)(noted))
+    samplers: Any = DistributedSampler
+    samplers.__iter__ = functools.wraps(begin)(begin_counted)
+    samplers.set_epoch = functools.wraps(set_epoch)(set_epoch_noted)
     hook = register_optimizer_step_post_hook(note_step)
     try:
         yield
     finally:
         hook.remove()
-        for owner, name, original, _ in patched:
-            setattr(owner, name, original)
+        samplers.__iter__, samplers.set_epoch = begin, set_epoch

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+from wrapt import register_post_import_hook
 
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
 """Library -> oldest version that passed the tests. A callback may need a newer version."""
@@ -29,11 +28,11 @@ def guide() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     for pytorch, fabric in LIGHTNING:
         for package in (pytorch, fabric):
-            call_after(f"{package}.accelerators.cpu", _count_ranks_as_devices)
-        call_after(f"{pytorch}.trainer.trainer", _check_trainers)
-        call_after(f"{fabric}.fabric", _check_fabrics)
-    call_after("accelerate.state", _check_accelerators)
-    call_after("transformers.training_args", _count_over_host)
+            register_post_import_hook(_count_ranks_as_devices, f"{package}.accelerators.cpu")
+        register_post_import_hook(_check_trainers, f"{pytorch}.trainer.trainer")
+        register_post_import_hook(_check_fabrics, f"{fabric}.fabric")
+    register_post_import_hook(_check_accelerators, "accelerate.state")
+    register_post_import_hook(_count_over_host, "transformers.training_args")
 
 
 def require(library: str, minimum: str) -> None:
@@ -101,23 +100,10 @@ def _check_fabrics(module: ModuleType) -> None:
     def begin_checked(fabric: Any, *args: Any, **kwargs: Any) -> None:
         begin(fabric, *args, **kwargs)
         _check_strategy(module, "Fabric", fabric.strategy)
+        fabric.launch()  # a program for `fabric run` does not call `launch` itself, and a second call changes nothing
 
     module.Fabric.__init__ = begin_checked
     module.Fabric.local_rank = property(lambda _: _host_rank())  # for `rank_zero_first(local=True)`
-    _launch_fabrics(module.Fabric)
-
-
-def _launch_fabrics(fabrics: type[Any]) -> None:
-    """Launch each Fabric at its first use. A program for `fabric run` does not call `launch` itself."""
-    check = fabrics._validate_launched  # noqa: SLF001 - called by all methods that need processes
-
-    @functools.wraps(check)
-    def launch_and_check(fabric: Any) -> None:
-        if not fabric._launched:  # noqa: SLF001
-            fabric.launch()
-        check(fabric)
-
-    fabrics._validate_launched = launch_and_check  # noqa: SLF001
 
 
 def _check_strategy(module: ModuleType, name: str, strategy: Any) -> None:
@@ -154,32 +140,3 @@ def _check_accelerators(module: ModuleType) -> None:
     module.PartialState.__init__ = begin_checked
     # `local_process_index` stays, as Accelerate finds the rank's GPU by this index.
     module.PartialState.is_local_main_process = property(lambda _: _host_rank() == 0)
-
-
-def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call a function with the named module after its import, at once if `sys.modules` has the module."""
-    if (module := sys.modules.get(name)) is not None:
-        call(module)
-    else:
-        sys.meta_path.insert(0, _Waiting(name, call))
-
-
-class _Waiting(MetaPathFinder):
-    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                self._call(module)
-
-            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec

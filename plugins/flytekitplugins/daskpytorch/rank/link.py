@@ -7,8 +7,10 @@ import functools
 import os
 import pickle
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,8 +19,7 @@ from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import orders, payload, reports
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address, send_by_file
-from flytekitplugins.daskpytorch.rank import flight_recorder, usage
-from flytekitplugins.daskpytorch.rank.records import Records, interval_of
+from flytekitplugins.daskpytorch.rank import flight_recorder, hints
 from flytekitplugins.daskpytorch.rank.returned import dump_returned
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
@@ -27,7 +28,69 @@ if TYPE_CHECKING:
     import torch
 
 
+INTERVAL = 0.2
+"""Maximum number of seconds that a record of rank 0 waits. A rank that is killed loses its waiting records."""
+INTERVAL_OF_OTHERS = 1.0
+"""Minimum limit, in seconds, for the wait of other ranks' records, which no display shows at once."""
+MAX_MESSAGES = 500
+"""Maximum number of messages of all other ranks together per second, for the driver to read."""
+MAX_WAITING = 1 << 10
+"""Maximum number of records that wait. With more, the logging thread sends them itself, and so waits for the agent."""
+
 T = TypeVar("T")
+
+
+def interval_of(rank: int, world_size: int) -> float:
+    """Return the most seconds that a record of this rank waits."""
+    return INTERVAL if rank == 0 else max(INTERVAL_OF_OTHERS, world_size / MAX_MESSAGES)
+
+
+class Records:
+    """Queue of log records and other reports that may wait. The first goes at once, the next ones go together.
+
+    A message costs a system call, and time in the agent and the driver. Code that runs between two steps finds cold
+    caches and takes ten times as long, so the queue prepares many records at once.
+    """
+
+    def __init__(self, send: Callable[[], None], interval: float) -> None:
+        """Create an empty queue.
+
+        Args:
+            send: Called when waiting records must go. The function must call `take` and send the result.
+            interval: Most seconds that a record waits.
+        """
+        self._send = send
+        self._interval = interval
+        self._waiting: deque[LogRecord | reports.Spent | reports.Hint] = deque()
+        self._send_at = 0.0
+        """Time, in seconds on the monotonic clock, from which a new record goes at once."""
+        self._sender: threading.Thread | None = None
+
+    def add(self, record: LogRecord | reports.Spent | reports.Hint) -> None:
+        """Send the record at once or within the interval."""
+        self._waiting.append(record)
+        if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
+            self._send()
+        elif self._sender is None:
+            self._sender = threading.Thread(target=self._keep_sending, name="daskpytorch-log", daemon=True)
+            self._sender.start()
+
+    def take(self) -> list[LogRecord | reports.Spent | reports.Hint]:
+        """Return all waiting records in order, without values of the user's classes. Only one thread may call this."""
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if waiting:
+            self._send_at = time.monotonic() + self._interval
+        return [each.sent() if isinstance(each, LogRecord) else each for each in waiting]
+
+    def _keep_sending(self) -> None:
+        while True:
+            time.sleep(self._patience() or self._interval)
+            if self._waiting and not self._patience():
+                self._send()
+
+    def _patience(self) -> float:
+        """Return the seconds until waiting records must go. Each `take` begins a new interval."""
+        return max(0.0, self._send_at - time.monotonic())
 
 
 class Channel(Protocol):
@@ -73,8 +136,8 @@ class GangLink(Link):
         self._hinted: set[str] = set()
         self.has_delivered = False
         """True once the rank has reported that its function returned."""
-        interval = interval_of(place.rank, place.world_size)
-        self.records = Records(self.send_records, interval, hints=job.settings.hints)
+        self._gives_hints = job.settings.hints
+        self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
         """Queue of log records and other reports that may wait."""
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
@@ -97,6 +160,8 @@ class GangLink(Link):
         self.ledger.mark()
         self.observers.tell("logged", record)
         self.records.add(record)
+        if self._gives_hints:
+            self.hint(hints.of_loss(record))
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Have the trackers in rank 0 record the gradients of a model."""
@@ -171,11 +236,15 @@ class GangLink(Link):
         """Report a hint, the first of each kind alone. None: report no hint."""
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
-            self.send(hint)
+            self.records.add(hint)
 
-    def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a `with` block as `Goodput.saving`. Rank 0 then reports its seconds so far."""
-        return usage.saving(self.ledger, self.records.add if self._is_main else None, step)
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Count the block's time as `Goodput.saving` of this step. Rank 0 then reports its seconds so far."""
+        with self.ledger.spending("saving"):
+            yield
+        if self._is_main:
+            self.records.add(reports.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
         """Send the function's return value, or return its pickle if that is small.

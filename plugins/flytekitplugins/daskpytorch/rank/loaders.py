@@ -1,54 +1,70 @@
-"""Makes the workers of a rank's DataLoaders ignore SIGTERM, so that only the rank ends them. Runs in both.
+"""Makes the workers of a rank's DataLoaders ignore SIGTERM, so that only the rank ends them. Runs in both."""
 
-Torch sets the workers' signal handlers and has no public hook for others. The private names below replace a hook.
-"""
-
+import atexit
 import functools
 import multiprocessing
 import weakref
+from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.utils.data import dataloader
-from torch.utils.data._utils import signal_handling, worker
+from torch.utils.data import DataLoader
 
-from flytekitplugins.daskpytorch.process import sigterm
+from flytekitplugins.daskpytorch.process import signals
 
 PRELOADED = f"{__package__}.loaders_preload"
 
-_work = worker._worker_loop  # noqa: SLF001
-_set_signal_handlers = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined] # noqa: SLF001
+_set_preloaded = forkserver.set_forkserver_preload
+_preloaded = ["__main__"]
+"""Modules that `multiprocessing`'s fork server imports. The default is Python's."""
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+"""Loader workers of this process that may still run."""
 
 
 def shield() -> None:
     """Patch all later DataLoaders of this process. The workers of each start method then ignore SIGTERM."""
-    iterator = dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001
-    start = iterator.__init__
+    iterate = DataLoader.__iter__
 
-    @functools.wraps(start)
-    def start_held_back(self: Any, loader: Any) -> None:
+    @functools.wraps(iterate)
+    def iterate_shielded(loader: DataLoader[Any]) -> Any:
+        if not loader.num_workers:
+            return iterate(loader)
         _start_forerunners((loader.multiprocessing_context or multiprocessing).get_start_method())
-        with sigterm.held_back():
-            start(self, loader)
-        for process in self._workers:
-            popen = process._popen  # noqa: SLF001
-            # The worker ignores SIGTERM, so `terminate` sends SIGKILL. The proxy avoids a reference cycle, which would
-            # keep descriptors open until a garbage collection.
-            popen.terminate = functools.partial(type(popen).kill, weakref.proxy(popen))
+        given, others = loader.worker_init_fn, multiprocessing.active_children()
+        loader.worker_init_fn = functools.partial(_begin, given)
+        try:
+            with signals.sigterm_held_back():
+                return iterate(loader)
+        finally:
+            loader.worker_init_fn = given
+            for worker in set(multiprocessing.active_children()).difference(others):
+                # The worker ignores SIGTERM, so `terminate` sends SIGKILL. The proxy avoids a reference cycle, which
+                # would keep descriptors open until a garbage collection.
+                worker.terminate = functools.partial(type(worker).kill, weakref.proxy(worker))  # type: ignore[method-assign]
+                _workers.add(worker)
 
-    iterator.__init__ = start_held_back  # type: ignore[method-assign]
-    worker._worker_loop = work  # type: ignore[assignment] # noqa: SLF001
+    DataLoader.__iter__ = iterate_shielded  # type: ignore[method-assign]
+    forkserver.set_forkserver_preload = _note_preloaded
+    atexit.register(_kill_workers)  # runs before `multiprocessing` sends SIGTERM and waits for the workers' ends
 
 
-def work(*args: Any) -> None:
-    """Run torch's worker loop in a worker that ignores SIGTERM."""
-    signal_handling._set_worker_signal_handlers = _set_handlers  # type: ignore[attr-defined] # noqa: SLF001
-    _work(*args)
+def _begin(given: Callable[[int], None] | None, worker: int) -> None:
+    """Prepare a worker, after torch has set its own signal handlers, and call the user's `worker_init_fn`."""
+    signals.leave_sigterm_to_parent()
+    if given is not None:
+        given(worker)
 
 
-def _set_handlers() -> None:
-    _set_signal_handlers()
-    sigterm.leave_to_parent()
+def _kill_workers() -> None:
+    for worker in _workers:
+        worker.kill()
+
+
+def _note_preloaded(modules_names: list[str]) -> None:
+    """Have the fork server import the user's modules, and note them. `multiprocessing` does not tell them."""
+    _preloaded[:] = modules_names
+    _set_preloaded(modules_names)
 
 
 def _start_forerunners(start_method: str | None) -> None:
@@ -58,9 +74,7 @@ def _start_forerunners(start_method: str | None) -> None:
     resource tracker would unblock SIGTERM too early.
     """
     if start_method == "forkserver":
-        modules = forkserver._forkserver._preload_modules  # type: ignore[attr-defined] # noqa: SLF001 - the user's own
-        if PRELOADED not in modules:
-            forkserver.set_forkserver_preload([*modules, PRELOADED])
+        _set_preloaded([*_preloaded, PRELOADED])
         forkserver.ensure_running()
     elif start_method == "spawn":
         resource_tracker.ensure_running()

@@ -3,8 +3,8 @@
 `multiprocessing.set_forkserver_preload` can only name modules to import.
 """
 
-from flytekitplugins.daskpytorch.process import sigterm
+from flytekitplugins.daskpytorch.process import signals
 
-sigterm.leave_to_parent()
+signals.leave_sigterm_to_parent()
 # With torch imported in the fork server, a worker sets its SIGTERM handler within milliseconds, not seconds.
 from flytekitplugins.daskpytorch.rank import loaders  # noqa: E402, F401

@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from importlib import import_module
@@ -20,6 +19,8 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process.system import optional, show_as
@@ -31,7 +32,6 @@ from flytekitplugins.daskpytorch.rank import (
     debugger,
     flight_recorder,
     libraries,
-    numa,
     process_group,
     sources,
     standstill,
@@ -69,14 +69,14 @@ def main(channel: Connection) -> int:
             ).start()
             debugger.watch_pdb(session.prompt)
             if order.data is not None:
-                libraries.call_after("distributed", functools.partial(_let_dask_find_worker, order.data))
+                register_post_import_hook(functools.partial(_let_dask_find_worker, order.data), "distributed")
             debugger.wait_for_editor(order, link.send)
             process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link)
             process_group.join()
             flight_recorder.call_before_abort(link.send_collectives)
-            _watch_progress(order, link)
+            standstill.watch(order, link)
             returned = None
             with session.at_work(), _ending_forks(), ending_as_program():
                 returned = completed(call.function(*call.args, **_keywords(order, call, host)))
@@ -161,27 +161,6 @@ def _unpack(order: RankOrder, link: GangLink) -> Call:
             link.observers.open(order.job.observers)
 
 
-def _watch_progress(order: RankOrder, link: GangLink) -> None:
-    pulse, progress = order.job.pulse, link.progress
-    if order.place.world_size > 1:
-        standstill.watch(progress, link.send)
-    if pulse is None:
-        return
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    register_optimizer_step_post_hook(lambda *_: progress.move())
-
-    def report() -> None:
-        reported = -1
-        while True:
-            if progress.num_moves != reported:
-                reported = progress.num_moves
-                link.send_moves(reported)
-            time.sleep(pulse)
-
-    threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
-
-
 def _settle_in(order: RankOrder) -> None:
     show_as(f"rank {order.place.rank}/{order.place.world_size}")
     given = order.environment
@@ -223,8 +202,43 @@ def _take_device(order: RankOrder) -> torch.device | None:
     if not has_own:
         return None
     with optional("Staying on the cores beside the GPU"):  # torch < 2.8 does not know the GPU's PCI address
-        numa.stay_beside(index)
+        stay_beside(index)
     return torch.device("cuda", index)
+
+
+def stay_beside(device: int, system: Path = Path("/sys")) -> None:
+    """Run this thread, and the threads that it starts, on the cores of the GPU's NUMA node.
+
+    Memory follows the cores, as Linux takes a page from the node of the core that first writes to the page. `torchrun
+    --numa-binding=node` does the same. Hosts with one node, and GPUs whose node is unknown, keep the old binding.
+
+    Args:
+        device: CUDA index of the GPU among the visible GPUs.
+        system: Folder of the kernel's sysfs.
+    """
+    if sum(1 for _ in system.glob("devices/system/node/node[0-9]*")) < 2:
+        return
+    try:
+        node = int((system / "bus/pci/devices" / _address(device) / "numa_node").read_text())
+        cores = _numbers((system / f"devices/system/node/node{node}/cpulist").read_text())
+    except (OSError, ValueError):  # a virtual machine may hide the node, or give -1, which has no file
+        return
+    if allowed := cores & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
+
+
+def _address(device: int) -> str:
+    """Return a GPU's PCI address in the kernel's form."""
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Return the numbers of a list of ranges: 0, 1, 2 and 8 for "0-2,8"."""
+    ends = [part.split("-") for part in ranges.strip().split(",") if part]
+    return {number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1)}
 
 
 @contextlib.contextmanager
@@ -263,42 +277,30 @@ def _is_of_storage(error: BaseException) -> bool:
 
 
 def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1) -> None:
-    """Close the observers with the outcome (0: success, 1: failed or stopped), and end the program."""
+    """Close the observers with the outcome (0: success, 1: failed or stopped), and end the program.
+
+    Waits for threads and executors, calls the exit functions, and flushes the output, as Python does at its exit. The
+    fork server's ranks exit by `os._exit`, which skips these steps.
+    """
     link.observers.tell("close", outcome)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
-    _end_as_program(order.place.rank, exit_code)
-
-
-def _end_as_program(rank: int, exit_code: int) -> None:
-    """Wait for threads and executors, call the exit functions, and flush the output, as Python does at its exit.
-
-    The fork server's ranks exit by `os._exit`, which skips these steps. After `END_GRACE`, print the names of the
-    remaining threads, processes or exit functions, and end the process.
-    """
-    has_ended = threading.Event()
-    watch = threading.Thread(target=_end_late, args=(has_ended, rank, exit_code), name="daskpytorch-end", daemon=True)
+    watch = threading.Timer(END_GRACE, _end_late, (order.place.rank, exit_code))
+    watch.daemon = True
     watch.start()
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors first, then other threads: 3.11 to 3.14
     atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
-    has_ended.set()
+    watch.cancel()
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def _end_late(has_ended: threading.Event, rank: int, exit_code: int) -> None:
-    if has_ended.wait(END_GRACE):
-        return
-    text = f"rank {rank} is ended {END_GRACE:g} s after its function, with what had not ended by then: {_left()}\n"
-    os.write(2, text.encode())  # not by `sys.stderr`, whose lock a hanging thread may hold
-    os._exit(exit_code)
-
-
-def _left() -> str:
-    """Return the names of the threads, processes or exit functions that Python waits for."""
+def _end_late(rank: int, exit_code: int) -> None:
+    """Print the names of the remaining threads or processes, and all stacks. End the process."""
     main = threading.main_thread()
     left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
     left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]
-    if not left and (frame := sys._current_frames().get(main.ident or 0)) is not None:  # noqa: SLF001
-        [*_, place] = traceback.extract_stack(frame)
-        left = [f"an exit function, at {place.filename}:{place.lineno}"]
-    return ", ".join(left) or "the rank itself"
+    named = ", ".join(left) or "an exit function"
+    text = f"rank {rank} is ended {END_GRACE:g} s after its function, with what had not ended by then: {named}\n"
+    os.write(2, text.encode())  # not by `sys.stderr`, whose lock a hanging thread may hold
+    standstill.show_stacks()
+    os._exit(exit_code)

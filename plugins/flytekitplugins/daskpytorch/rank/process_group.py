@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,31 +140,16 @@ def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None
 
 
 def _check_recorder() -> None:
-    """Check the variables of torch's flight recorder. With a bad value, torch 2.15 hangs or aborts in the first group.
+    """Check the size of torch's flight recorder. With a bad value, torch 2.15 hangs or aborts in the first group.
 
     Raises:
         ValueError: Torch cannot read the value of a variable.
     """
-    for new, old, is_readable, wanted in (
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", _is_number, "a number of collectives, such as 64"),
-        ("TORCH_FR_CPP_STACK", "TORCH_NCCL_TRACE_CPP_STACK", _is_truth_value, "1 or 0"),
-    ):
-        for name in (new, old):
-            text = os.environ.get(name)
-            if text is not None and not is_readable(text):
-                raise ValueError(f"{name}={text!r}: must be {wanted}, for torch's flight recorder. Mend or unset it")
-
-
-def _is_number(text: str) -> bool:
-    """Return True if the text is a 32-bit integer."""
-    try:
-        return -(1 << 31) <= int(text) < 1 << 31
-    except ValueError:
-        return False
-
-
-def _is_truth_value(text: str) -> bool:
-    return text.lower() in {"y", "yes", "t", "true", "1", "n", "no", "f", "false", "0"}
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        text = os.environ.get(name, "0")
+        if not re.fullmatch(r"-?\d+", text) or abs(int(text)) >= 1 << 31:
+            wanted = "a number of collectives, such as 64"
+            raise ValueError(f"{name}={text!r}: must be {wanted}, for torch's flight recorder. Mend or unset it")
 
 
 def join() -> None:

@@ -1,73 +1,83 @@
-"""Records chosen steps of a rank with `torch.profiler`. Runs in the rank, in the thread that makes the steps."""
+"""Profiles of a rank: chosen steps by `torch.profiler`, and flame graphs by py-spy. Runs in the rank."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import sysconfig
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.settings import Profile
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from flytekitplugins.daskpytorch.settings import Profile
 
-class StepProfiler:
-    """Records chosen optimizer steps. A failure gives the user a line and does not end the training."""
+PR_SET_PTRACER = 0x59616D61
+"""Option of `prctl` that lets py-spy, a child, trace the rank. Yama's ptrace_scope 1 allows only ancestors."""
+MAX_COMPLAINT = 500
+"""Maximum number of characters of py-spy's error output that the user gets."""
+NEEDS = 'needs py-spy where the ranks run: pip install "flytekitplugins-daskpytorch[profile]"'
 
-    def __init__(
-        self,
-        asked: Profile,
-        rank: int,
-        scratch: Path,
-        submit: Callable[[str, bytes], None],
-        note: Callable[[str], None],
-    ) -> None:
-        """Prepare the profile of a rank.
 
-        Args:
-            asked: The gang's `profile`, with the first and last step.
-            rank: This process's rank.
-            scratch: Folder for the trace until it is submitted.
-            submit: Sends a result to the driver, by its path.
-            note: Sends a line to the user.
-        """
-        self._asked = asked
-        self._rank = rank
-        self._scratch = scratch
-        self._submit = submit
-        self._note = note
-        self._profile: profile | None = None
-        """The running profiler. None before `watching`, after the trace and after a failure."""
+@dataclass
+class Profiler:
+    """Records this rank's profiles. A failure gives the user a line and does not end the training."""
+
+    rank: int
+    scratch: Path
+    """Folder for profiles until they are submitted, and for requests of flame graphs."""
+    submit: Callable[[str, bytes], None]
+    """Sends a result to the driver, by its path."""
+    note: Callable[[str], None]
+    """Sends a line to the user."""
+    _profile: profile | None = field(default=None, init=False)
+    """The running profiler of steps. None before `watching`, after the trace and after a failure."""
+
+    # ---- chosen steps, in the thread that makes the steps
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count the block's steps, and write the trace of the chosen steps. A shorter block has a shorter trace."""
+    def watching(self, asked: Profile | None) -> Iterator[None]:
+        """Write the trace of the block's chosen steps, if this rank is chosen. A shorter block has a shorter trace.
+
+        Args:
+            asked: The gang's `profile`.
+        """
+        if asked is None or self.rank not in asked.ranks:
+            yield
+            return
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self._guarded(self._begin)
-        hook = register_optimizer_step_post_hook(lambda *_: self._guarded(self._step))
+        self._guarded(lambda: self._begin(asked))
+        hook = register_optimizer_step_post_hook(lambda *_: self._guarded(lambda: self._step(asked)))
         try:
             yield
         finally:
             hook.remove()
         self._guarded(self._end)
 
-    def _begin(self) -> None:
+    def _begin(self, asked: Profile) -> None:
         from torch.profiler import profile, schedule
 
-        first, last = self._asked.steps
+        first, last = asked.steps
         warmup = min(1, first - 1)  # a step for the profiler's own start
         phases = schedule(skip_first=first - 1 - warmup, wait=0, warmup=warmup, active=last - first + 1, repeat=1)
-        self._profile = profile(schedule=phases, on_trace_ready=self._keep)
+        self._profile = profile(schedule=phases, on_trace_ready=lambda done: self._keep(done, asked))
         self._profile.start()
 
-    def _step(self) -> None:
+    def _step(self, asked: Profile) -> None:
         if self._profile is not None:
             self._profile.step()
-            if self._profile.step_num == self._asked.steps[1]:  # the last step: `_keep` has written the trace
+            if self._profile.step_num == asked.steps[1]:  # the last step: `_keep` has written the trace
                 self._end()
 
     def _end(self) -> None:
@@ -75,21 +85,22 @@ class StepProfiler:
         if profile is not None:
             profile.stop()  # calls `_keep` if some steps were recorded
 
-    def _keep(self, profile: profile) -> None:
-        first, last = self._asked.steps[0], profile.step_num
-        name = f"rank-{self._rank}-steps-{first}-{last}.pt.trace.json.gz"  # TensorBoard's plugin needs this suffix
-        path = self._scratch / name
+    def _keep(self, profile: profile, asked: Profile) -> None:
+        first, last = asked.steps[0], profile.step_num
+        name = f"rank-{self.rank}-steps-{first}-{last}.pt.trace.json.gz"  # TensorBoard's plugin needs this suffix
+        path = self.scratch / name
         profile.export_chrome_trace(str(path))
-        where = self._put(name, path.read_bytes())
-        path.unlink()
-        self._note(f"has recorded its steps {first} to {last}: {where} (open it at ui.perfetto.dev)")
+        where = self._put(path, asked.folder)
+        self.note(f"has recorded its steps {first} to {last}: {where} (open it at ui.perfetto.dev)")
 
-    def _put(self, name: str, data: bytes) -> str:
-        folder = self._asked.folder
+    def _put(self, path: Path, folder: str | None = None) -> str:
+        """Move a profile to a folder, or to the results. Return its place in words."""
+        data = path.read_bytes()
+        path.unlink()
         if folder is None:
-            self._submit(f"profiles/{name}", data)
-            return f"profiles/{name} among the results"
-        files, where = current_execution().filesystem(folder), f"{folder.rstrip('/')}/{name}"
+            self.submit(f"profiles/{path.name}", data)
+            return f"profiles/{path.name} among the results"
+        files, where = current_execution().filesystem(folder), f"{folder.rstrip('/')}/{path.name}"
         files.makedirs(folder, exist_ok=True)
         files.pipe_file(where, data)
         return where
@@ -99,4 +110,54 @@ class StepProfiler:
             act()
         except Exception as error:  # by the profiler, the disk or storage
             self._profile = None
-            self._note(f"could not be profiled ({type(error).__name__}: {error})")
+            self.note(f"could not be profiled ({type(error).__name__}: {error})")
+
+    # ---- flame graphs, each in a thread of its own
+
+    def draw_flame_graphs(self) -> None:
+        """Record the flame graphs that users on this host have requested by files in the scratch folder."""
+        for seconds in self.take_requests():
+            threading.Thread(target=self._draw, args=(seconds,), name="daskpytorch-flame-graph", daemon=True).start()
+
+    def take_requests(self) -> list[int]:
+        """Remove the requests for this rank. Return the requested seconds of each."""
+        requests = list(self.scratch.glob(request_name(self.rank, "*", "*")))
+        for request in requests:
+            request.unlink(missing_ok=True)
+        return [int(request.name.rsplit("-", 2)[1]) for request in requests]
+
+    def _draw(self, seconds: int) -> None:
+        path = self.scratch / f"rank-{self.rank}-flame-graph-{time.strftime('%H%M%S')}.svg"
+        try:
+            _sample(seconds, path)
+            self.note(f"was watched by py-spy for {seconds} s: {self._put(path)}")
+        except (OSError, RuntimeError) as error:
+            self.note(f"was not watched by py-spy: {error}")
+
+
+def request_name(rank: int, seconds: int | str, token: str) -> str:
+    """Return the name of the file that requests a flame graph of a rank. Each requester has a token of its own."""
+    return f"flame-graph-of-{rank}-for-{seconds}-{token}"
+
+
+def _sample(seconds: int, path: Path) -> None:
+    """Write a flame graph of this process to a file.
+
+    Raises:
+        RuntimeError: py-spy is missing or has failed.
+    """
+    command = shutil.which("py-spy", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}")
+    if command is None:
+        raise RuntimeError(f"py-spy was not found. A flame graph {NEEDS}")
+    whom = ["--pid", str(os.getpid()), "--duration", str(seconds)]
+    arguments = ["record", "--nonblocking", *whom, "--output", str(path)]
+    with subprocess.Popen(
+        [command, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, process.pid, 0, 0, 0)
+        _, complaint = process.communicate()
+    if process.returncode != 0 or not path.exists():
+        told = complaint.decode(errors="replace").strip()[-MAX_COMPLAINT:]
+        raise RuntimeError(
+            f"py-spy ended with exit code {process.returncode}: {told} (a container may lack CAP_SYS_PTRACE)"
+        )

@@ -21,7 +21,6 @@ from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import (
-    flame_graph,
     flight_recorder,
     hints,
     process_group,
@@ -30,7 +29,7 @@ from flytekitplugins.daskpytorch.rank import (
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
-from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
+from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from flytekitplugins.daskpytorch.rank.usage import Gauge
 
 if TYPE_CHECKING:
@@ -70,11 +69,12 @@ class Session:
         link.send(reports.Ready())
         link.ledger.begin()
         gauge = Gauge(order.place.rank, link.ledger, order.place.device_index or 0)
-        with self._profiling():
+        profiler = Profiler(order.place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
+        with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),
                 usage.watched(link.ledger),
-                gauge.reporting(order.place.world_size, link.send, self._draw_flame_graphs),
+                gauge.reporting(order.place.world_size, link.send, profiler.draw_flame_graphs),
             ):
                 yield
             link.send(reports.Spent(link.ledger.close(), is_last=True))
@@ -89,31 +89,13 @@ class Session:
         import torch
 
         link = self._link
-        state, has_trained = torch.get_rng_state(), hints.watch_optimizers()
-        nccl_variables = process_group.nccl_variables()
+        state, nccl_variables = torch.get_rng_state(), process_group.nccl_variables()
         with hints.watching_samplers(link.hint):
             yield
-        num_exchanges = process_group.num_exchanges()
-        link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained()))
+        num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
+        link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
         link.hint(hints.of_seed(self._order.program.torch.seed, state))
         link.hint(hints.of_nccl(nccl_variables, process_group.nccl_variables()))
-
-    @contextlib.contextmanager
-    def _profiling(self) -> Iterator[None]:
-        """Profile the block's steps that `Gang(profile=...)` names, if this rank is among the named ranks."""
-        asked, place = self._order.job.settings.profile, self._order.place
-        if asked is None or place.rank not in asked.ranks:
-            yield
-            return
-        submit = functools.partial(self._link.submit, "")
-        with StepProfiler(asked, place.rank, Path(self._order.scratch), submit, self._link.note).watching():
-            yield
-
-    def _draw_flame_graphs(self) -> None:
-        """Record the flame graphs that a user on this host has requested (see `flame_graphs`)."""
-        rank, scratch, submit = self.rank.rank, Path(self._order.scratch), functools.partial(self._link.submit, "")
-        for seconds in flame_graph.take_requests(rank, scratch):
-            flame_graph.record(rank, seconds, scratch, submit, self._link.note)
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, as other ranks may need this rank. Then give observers the account."""

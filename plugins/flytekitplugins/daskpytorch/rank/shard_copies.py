@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
-from flytekitplugins.daskpytorch.process.private_folder import make_private
+from flytekitplugins.daskpytorch.process.folders import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
 
 OWN_FOLDER = "daskpytorch-shards"

@@ -1,4 +1,4 @@
-"""Reports if a rank stands still, without a new collective or sign of life, and writes its threads' stacks.
+"""Reports a rank's signs of life, and if the rank stands still without any, and writes its threads' stacks.
 
 Runs in a rank.
 """
@@ -11,41 +11,49 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from termios import FIONREAD, TIOCOUTQ
 from typing import IO
 
-from flytekitplugins.daskpytorch.context import Progress
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, RankOrder
 from flytekitplugins.daskpytorch.protocol.reports import Stands
 from flytekitplugins.daskpytorch.rank import process_group
+from flytekitplugins.daskpytorch.rank.link import GangLink
 
 INTERVAL = 1.0
-"""Seconds between two reads of the counts. A read takes microseconds."""
-NUM_EQUAL = 2
-"""Number of intervals without a change after which the rank counts as standing still."""
+"""Maximum number of seconds between two reads of the counts. A read takes microseconds."""
+PATIENCE = 2.0
+"""Seconds without a change after which the rank counts as standing still."""
 RECEIVED = struct.Struct("=B127xQ")
 """Socket state and `tcpi_bytes_received` in the kernel's `struct tcp_info`, since Linux 4.1."""
 LISTENS = 10
 """State of a listening socket, `TCP_LISTEN`."""
 
 
-def watch(progress: Progress, tell: Callable[[Stands], None]) -> None:
-    """Start a thread that reports when the rank begins and ends to stand still."""
+def watch(order: RankOrder, link: GangLink) -> None:
+    """Start a thread that reports signs of life, and when the rank begins and ends to stand still."""
+    pulse, progress = order.job.pulse, link.progress
+    if pulse is not None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: progress.move())
 
     def report() -> None:
-        counted, num_equal, is_still = None, 0, False
+        counted, changed_at, is_still, reported, report_at = None, time.monotonic(), False, -1, 0.0
         while True:
-            time.sleep(INTERVAL)
-            counts = process_group.num_exchanges(), progress.num_moves
-            num_equal = num_equal + 1 if counts == counted else 0
-            counted = counts
-            if is_still is not (num_equal >= NUM_EQUAL):
+            counts, now = (process_group.num_exchanges(), progress.num_moves), time.monotonic()
+            if pulse is not None and counts[1] != reported and now >= report_at:
+                reported, report_at = counts[1], now + pulse
+                link.send_moves(reported)
+            if counts != counted:
+                counted, changed_at = counts, now
+            if is_still is not (now - changed_at >= PATIENCE):
                 is_still = not is_still
-                tell(Stands(is_still))
+                link.send(Stands(is_still))
+            time.sleep(min(pulse or INTERVAL, INTERVAL))
 
-    threading.Thread(target=report, name="daskpytorch-standstill", daemon=True).start()
+    if pulse is not None or order.place.world_size > 1:
+        threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
 
 
 def received_bytes() -> int | None:

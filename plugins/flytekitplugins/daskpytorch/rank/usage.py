@@ -17,7 +17,6 @@ import psutil
 
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.reports import Spent
 from flytekitplugins.daskpytorch.records import RankUsage
 
 INTERVAL = 2.0
@@ -116,15 +115,6 @@ class Ledger:
             seconds["preparing"] += seconds["open"]
             seconds["open"] = 0.0
         self._page = _Page(part, now, seconds, has_begun)
-
-
-@contextlib.contextmanager
-def saving(ledger: Ledger, report: Callable[[Spent], None] | None, step: int) -> Iterator[None]:
-    """Count the block's time as a save of this step. Then report the seconds so far, if there is a `report`."""
-    with ledger.spending("saving"):
-        yield
-    if report is not None:
-        report(Spent(ledger.seconds(), step))
 
 
 @contextlib.contextmanager

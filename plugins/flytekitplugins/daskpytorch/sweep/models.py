@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.driver.request import Request, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.process.ctrl_c import deferred
+from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODE, EarlyStopping, Gang, Search, Wandb

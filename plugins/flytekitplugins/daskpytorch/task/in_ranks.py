@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.request import storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
+from flytekitplugins.daskpytorch.process.signals import CtrlC
 from flytekitplugins.daskpytorch.protocol.host import RankHost, current_execution
 from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs
@@ -306,12 +306,12 @@ class OnOwnNode(InRanks):
 
     @contextlib.contextmanager
     def _launcher(self) -> Iterator[AgentLauncher]:
-        from flytekitplugins.daskpytorch.node.own_node import OwnNode
+        from flytekitplugins.daskpytorch.node.agent import OwnNode
 
         yield OwnNode(self.task_config.start_method)
 
     def _num_ranks_per_worker(self) -> int:
-        from flytekitplugins.daskpytorch.node.own_node import num_ranks_here
+        from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 
         config: GangOnOwnNode = self.task_config
         return num_ranks_here(config.nproc, config.gang.backend, self._num_gpus_to_find())

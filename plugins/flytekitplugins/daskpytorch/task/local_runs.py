@@ -25,8 +25,8 @@ from typing import IO, Any
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+from flytekitplugins.daskpytorch.process.folders import make_private, refuse_foreign
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.process.private_folder import make_private, refuse_foreign
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
