@@ -179,6 +179,15 @@ def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(d
     assert len(ranks_of(fork_server())) == 1
 
 
+def test_ctrl_c_in_a_rank_whose_function_has_returned_does_not_fail_the_rank(driver: Driver) -> None:
+    driver.start()
+    driver.next(Returned)
+    [rank] = ranks_of(fork_server())
+    rank.send_signal(signal.SIGINT)
+    driver.send(messages.Tell(Leave()))
+    assert driver.next(messages.Exited).exitcode == 0
+
+
 def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

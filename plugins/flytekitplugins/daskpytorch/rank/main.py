@@ -81,6 +81,7 @@ def main(channel: Connection) -> int:
             with session.at_work(), _ending_forks(), ending_as_program():
                 returned = completed(call.function(*call.args, **_keywords(order, call, host)))
             has_returned = True
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C from now on must not fail the finished function
             _report_returned(order, returned, host, link, is_stopped=session.rank.stop_signal.has_fired)
     except BaseException as error:
         sources.explain(error, order.sources)
