@@ -37,13 +37,13 @@ _NAMES_IN = {
     "task.inputs": ("StrictInputs",),
 }
 HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES_IN.items() for name in names}
-"""Module of each public name, which is imported when the name is first used."""
+"""Name of the module that defines each public name. The module is imported when the name is first used."""
 OF_FLYTE = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
 """Public names whose objects differ between flytekit and Flyte 2."""
 MODULES = ("data", "dispatch", "errors", "report", "results")
 """Public modules that are imported when they are first used as attributes."""
 NAMES = [*HOMES, *OF_FLYTE]
-"""All public names but the modules."""
+"""All public names of the package, without its public modules."""
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = NAMES  # noqa: PLE0605

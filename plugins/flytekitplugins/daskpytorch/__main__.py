@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, print its findings, and return the exit code: 0 if there is no problem, else 1."""
+    """Check this machine and a cluster, print the findings, and return the exit code: 1 after a problem, else 0."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["profile"]:
         return _profile(words[1:])
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(words: Sequence[str]) -> int:
-    """Request a flame graph, and return the exit code: 0 if a rank has taken the request, else 1."""
+    """Request a flame graph of a running rank. Return the exit code: 0 if a rank took the request, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m flytekitplugins.daskpytorch profile",
         description="Records a flame graph of a running rank with py-spy, on this machine or on a Dask cluster. The "

@@ -12,25 +12,28 @@ from flytekitplugins.daskpytorch.extras import is_installed
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 1_209_600
-"""Longest timeout, in seconds: two weeks. Some system calls count milliseconds in 32 bits, which is 24 days."""
+"""Maximum value, in seconds, that any timeout may have: two weeks.
+
+Some system calls count milliseconds in 32 bits, which overflow after 24 days.
+"""
 MAX_SHOWN = 200
-"""Longest text of a value in a message, in characters."""
+"""Maximum number of characters of a value's `repr` in an error message. The rest is cut off."""
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-"""Control characters, and halves of characters, which cannot be written as UTF-8."""
+"""Pattern of characters that no text may have: control characters, and surrogates, which UTF-8 cannot encode."""
 KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 
 Rule = Callable[[Any], str | None]
-"""Function of a value that returns None for an allowed value, else a text with the allowed values."""
+"""Function that checks one value: returns None if the value is allowed, else a text that names the allowed values."""
 
 
 class Problems:
-    """List of all problems of a config or call, which a single error shows to the user.
+    """Collects the invalid values of a config or call, so that one error can name them all.
 
     Args:
         owner: Name of the config's class, or of the called function.
         values: Object that has the values as attributes.
-        rules: Rule for each value, by the attribute's name. The name may have dots.
+        rules: Rule for each value, by the attribute's name. A dotted name such as `gang.key` means a nested attribute.
     """
 
     def __init__(self, owner: str, values: object, rules: Mapping[str, Rule] | None = None) -> None:
@@ -41,17 +44,20 @@ class Problems:
             self.check(name, rule)
 
     def check(self, name: str, rule: Rule) -> None:
-        """Note a problem with a value unless its rule allows it."""
+        """Note a problem with the attribute `name` unless the rule allows its value."""
         value = attrgetter(name)(self._values)
         if (allowed := rule(value)) is not None:
             self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
 
     def unless(self, ok: bool, name: str, allowed: str) -> None:
-        """Note a problem with a value unless `ok` is True, for rules that involve several values."""
+        """Note a problem with the attribute `name` unless `ok` is True. `allowed` is the text for the message.
+
+        For conditions that involve several values.
+        """
         self.check(name, must_be(allowed, lambda _: ok))
 
     def raise_any(self) -> None:
-        """Raise one `ValueError` that names every problem found."""
+        """Raise one `ValueError` that names every problem, or return if no problem was found."""
         if self._found:
             raise ValueError("; ".join(self._found))
 
@@ -69,12 +75,12 @@ def shown(value: object) -> str:
 
 
 def must_be(words: str, *tests: Callable[[Any], bool]) -> Rule:
-    """Return the rule for a value that passes at least one test."""
+    """Return a rule that allows values which pass at least one test. `words` names the allowed values in errors."""
     return lambda value: None if any(test(value) for test in tests) else words
 
 
 def optional(rule: Rule) -> Rule:
-    """Return the rule that also allows None."""
+    """Return a rule that allows None, and all that the given rule allows."""
 
     def words(value: Any) -> str | None:
         if value is None or (others := rule(value)) is None:
@@ -85,42 +91,42 @@ def optional(rule: Rule) -> Rule:
 
 
 def auto_or(rule: Rule) -> Rule:
-    """Return the rule that also allows the word `auto`."""
+    """Return a rule that allows the word `auto`, and all that the given rule allows."""
     return lambda value: None if is_auto(value) or (words := rule(value)) is None else f"'auto' or {words}"
 
 
 def whole(least: int, most: int = MAX_COUNT) -> Rule:
-    """Return the rule for a whole number in a range."""
+    """Return a rule that allows whole numbers from `least` to `most`."""
     return must_be(f"a whole number from {least} to {most}", lambda value: is_whole(value, least, most))
 
 
 def one_of(*words: str) -> Rule:
-    """Return the rule for one of the given words."""
+    """Return a rule that allows only the given words."""
     return must_be(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 
 def instance_of(kind: type) -> Rule:
-    """Return the rule for an object of a class."""
+    """Return a rule that allows only instances of a class."""
     return must_be(f"a {kind.__name__}", lambda value: isinstance(value, kind))
 
 
 def text(words: str = "a text without control characters") -> Rule:
-    """Return the rule for non-blank texts without control characters."""
+    """Return a rule that allows non-blank texts without control characters. `words` names them in errors."""
     return must_be(words, is_text)
 
 
 def path_or(text: str) -> Rule:
-    """Return the rule for a path, or for a text that names a folder or file."""
+    """Return a rule that allows path objects and non-blank texts. `text` names the allowed values in errors."""
     return must_be(text, lambda value: isinstance(value, os.PathLike) or is_text(value))
 
 
 def tuple_of(items: str, test: Callable[[Any], bool]) -> Rule:
-    """Return the rule for a tuple, or a list, whose items all pass a test."""
+    """Return a rule that allows tuples and lists whose items all pass a test. `items` names the items in errors."""
     return must_be(f"a tuple of {items}", lambda value: isinstance(value, (tuple, list)) and all(map(test, value)))
 
 
 def uri(value: object) -> str | None:
-    """Return None for a folder, or for a URL that all ranks can open, else a text with the allowed values."""
+    """Rule for storage: return None for a folder or an fsspec URL that all ranks can open, else the allowed values."""
     if not is_text(value):
         return A_URI
     protocol, separator, rest = str(value).partition("://")
@@ -140,12 +146,12 @@ def uri(value: object) -> str | None:
 
 
 def is_whole(value: object, least: int, most: int = MAX_COUNT) -> bool:
-    """Return True for a whole number in this range."""
+    """Return True for a whole number from `least` to `most`."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_seconds(value: object, least: float = 0.0) -> bool:
-    """Return True for a number of seconds above 0 and from `least` to `MAX_SECONDS`."""
+    """Return True for a number of seconds above 0, at least `least`, and at most two weeks."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
 
@@ -167,4 +173,4 @@ KEY = must_be(
     "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', without '.' or '-' at the beginning",
     lambda value: isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None,
 )
-"""Rule for parts of paths and names."""
+"""Rule for texts that become a part of a path, such as the key of a gang and the name of a sweep."""

@@ -63,8 +63,9 @@ def run(
     before. Calls match if they have the same `gang.key`. Calls without a key match by the function and by their number
     in the task, whatever their arguments.
 
-    Outside a Flyte task, a call goes on from the checkpoints in `gang.checkpoint_uri` (see `Gang`). A line in the log
-    names the step. Ctrl-C during a wait for the result ends the gang, and then raises `KeyboardInterrupt`.
+    Outside a Flyte task, a call goes on from the checkpoints in `gang.checkpoint_uri`. A line in the log names the
+    step from which the call goes on. Ctrl-C during a wait for the result ends the gang, and then raises
+    `KeyboardInterrupt`.
 
     Args:
         client: Client of a Dask cluster whose workers have this package.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "examine"]
 
 Versions = Mapping[str, str | None]
-"""Versions of packages by name. None: the package is not installed."""
+"""Version of each package, by the package's name. None: the package is not installed."""
 Verdict = Literal["ok", "warning", "problem"]
 
 PACKAGE = "flytekitplugins-daskpytorch"
@@ -45,12 +45,14 @@ EQUAL: dict[str, Verdict] = {
     "distributed": "warning",
     "cloudpickle": "warning",
 }
-"""Packages that need equal versions in all processes of a cluster, with the verdict on different versions. Problem:
-gangs are refused, or fail. Warning: processes may be unable to read each other's messages."""
+"""Packages that need equal versions in all processes of a cluster, with the verdict if versions differ.
+
+`problem`: gangs are refused, or fail. `warning`: processes may be unable to read each other's messages.
+"""
 CONNECT_TIMEOUT = 10.0
-"""Longest timeout, in seconds, for the scheduler's answer, and for the versions of all workers."""
+"""Maximum timeout, in seconds, for the Dask scheduler to answer, and for all workers to report their versions."""
 GRACE = 20.0
-"""Seconds for a gang to end after a timeout or a cancellation."""
+"""Extra timeout, in seconds, for the test gang to end: after its own timeouts, and again after a cancellation."""
 FIREWALL = (
     "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
     "On a slow or busy machine raise --timeout."
@@ -58,28 +60,28 @@ FIREWALL = (
 MAX_NAMES = 4
 NUM_RANKS = 2
 NUM_VALUES = 2**18
-"""Number of float32 values in the all-reduce: 1 MiB."""
+"""Number of float32 values that the test gang sums in an all-reduce: 1 MiB."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One line of the report that `python -m flytekitplugins.daskpytorch` prints."""
 
     what: str
     """Name of the checked thing."""
     value: str
     """Result of the check."""
     verdict: Verdict = "ok"
-    """Severity: a problem keeps gangs from running, and a warning may do so, or slows gangs down."""
+    """Severity. `problem`: gangs cannot run. `warning`: gangs may be slow, or unable to run."""
     advice: str = ""
     """Likely cause and next step. Empty if the verdict is ok."""
 
 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check this machine and, given a scheduler, its cluster. Yield each finding at once.
+    """Check this machine and, given a scheduler, its cluster. Yield each finding as soon as its check has ended.
 
     Args:
-        scheduler: Address of a Dask scheduler. None: no cluster.
+        scheduler: Address of a Dask scheduler. None: check no cluster.
         with_gangs: True: also run a gang of two ranks, on this machine and on the cluster.
         timeout: Timeout, in seconds, for two ranks to form their process group, and again for their all-reduce. Also
             the timeout, at most 10 s, for a scheduler's answer.
@@ -95,7 +97,10 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
 
 
 def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of one check. If the check raises an exception, yield a problem instead of raising it."""
+    """Yield the findings of one check. If the check raises an exception, yield a finding that names the exception.
+
+    `what` is the name of the check in that finding.
+    """
     try:
         yield from check()
     except Exception as error:
@@ -118,7 +123,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def examine_requirement(requirement: Requirement) -> Finding:
-    """Return a finding that says whether a required package is installed in a suitable version."""
+    """Return a finding that says whether a package that this one requires is installed in a suitable version."""
     advice = f"Install what this package needs: pip install '{requirement}'."
     try:
         found = version(requirement.name)
@@ -228,7 +233,12 @@ def _versions_on(client: Client, timeout: float) -> list[Finding]:
 
 
 def compare_versions(mine: Versions, others: Mapping[str, Versions]) -> list[Finding]:
-    """Return a finding for each package whose version on the scheduler or a worker differs from this process's."""
+    """Return a finding for each package whose version differs between this process and the scheduler or a worker.
+
+    Args:
+        mine: Versions in this process.
+        others: Versions in each other process, by the process's name.
+    """
     findings = []
     for package, verdict in EQUAL.items():
         here = _version_in(mine, package)
@@ -252,7 +262,13 @@ def _few(names: Sequence[str]) -> str:
 
 
 def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
-    """Return a finding with this process's address for ranks, and whether ranks on these hosts can reach it."""
+    """Return a finding with the address at which ranks must reach this process, and whether they can.
+
+    Args:
+        what: Name of the finding.
+        host: Address of this process for ranks.
+        worker_hosts: Hosts on which the ranks would run.
+    """
     from flytekitplugins.daskpytorch.node.hardware import interface_of
 
     interface = interface_of(host)
@@ -272,7 +288,10 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 
 
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
-    """Run a gang of two ranks that does an all-reduce, and return a finding with the times."""
+    """Run a gang of two ranks that does an all-reduce. Return a finding with the seconds that start and sum took.
+
+    `timeout` is the timeout, in seconds, for the gang's start, and again for its all-reduce.
+    """
     from flytekitplugins.daskpytorch.driver.futures import GangFutures
     from flytekitplugins.daskpytorch.driver.request import request_for
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -296,10 +315,10 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
 
 
 def all_reduce() -> float:
-    """Do two all-reduces in a gang, and return the seconds that the second one took.
+    """Do two all-reduces in a rank, and return the seconds that the second one took.
 
     Raises:
-        ArithmeticError: The sum is wrong.
+        ArithmeticError: The first all-reduce returned a wrong sum.
     """
     import torch
     import torch.distributed as dist

@@ -46,23 +46,23 @@ class GangError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.rank = rank
-        """The rank that is blamed. None if no rank failed."""
+        """Number of the rank to which the failure is attributed. None if no rank failed."""
         self.worker = worker
-        """Address of the rank's Dask worker, or name of its node."""
+        """Address of the failed rank's Dask worker. Without Dask: name of its node."""
         self.host = host
-        """Name of the rank's host."""
+        """Name of the host on which the failed rank ran."""
         self.cause = cause
-        """How the rank ended, in a line."""
+        """How the failed rank ended, in one line, such as its exit code or exception."""
         self.step = step
-        """The newest step that the rank passed to `log` or to a checkpoint."""
+        """Newest training step that the failed rank passed to `log` or to a checkpoint. None if there was none."""
         self.time = time
         """Time of the failure, in seconds since the epoch."""
         self.rank_traceback = rank_traceback
-        """Traceback of the rank's exception. Empty if the rank raised none."""
+        """Traceback of the failed rank's exception, as text. Empty if the rank raised no exception."""
         self.log_tail = log_tail
-        """The last lines that the rank wrote. The task's log has all of them, marked with the rank."""
+        """Last lines that the failed rank wrote. The task's log has all its lines, marked with the rank's number."""
         self.is_repeated = is_repeated
-        """True if the same error came at the same step before. Another attempt of the task would fail again."""
+        """True if the previous failure was the same error at the same step. A retry of the task would fail again."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))
@@ -103,7 +103,8 @@ class WorkerLostError(GangError):
 class PreemptedError(WorkerLostError):
     """The task or one of its workers received SIGTERM. The next attempt goes on from the newest checkpoint.
 
-    Has the fields of `GangError`. Flyte retries the task. Without Flyte, write a loop:
+    Has the fields of `GangError`. Flyte retries the task. Without Flyte, call `dispatch.run` in a loop, as in the
+    example.
 
     Examples:
         >>> import tempfile
@@ -120,7 +121,7 @@ class PreemptedError(WorkerLostError):
 
 
 class GangHungError(GangError):
-    """Ranks wait for each other for ever, or gave no sign of life for longer than `hang_timeout` allows.
+    """Ranks of a gang wait for each other for ever, or gave no sign of life for longer than `hang_timeout` allows.
 
     The message has the stack of each rank.
 
@@ -141,7 +142,7 @@ class GangHungError(GangError):
 
 
 class GangStartError(GangError):
-    """Workers or ranks did not come within `start_timeout`, or no scheduler answered.
+    """A gang could not start: workers or ranks did not arrive within `start_timeout`, or no Dask scheduler answered.
 
     Has the fields of `GangError`.
 
@@ -156,9 +157,9 @@ class GangStartError(GangError):
 
 
 class StoppedEarlyError(Exception):
-    """A model of `dispatch.map` was stopped because other models were better. The model has not failed.
+    """A model of a sweep (`dispatch.map`) was stopped early because other models were better. The model did not fail.
 
-    An observer that raises this error from `logged` ends its gang:
+    An observer that raises this error from its method `logged` ends its gang, as in the example.
 
     Examples:
         >>> import itertools, time
@@ -181,11 +182,11 @@ class StoppedEarlyError(Exception):
     def __init__(self, message: str, *, epoch: int, metric: str, value: float) -> None:
         super().__init__(message)
         self.epoch = epoch
-        """The last epoch whose metric was compared, counted from 1."""
+        """Epoch, counted from 1, at which the model was compared with other models and stopped."""
         self.metric = metric
-        """Name of the metric that was compared."""
+        """Name of the metric by which the model was compared with other models."""
         self.value = value
-        """Value of the metric after that epoch."""
+        """Value of the compared metric in the epoch at which the model was stopped."""
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = functools.partial(type(self), epoch=self.epoch, metric=self.metric, value=self.value)

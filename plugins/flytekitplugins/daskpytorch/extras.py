@@ -22,11 +22,15 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("accelerate", "transformers"),
     "wandb": ("wandb", "PIL"),
 }
-"""Packages that each extra must make importable, by the extra's name."""
+"""Importable packages that each extra of this package installs, by the extra's name (`pip install ...[extra]`)."""
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Check that an extra's packages are installed, without importing them. Configs call it when they are made.
+    """Check that the packages of an extra are installed, without importing them.
+
+    Args:
+        extra: Name of the extra, such as `wandb`.
+        what: Name of the class that needs the extra, for the error.
 
     Raises:
         ImportError: A package is missing. The message names the config and the install command.
@@ -40,13 +44,13 @@ def require_extra(extra: str, what: str) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package can be imported. A plain folder of its name, such as wandb's `wandb`, is no package."""
+    """Return True if a package can be imported. A folder of its name without code, such as `wandb/`, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def require_flytekit(what: str) -> None:
-    """Check that flytekit is installed, before the caller defines one of its tasks.
+    """Check that flytekit is installed. `what` is the name of the config that needs flytekit, for the error.
 
     Raises:
         ImportError: flytekit is missing. Python 3.13 and newer have no release of flytekit.

@@ -15,15 +15,15 @@ from flytekitplugins.daskpytorch.rank.profiler import request_name
 __all__ = ["ask"]
 
 REQUEST_TIMEOUT = 12.0
-"""Timeout, in seconds, for a rank to take a request."""
+"""Timeout, in seconds, for a rank to take a request for a flame graph."""
 CONNECT_TIMEOUT = 10.0
 
 
 def ask(rank: int, seconds: int, scheduler: str | None = None) -> int:
-    """Request a flame graph of a rank in every gang, and return the number of ranks that took the request.
+    """Request a flame graph of one rank in every running gang, and return the number of ranks that took the request.
 
     Args:
-        rank: Rank to sample.
+        rank: Number of the rank to sample.
         seconds: Length of the sampling, in seconds.
         scheduler: Address of the Dask scheduler whose workers have the ranks. None: ranks on this machine.
 
@@ -44,7 +44,10 @@ def ask(rank: int, seconds: int, scheduler: str | None = None) -> int:
 
 
 async def _ask_on_worker(rank: int, seconds: int) -> int:
-    """Request the flame graph in a thread, so that the worker's event loop stays free."""
+    """In a Dask worker: request flame graphs on its machine, and return the number of ranks that took the request.
+
+    A thread does the work, so that the worker's event loop stays free.
+    """
     import asyncio
 
     return await asyncio.to_thread(_ask_here, rank, seconds)

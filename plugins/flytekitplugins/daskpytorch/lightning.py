@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
 
 MINIMUM_VERSION = "2.6"
-"""Oldest supported version of Lightning. With 2.4, a killed and resumed training had a wrong result."""
+"""Minimum version of Lightning. A training that was killed and resumed under Lightning 2.4 had a wrong result."""
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     require_extra("lightning", "flytekitplugins.daskpytorch.lightning")
@@ -47,7 +47,7 @@ FILE = "gang.ckpt"
 
 
 class GangCallback(Checkpoint):  # type: ignore[misc]
-    """Reports a Trainer's metrics to the gang, saves its checkpoints there, and stops when the gang stops.
+    """Lightning callback that logs metrics in the gang, saves checkpoints there, and stops when the gang stops.
 
     The module's metrics go to `current_rank().log` every `log_every_n_steps` steps and after each validation, with the
     loss and the epoch. Checkpoints are Lightning's own, with the random generators of all ranks added. They go to
@@ -73,8 +73,9 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         """Set how often a checkpoint is saved.
 
         Args:
-            every_n_epochs: Number of epochs between two checkpoints.
-            every_n_train_steps: Number of optimizer steps between two more checkpoints. None: no checkpoints by steps.
+            every_n_epochs: Number of epochs from one checkpoint to the next.
+            every_n_train_steps: Number of optimizer steps from one additional checkpoint to the next. None: no
+                additional checkpoints.
 
         Raises:
             ValueError: A value is not a whole number above 0.
@@ -94,13 +95,13 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
 
     @property
     def ckpt_path(self) -> str | None:
-        """Path of the checkpoint from which this attempt starts, for `trainer.fit`. None on a fresh start."""
+        """Path of the checkpoint from which this attempt starts, for `trainer.fit`. None: there is no checkpoint."""
         return None if self._kept.folder is None else str(self._kept.folder / FILE)
 
     # ---- What the Trainer calls
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the temporary files from which the Trainer has loaded its checkpoint."""
+        """Remove the temporary copy of the checkpoint, which the Trainer has loaded by now."""
         self._last_step = trainer.global_step
         num_steps = trainer.estimated_stepping_batches
         self._num_steps = int(num_steps) if math.isfinite(num_steps) and num_steps > 0 else None
@@ -109,7 +110,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report metrics and save a checkpoint if they are due, and stop if the gang stops."""
+        """Log metrics and save a checkpoint if due. If the gang stops, save a checkpoint and stop the Trainer."""
         if current_rank().should_stop():
             self._save(trainer)
             trainer.should_stop = True
@@ -126,18 +127,18 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the following time as evaluation."""
+        """Count the time from now to the validation's end as `Goodput.evaluation`."""
         self._evaluating.enter_context(current_rank().evaluating())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the metrics of the validation."""
+        """End the time that counts as evaluation, and log the validation's metrics in the gang."""
         self._evaluating.close()
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
             self._log(trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a checkpoint if one is due."""
+        """Save a checkpoint if one is due after this epoch, with the logged metrics."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and not trainer.should_stop:
             is_validated = not trainer.enable_validation or self._validated_step == trainer.global_step
             self._save(trainer, trainer.callback_metrics if is_validated else {})  # else they are of an earlier state
@@ -147,7 +148,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         return {"generators": checkpoint_files.gathered(_generators())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore this rank's random generators. A rank that the saved gang did not have keeps its own."""
+        """Restore this rank's random generators. In a larger gang than the saved one, additional ranks keep theirs."""
         generators = state_dict["generators"]
         if (rank := current_rank().rank) < len(generators):  # now: what iterates over the data draws a number, too
             _restore_generators(generators[rank])

@@ -11,12 +11,12 @@ from flytekitplugins.daskpytorch.extras import require_extra
 __all__ = ["Histogram", "Picture"]
 
 NUM_BINS = 64
-"""Number of bins of a histogram. Weights & Biases uses 64 by default."""
+"""Number of bins of each `Histogram`. 64 is the default of Weights & Biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """A histogram of values, for `current_rank().log({"weights": Histogram.of(model.weight)})`.
+    """Histogram of values as a metric, for `current_rank().log({"weights": Histogram.of(model.weight)})`.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Histogram
@@ -28,7 +28,7 @@ class Histogram:
     counts: tuple[float, ...]
     """Number of values in each bin."""
     edges: tuple[float, ...]
-    """Edges of the bins, from low to high, one more than `counts`."""
+    """Edges of the bins, from low to high: one edge more than bins."""
 
     @classmethod
     def of(cls, values: Any) -> Histogram:
@@ -42,7 +42,7 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture, for `current_rank().log({"sample": Picture.of(image)})`.
+    """PNG picture as a metric, for `current_rank().log({"sample": Picture.of(image)})`.
 
     Examples:
         >>> import torch
@@ -63,9 +63,9 @@ class Picture:
 
     @classmethod
     def of(cls, picture: Any, caption: str = "") -> Picture:
-        """Return a picture of a Pillow image, a matplotlib figure, or pixels.
+        """Convert a Pillow image, a matplotlib figure or pixels to a `Picture`.
 
-        The call draws and compresses the picture, which takes some milliseconds for a small one.
+        The conversion to PNG takes some milliseconds for a small picture.
 
         Args:
             picture: A Pillow image, a matplotlib figure, or a tensor or array of pixels. Grey pixels have the shape

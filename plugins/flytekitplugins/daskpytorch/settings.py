@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
-"""Environment variable with the scheduler's address, which the Dask operator sets in the job-runner's pod."""
+"""Environment variable with the Dask scheduler's address. The Dask operator sets it in the job-runner's pod."""
 DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
-"""Environment variable by which the user trains in one rank, in the calling process."""
+"""Environment variable that makes gangs train in one rank, in the calling process, for debugging."""
 
 MODE = checks.one_of("min", "max")
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
-"""Minimum `hang_timeout`, in seconds. Ranks report five times as often, so a lower one would leave no time to train."""
+"""Minimum `hang_timeout` of a gang, in seconds.
+
+Ranks report to the driver five times per timeout. A shorter timeout would leave no time to train.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Retention policy: which of a gang's checkpoints stay, on the driver's disk and in storage. Others are removed.
+    """Retention policy: which of a gang's checkpoints are kept on the driver's disk and in storage. Others are removed.
 
     A restart of the gang and the task's next attempt begin from the newest checkpoint, never from the best one.
 
@@ -86,13 +89,13 @@ class Profile:
     """
 
     steps: tuple[int, int]
-    """First and last step to record, counted from 1 in each attempt. A step ends with a call of an optimizer's `step`,
-    and begins after the call before. If the function returns earlier, the trace has fewer steps."""
+    """First and last step to record, counted from 1 in each attempt. A step lasts from one call of an
+    optimizer's `step` to the next. If the function returns earlier, the trace has fewer steps."""
     ranks: tuple[int, ...] = (0,)
     """Ranks to record, counted from 0."""
     folder: str | None = None
-    """Destination of the traces: a folder or an fsspec URL that the recorded ranks reach. None: the ranks submit the
-    traces like `DaskResultsHandler`, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`."""
+    """Destination of the traces: a folder or an fsspec URL that the recorded ranks reach. None: the
+    ranks submit the traces as results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -134,7 +137,7 @@ class Gang:
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
     uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is always the rank's own GPU."""
     min_workers: int | None = None
-    """Minimum number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all."""
+    """Minimum number of workers, from 1 up, with which the gang starts, or restarts after losing workers. None: all."""
     max_restarts: int = 3
     """Maximum number of restarts of a failed gang, each from its newest checkpoint. 0: never restart.
 
@@ -142,14 +145,14 @@ class Gang:
     the function, the gang restarts under three conditions:
 
     - The attempt has saved a checkpoint.
-    - The previous failure had another line or another step.
-    - The exception is not a missing name or import.
+    - The previous failure came from another line of code, or at another step.
+    - The exception is not of a kind that each attempt repeats, such as `NameError` or `ImportError`.
     """
     start_timeout: float = 600.0
     """Timeout, in seconds, for the scheduler to answer, for workers to arrive or return, and for all ranks to form
     their process group."""
     hang_timeout: float | Literal["auto"] | None = "auto"
-    """Timeout, in seconds or `auto`, for a gang without signs of life, which ends with a report. None: no timeout.
+    """Timeout, in seconds or `auto`, after which a gang without signs of life ends with an error. None: no timeout.
 
     Signs of life are optimizer steps, and calls of `log`, `should_stop` and `checkpoint` on `current_rank()`.
 
@@ -175,7 +178,7 @@ class Gang:
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
     task. Set a key if attempts may make other calls, or the same calls in another order, for example from threads."""
     keep: Keep = field(default_factory=Keep)
-    """Retention policy for checkpoints. Default: the newest two stay."""
+    """Retention policy for checkpoints. Default: the newest two are kept."""
     debug: bool = False
     """True: train in one rank, the calling process, where breakpoints, profilers and `pytest --pdb` work as usual.
     `DASKPYTORCH_DEBUG=1` switches on debug mode for all gangs. `dispatch.map` ignores both."""
@@ -193,12 +196,12 @@ class Gang:
     """
     shard_cache: str | None = None
     """Absolute path of a folder on each node's own disk for copies of the newest sharded checkpoint. A restarted gang
-    reads its shards from this folder instead of storage. Copies take up to twice the size of the node's part of the
-    state. A gang that succeeds removes its copies. None: no copies."""
+    reads its shards from this folder instead of storage. Copies take up to twice the size of the state's part that
+    the node's ranks hold. A gang that succeeds removes its copies. None: no copies."""
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps. With `debug`, run a profiler of your own."""
     observers: tuple[Callable[[], Any], ...] = ()
-    """Functions or classes that return an `Observer`. The driver calls each function once per gang."""
+    """Functions or classes that return an `Observer`. The driver calls each one once per gang."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -299,7 +302,7 @@ class Search:
     """Function that returns the experiment for a trial, by calls such as `trial.suggest_float`. Called only in the
     process that calls `dispatch.map`."""
     num_models: int
-    """Number of models to train, from 1 up."""
+    """Number of models to train, and so of trials in the study, from 1 up."""
     metric: str | None = None
     """Name of the metric whose newest value, as logged by rank 0, is the result of a finished model. None: the result
     is the return value of rank 0, and no model is stopped early. Rank 0 returns a number, or several for a study with
@@ -331,7 +334,7 @@ class Wandb:
     """
 
     project: str
-    """Project of the run."""
+    """Name of the Weights & Biases project that gets the run."""
     entity: str | None = None
     """User or team that owns the run. None: the default user or team of the API key."""
     secret: Secret | None = None
@@ -341,18 +344,18 @@ class Wandb:
     """Mode of the run. None: the mode of wandb itself (`WANDB_MODE`, `wandb offline`). Its default is online with an
     API key, else offline with a line in the log. Prompts are switched off."""
     id: str | None = None
-    r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: derived from the execution and the node, so
-    that a retry continues the run."""
+    r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: derived from the Flyte execution and the
+    workflow node, so that a retry continues the run."""
     name: str | None = None
     """Display name of the run. None: `WANDB_NAME`, or else the task's name."""
     group: str | None = None
     """Group of the run on the project's page. None: no group."""
     tags: tuple[str, ...] = ()
-    """Labels of the run."""
+    """Tags of the Weights & Biases run."""
     config: dict[str, Any] = field(default_factory=dict)
     """Entries that are added to the run's configuration, beside the task's inputs and the gang's shape."""
     host: str = "https://wandb.ai"
-    """Address of the server whose page the Flyte console links to."""
+    """Address of the Weights & Biases server, for the link from the Flyte console to the run's page."""
     dir: str | None = None
     """Folder for offline runs. None: `WANDB_DIR`, or the directory in which the task was started."""
 
@@ -381,12 +384,12 @@ class Wandb:
 
 
 def is_local() -> bool:
-    """Return True if no backend gave the task a cluster, so that the task starts one in this process."""
+    """Return True if Flyte's backend gave the task no Dask cluster, so that the task starts one on this machine."""
     return not os.environ.get(SCHEDULER_VARIABLE)
 
 
 def is_debugging(gang: Gang | None = None) -> bool:
-    """Return True if all gangs, or this gang, are to train in one rank, in the calling process."""
+    """Return True if `DASKPYTORCH_DEBUG` or the gang's setting asks to train in one rank, in the calling process."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or (gang is not None and gang.debug)
 
 

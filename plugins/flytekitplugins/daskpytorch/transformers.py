@@ -27,7 +27,7 @@ require("transformers", "5.20")  # 5.19 needs a GPU or torch 2.7, older ones can
 
 
 class GangCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports a Trainer's metrics to the gang, saves its checkpoints there, and stops when the gang stops.
+    """Trainer callback that logs metrics in the gang, saves checkpoints there, and stops when the gang stops.
 
     The Trainer's logs go to `current_rank().log`, as often as `logging_strategy` says. Its checkpoints in `output_dir`
     go to `current_rank().checkpoint`, too, as often as `save_strategy` says, with the random generators of all ranks.
@@ -63,13 +63,13 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def resume_from_checkpoint(self) -> str | None:
-        """Path of the checkpoint from which this attempt starts, for `trainer.train`. None on a fresh start."""
+        """Path of the checkpoint from which this attempt starts, for `trainer.train`. None: there is no checkpoint."""
         return None if self._kept.folder is None else str(self._kept.folder)
 
     # ---- What the Trainer calls
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop if the gang stops, after a last checkpoint and without an evaluation."""
+        """If the gang stops, let the Trainer save a last checkpoint, skip the evaluation, and stop."""
         self._kept.remove()  # all ranks have read the files, since they have exchanged gradients
         if current_rank().should_stop():
             control.should_save = control.should_training_stop = True
@@ -79,18 +79,21 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the following time as evaluation, if an evaluation follows."""
+        """If an evaluation follows the epoch, begin to count time as `Goodput.evaluation`."""
         self._note_evaluation(control)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count a program's own evaluation from its second batch on. No callback tells its beginning."""
+        """Count a direct call of `evaluate` or `predict` as evaluation from its second batch on.
+
+        The Trainer calls no callback at the beginning of these methods.
+        """
         if not self._is_evaluating:
             self._begin_evaluation()
 
     def on_predict(self, *args: Any, **kwargs: Any) -> None:
-        """End the time that counts as evaluation."""
+        """End the time that counts as evaluation, at the end of `trainer.predict`."""
         self._end_evaluation()
 
     def on_evaluate(
@@ -101,13 +104,13 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         metrics: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        """Keep the evaluation's numbers and its step for the next checkpoint."""
+        """Keep the evaluation's metrics, which a checkpoint of the same step gets."""
         self._end_evaluation()
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = state.global_step, numbers
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save the Trainer's checkpoint as one of the gang."""
+        """Save the checkpoint that the Trainer has written as a checkpoint of the gang."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         step, metrics = self._evaluated
         own = [f"rng_state_{args.process_index}.pth"]
@@ -121,11 +124,11 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        """Report the Trainer's logs."""
+        """Pass what the Trainer logs to `current_rank().log`."""
         current_rank().log(logs, step=state.global_step, num_steps=state.max_steps)
 
     def _note_evaluation(self, control: TrainerControl) -> None:
-        """Begin to count an evaluation that follows at once. The Trainer tells only its end."""
+        """Begin to count time as evaluation if the Trainer evaluates next. No callback marks its beginning."""
         self._end_evaluation()
         if control.should_evaluate:
             self._begin_evaluation()

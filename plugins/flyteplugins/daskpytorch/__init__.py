@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flyteplugins.daskpytorch.config import SpawnDDP as SpawnDDP
 
 OLDEST = "2.12"
-"""Oldest version of Flyte 2's SDK that works with this package."""
+"""Minimum version of Flyte 2's SDK (`flyte` and `flyteplugins-dask`) for this package."""
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = engine.NAMES  # noqa: PLE0605
@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 
 
 def _refuse_old(name: str) -> None:
-    """Check that Flyte 2's SDK is at least version `OLDEST`.
+    """Check that Flyte 2's SDK is new enough. `name` is the public name that needs the SDK, for the error.
 
     Raises:
         ImportError: The installed version is older. The message says how to upgrade.

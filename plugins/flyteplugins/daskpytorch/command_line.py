@@ -17,7 +17,10 @@ HERE = ("--local", "--tracked")
 
 
 def run(command: Any) -> Any:
-    """Return Flyte's command `run`, changed if it may start gangs on this machine. Called by Flyte's command line."""
+    """Start the fork server and handle Ctrl-C if the command may start gangs here. Return Flyte's command `run`.
+
+    Called by Flyte's command line.
+    """
     if not is_worthwhile(sys.argv, "flyte", here=HERE):
         return command
     fork_client.import_ahead(IMPORTED_AHEAD)
@@ -27,7 +30,10 @@ def run(command: Any) -> Any:
 
 
 def _heeding_ctrl_c(invoke: Any, *args: Any) -> Any:
-    """Call the command with a handler of Ctrl-C in the main thread, since Flyte runs tasks in another thread."""
+    """Call Flyte's command `run` with a handler of Ctrl-C, by which Ctrl-C ends the gangs first.
+
+    Only the main thread can handle Ctrl-C, and Flyte runs tasks in another thread.
+    """
     pressed = CtrlC()
     token = ctrl_c.set(pressed)
     try:

@@ -19,14 +19,14 @@ from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDP
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDask(config.OnDask):
-    """Dask cluster of a task: its scheduler and its workers."""
+    """Base of the configs of tasks that have a Dask cluster: its scheduler and its workers."""
 
     KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
 
     scheduler: Scheduler = field(default_factory=Scheduler)
-    """Image and resources of the scheduler's pod."""
+    """Image and resources of the Dask scheduler's pod."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
-    """Number, image and resources of the workers' pods. Default: two workers."""
+    """Number, image and resources of the Dask workers' pods. Default: two workers."""
 
     def _rules_of_pods(self) -> dict[str, Rule]:
         resources = checks.optional(checks.must_be("a flyte.Resources", lambda value: isinstance(value, Resources)))
@@ -34,7 +34,7 @@ class _OnDask(config.OnDask):
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs in each worker's resources. 0: no GPUs."""
+        """Number of GPUs in the resources of each Dask worker. 0: no GPUs."""
         return num_gpus(self.workers.resources)
 
 
@@ -58,7 +58,7 @@ class SpawnDDP(config.GangOnOwnNode):
 
 @dataclass(frozen=True, kw_only=True)
 class DaskCluster(_OnDask, config.Cluster):
-    """Config of tasks whose functions run once, with a Dask cluster that `current_client()` is connected to.
+    """Config of tasks whose functions run once, with a Dask cluster whose client `current_client()` returns.
 
     Use `TaskEnvironment(plugin_config=DaskCluster(...))`.
     """
@@ -68,7 +68,7 @@ class DaskCluster(_OnDask, config.Cluster):
 
 
 def _join_flyte_migrate() -> None:
-    """Let flyte-migrate convert this package's configs, so that files for flytekit run under Flyte 2."""
+    """Let the tool flyte-migrate convert this package's configs, so that workflows for flytekit run under Flyte 2."""
     from flyte_migrate._plugins import register_plugin
 
     register_plugin("DaskCluster", _dask_cluster)
@@ -101,7 +101,7 @@ def _pods(config: Any) -> dict[str, Any]:
 
 
 def _resources(requests: Any, limits: Any) -> Any:
-    """Convert resources as flyte-migrate does, but GPUs to a number, which `flyte.Resources` requires."""
+    """Convert flytekit's requests and limits to a `flyte.Resources`, by flyte-migrate, with the GPUs as a number."""
     from flyte_migrate._resource import _transform_resource_v1_to_v2
 
     gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)

@@ -20,17 +20,19 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 BESIDE = ".daskpytorch"
-"""Suffix of the folder for this package's checkpoints. Flyte's own checkpoint is one object, which the user may
-write."""
+"""Suffix that makes the name of the folder for this package's checkpoints from the name of Flyte's checkpoint.
+
+Flyte's own checkpoint is a single object, which the user may write.
+"""
 SECRETS_FOLDER = Path("/etc/flyte/secrets")
-"""Folder in which Flyte mounts secrets that are files."""
+"""Folder in which Flyte 2 mounts secrets as files."""
 OF_AZURE = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
-"""Options of adlfs that Flyte's `ABFS` has under the same names."""
+"""Options of Azure storage that adlfs, the fsspec library for Azure, and Flyte's `ABFS` have under equal names."""
 INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
 
 
 class Flyte2Execution(host.Execution):
-    """Execution of a Flyte 2 task, as its context describes it."""
+    """Execution of a Flyte 2 task: its names, storage and secrets, taken from Flyte's context."""
 
     def __init__(self, ctx: TaskContext, run: LocalRun | None) -> None:
         self._ctx = ctx
@@ -40,7 +42,10 @@ class Flyte2Execution(host.Execution):
             self.task = ctx.report  # each attempt has one report, while Flyte replaces contexts
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the folders of the gang's checkpoints: beside Flyte's own object, or here in a local run."""
+        """Return the folders for a gang's checkpoints: beside Flyte's own checkpoint, or in a local run here.
+
+        `key` names the gang. None: the gang has no such folders, for example outside a task.
+        """
         if self._run is not None:
             return self._run.paths(key)
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
@@ -53,21 +58,21 @@ class Flyte2Execution(host.Execution):
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
-        """Return the file system of a URI, opened as for Flyte's own data."""
+        """Return the fsspec file system of a URI, opened with the settings that Flyte uses for its own data."""
         return _opened(uri, storage())
 
     def new_folder(self) -> str | None:
-        """Return a new folder among the task's outputs, named by Flyte. None outside a task."""
+        """Return the path or URI of a new folder in the task's output storage. None outside a task."""
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """Upload a folder file by file."""
+        """Upload a local folder to a URI, file by file."""
         files = Files(self.filesystem(uri))
         for path in filter(Path.is_file, sorted(folder.rglob("*"))):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
 
     def in_ranks(self) -> host.Execution | None:
-        """Return the execution for ranks, with this task's credentials for Flyte's storage. None outside a task."""
+        """Return an execution for ranks, which has this task's credentials for Flyte's storage. None outside a task."""
         return FlyteStorage(storage()) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
@@ -89,21 +94,21 @@ class Flyte2Execution(host.Execution):
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):
-    """Execution for the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
+    """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     storage: Storage | None
-    """The driver's settings of Flyte's storage, with its keys. None: each worker uses settings of its own."""
+    """The driver's settings of Flyte's storage, with access keys. None: each rank finds settings in its environment."""
 
     def filesystem(self, uri: str) -> Any:
-        """Return the file system of a URI, opened as Flyte opens it in the driver."""
+        """Return the fsspec file system of a URI, opened with the driver's storage settings."""
         return _opened(uri, self.storage)
 
 
 def earlier_system_errors() -> int:
-    """Return how often this attempt has ended with a system error before, and rename the error's file.
+    """Return how often this task attempt has ended with a system error, and rename the last error's file.
 
-    After a system error, Flyte 2 starts the same attempt again, with equal paths and without a limit. Flyte 2 then
-    takes an error file of an earlier start for the outcome, even if the new start succeeds.
+    After a system error, Flyte 2 starts the same attempt again, with equal paths and without a limit. An error file
+    that remained from an earlier start would count as the outcome, even if the new start succeeds.
     """
     path = error_path(flyte.ctx().output_path)
     files, aside = _opened(path, storage()), path.removesuffix(".pb")
@@ -122,7 +127,7 @@ def earlier_system_errors() -> int:
 
 
 def _is_there(path: str) -> bool:
-    """Return True if storage has a file. False if storage cannot tell, which is logged."""
+    """Return True if Flyte's storage has a file at a path. If storage fails, log the error and return False."""
     try:
         return bool(_opened(path, storage()).exists(path))
     except Exception as error:  # whatever a store's client raises
@@ -136,7 +141,7 @@ def _beside(files: Files, checkpoint: str | None, key: str) -> str | None:
 
 
 def rank_environment(secrets: Any) -> dict[str, str]:
-    """Return Flyte's environment variables and secrets for the ranks of the current task."""
+    """Return the environment variables of Flyte and of the task's secrets, for the ranks of the current task."""
     action, inherited = flyte.ctx().action, {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
     for secret in secrets_from_request(secrets) if secrets else ():
         if secret.as_env_var in os.environ:
@@ -152,19 +157,19 @@ def rank_environment(secrets: Any) -> dict[str, str]:
 
 
 def name_of_secret(secret: Any) -> str:
-    """Return the name of a secret's environment variable: as its `Secret` says, or else Flyte's default name."""
+    """Return the name of a secret's environment variable: the one in its `flyte.Secret`, or else Flyte's default."""
     named = f"{secret.group}_{secret.key}" if secret.group else secret.key
     return getattr(secret, "as_env_var", None) or named.replace("-", "_").upper()
 
 
 def storage() -> Storage | None:
-    """Return Flyte's explicit storage settings. None: settings come from the environment or the cloud's clients."""
+    """Return the storage settings that were passed to `flyte.init`. None: clients use the environment's settings."""
     config = _get_init_config()
     return config.storage if config is not None else None
 
 
 def _opened(uri: str, storage: Storage | None) -> Any:
-    """Return the file system of a URI, with the keys that Flyte was given or finds in the environment."""
+    """Return the fsspec file system of a URI, opened with access keys from `storage` or else from the environment."""
     told: dict[str, Any] = {}
     if uri.startswith(("s3://", "s3a://")):
         s3 = storage if isinstance(storage, S3) else S3.auto()
@@ -180,7 +185,7 @@ def _opened(uri: str, storage: Storage | None) -> Any:
 
 
 def current() -> Flyte2Execution:
-    """Return the execution of the task that runs here."""
+    """Return the execution of the task that runs in the current context."""
     return Flyte2Execution(flyte.ctx(), local_run.get())
 
 

@@ -11,10 +11,10 @@ from flytekitplugins.daskpytorch.node import fork_client
 __all__ = ["IMPORTED_AHEAD", "dask_setup"]
 
 IMPORTED_AHEAD = "flyteplugins.daskpytorch.rank:put_to_sleep"
-"""Function that the fork server calls before it forks ranks of Flyte 2's tasks. The worker needs no SDK of Flyte."""
+"""Path `module:function` of the function that the fork server calls before it forks ranks of Flyte 2 tasks."""
 
 
 def dask_setup(worker: Any) -> None:
-    """Start the worker's fork server, which imports Flyte 2's SDK ahead. Called by Dask in the worker."""
+    """Start the Dask worker's fork server, which imports Flyte 2's SDK before ranks need it. Called by Dask."""
     fork_client.import_ahead(IMPORTED_AHEAD)
     preload.dask_setup(worker)

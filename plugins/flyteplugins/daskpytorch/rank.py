@@ -27,14 +27,14 @@ class TaskOutput:
     """Rank 0's return value and report tabs, which are sent to the driver."""
 
     value: Any
-    """Return value of the function."""
+    """Return value of the user's function in rank 0."""
     tabs: Mapping[str, Sequence[str]]
-    """Contents of rank 0's report, by the tab's name."""
+    """HTML fragments of each tab in rank 0's report, by the tab's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flyte2Rank:
-    """Part of the driver's Flyte context that is sent to the ranks: a `RankHost`."""
+    """Part of Flyte 2's context that the driver sends to ranks, so that Flyte's functions work there."""
 
     ctx: TaskContext
     storage: Storage | None
@@ -44,11 +44,18 @@ class Flyte2Rank:
     """Names of the task's outputs."""
     task_name: str
     results: str
-    """Folder of the files that the ranks submit. Complete when the task has ended."""
+    """Path or URI of the folder with the files that ranks submit. The folder is complete when the task has ended."""
 
     @classmethod
     def of_current_task(cls, task_name: str, inputs: Mapping[str, Any], outputs: Sequence[str], results: str) -> Self:
-        """Return the part of the driver's current context that the ranks need."""
+        """Return the part of Flyte's current context in the driver that ranks need.
+
+        Args:
+            task_name: Name of the task.
+            inputs: Values of the inputs, by name.
+            outputs: Names of the outputs.
+            results: Path or URI of the folder for files that ranks submit.
+        """
         ctx = flyte.ctx()
         return cls(
             ctx=dataclasses.replace(ctx, report=Report(ctx.report.name), compiled_image_cache=None, data={}),
@@ -61,7 +68,7 @@ class Flyte2Rank:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make `flyte.ctx()` and Flyte's functions work in this rank as in an ordinary task."""
+        """During the block, make `flyte.ctx()` and Flyte's functions work in this rank as in an ordinary task."""
         _revive()
         provide(context.current, is_last=True)  # even if the user's code imports another SDK
         action, root = self.ctx.action, Path(self.ctx.run_base_dir)
@@ -71,38 +78,38 @@ class Flyte2Rank:
             yield
 
     def arguments(self) -> dict[str, Any]:
-        """Return the task's inputs."""
+        """Return the values of the task's inputs, by name."""
         return dict(pickling.loads(self.inputs))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """Return rank 0's return value unconverted, with the rank's report. Uploaded files are references in the value.
+        """Return the user function's return value unconverted, with the tabs of this rank's report.
 
         Raises:
-            TypeError: The return value does not fit the number of the task's outputs.
+            TypeError: The number of returned values differs from the number of the task's outputs.
         """
         check_count(self.task_name, returned, self.outputs_wanted)
         tabs = {name: tab.content for name, tab in self.ctx.report.tabs.items() if tab.content}
         return TaskOutput(value=returned, tabs=tabs)
 
     def results_folder(self) -> Dir[Any]:
-        """Return the folder to which the driver writes the files that ranks submit."""
+        """Return the folder to which the driver writes the files that ranks submit, as Flyte 2's type for folders."""
         return Dir(path=self.results)
 
 
 def _event_loop() -> Any:
-    """Return Flyte's event loop, the same object in every wrapper of Flyte's functions."""
+    """Return the event loop in which Flyte 2 runs its functions: a single object for all of them."""
     return syncify._bg_loop  # noqa: SLF001 - flyte 2.12
 
 
 def _revive() -> None:
-    """Give Flyte's event loop a new thread, since the thread of the parent process does not survive a fork."""
+    """Give Flyte's event loop a new thread, since its thread in the fork server does not exist in a forked rank."""
     loop = _event_loop()
     if not loop.thread.is_alive():
         loop.__init__(loop.thread.name)
 
 
 def put_to_sleep() -> None:
-    """End the thread of Flyte's event loop. The fork server calls this function before it forks ranks."""
+    """Import what ranks need, and end the thread of Flyte's event loop. Called by the fork server before it forks."""
     import flyte.types  # noqa: F401 - ranks need the module, whose import takes seconds
 
     _event_loop().stop()

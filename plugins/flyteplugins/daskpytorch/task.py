@@ -41,14 +41,17 @@ if TYPE_CHECKING:
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
 MAX_SYSTEM_RESTARTS = 3
-"""Maximum number of restarts of an attempt after failures of the infrastructure. Flyte 1 has the same default."""
+"""Maximum number of times that Flyte 2 restarts a task attempt after failures of the infrastructure."""
 _attempts: dict[tuple[str | None, str], Path] = {}
-"""Folders with the newest checkpoints of failed attempts in this process, by run and action."""
+"""Folder with the newest checkpoints of each local task that has failed in this process, by run and action.
+
+The next attempt of the same action goes on from the folder.
+"""
 
 
 @dataclass(kw_only=True)
 class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
-    """Base of all task types: raises system errors for failed infrastructure, and handles SIGTERM and local runs."""
+    """Base of all task types, which lets Flyte retry infrastructure failures, and handles SIGTERM and local runs."""
 
     debuggable: bool = False
 
@@ -63,7 +66,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
             )
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task. Failures of the infrastructure become system errors."""
+        """Run the task. If the infrastructure fails, raise a system error, after which Flyte restarts the attempt."""
         exit_quickly()
         may_start_again = flyte.ctx().mode == "local" or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
         inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
@@ -87,7 +90,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _begun(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Keep the checkpoints of a local run, so that its next attempt goes on from them."""
+        """During the block, keep the checkpoints of a local run, so that the next attempt goes on from them."""
         ctx = flyte.ctx()
         if ctx.mode != "local":
             yield
@@ -106,7 +109,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """Base of the task types for Dask: Flyte's `dask` task type, with this package's Dask settings in all pods."""
+    """Base of the task types for Dask: a task of Flyte's type `dask`, with this package's Dask settings in all pods."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +117,10 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         self._warn_of_gpus()
 
     def _warn_of_gpus(self) -> None:
-        """Warn if no worker would start, because of GPUs in its `WorkerGroup`. See tests/backend/README.md."""
+        """Warn if `WorkerGroup` requests GPUs, because then no Dask worker would start.
+
+        Flyte 2's plugin for Dask requests them by a name that Kubernetes refuses.
+        """
         is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # pods and ranks import the task again
         if is_users and num_gpus(self.plugin_config.workers.resources):
             warnings.warn(
@@ -129,7 +135,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         return in_ranks.GANG_SETTINGS | PRELOAD
 
     async def pre(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return no parameters: ranks get the user's code from the driver, and scheduler and workers need none."""
+        """Return no parameters, because only ranks need the user's code, and the driver sends it to them."""
         return {}
 
 
@@ -145,7 +151,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def task_config(self) -> Any:
-        """Config of the task, under flytekit's name."""
+        """Config of the task, which Flyte 2 calls `plugin_config`."""
         return self.plugin_config
 
     @property
@@ -154,11 +160,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def enable_deck(self) -> bool:
-        """True if the task has a report, under flytekit's name for its Deck."""
+        """True if the task has a report, which is called a Deck in flytekit."""
         return bool(self.report)
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Train in a thread, so that Flyte's event loop goes on."""
+        """Train in a thread, so that Flyte's event loop stays free. Return the task's output."""
         fork_client.import_ahead(IMPORTED_AHEAD)
         if self._is_debugging:
             return await run_sync_in_thread(self._train_here, inputs)
@@ -207,7 +213,7 @@ class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
     task_type: str = "dask"
 
     def _num_gpus_asked(self) -> int:
-        """Return the number of GPUs in the resources of the `WorkerGroup`, or else the environment."""
+        """Return the number of GPUs in the resources of the `WorkerGroup`, or else of the task's environment."""
         resources = self.plugin_config.workers.resources
         return num_gpus(self.resources if resources is None else resources)
 
@@ -222,7 +228,7 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 
 @dataclass(kw_only=True)
 class DaskClusterTask(_Resumable, _OnDask):
-    """Task whose function runs once, with a client of a ready Dask cluster."""
+    """Task whose function runs once, with a client of a Dask cluster whose workers have arrived."""
 
     task_type: str = "dask"
 
@@ -230,7 +236,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         return in_ranks.CLUSTER_SETTINGS | PRELOAD
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Connect to the cluster in a thread, wait for its workers, and call the function."""
+        """Connect to the Dask cluster in a thread, wait for its workers, and return the user function's result."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         refuse_unknown(inputs)
@@ -252,7 +258,7 @@ class DaskClusterTask(_Resumable, _OnDask):
 
 
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
-    """Await a task. Meanwhile SIGTERM ends its gangs after a checkpoint, and the task with a system error."""
+    """Await a task's work. Meanwhile, SIGTERM ends the gangs after a checkpoint, and the task with a system error."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         return await running
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
@@ -273,7 +279,7 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
 
 
 def num_gpus(resources: Any) -> int:
-    """Return the number of GPUs in a `flyte.Resources`. 0: no GPUs, or no resources."""
+    """Return the number of GPUs in a `flyte.Resources` or None. 0: no GPUs."""
     device = resources.get_device() if resources is not None else None
     return device.quantity if device is not None and device.device_class == "GPU" else 0
 

@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF = 0.1
-"""Longest wait, in seconds, before the first retry. The wait doubles with each further retry."""
+"""Maximum wait, in seconds, before the first retry of a read. The maximum doubles with each further retry."""
 LONGEST_BACKOFF = 5.0
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
-"""Pattern of ETags that are checksums. Objects uploaded in parts, or encrypted by KMS keys, have other ETags."""
+"""Pattern of ETags that look like MD5 checksums. The ETag of an object that a KMS key encrypts only looks like one."""
 CREDENTIALS = (
     "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
 )
@@ -47,13 +47,13 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "PermanentRedirect": (PermissionError, f"is in another region. {REGION}"),
     "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
 }
-"""Exception type and advice for the user, by S3's error code. Requests with other error codes are tried again."""
+"""Exception type and advice for the user, by S3's error code. Reads that fail with other codes are retried."""
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
-"""S3's error codes by HTTP status, for answers without a body."""
+"""S3's error code for each HTTP status that an answer without a body has."""
 
 
 class DamagedTransferError(OSError):
-    """After all retries, an object's length or checksum still differs from the listing.
+    """An object's length or checksum differs from the bucket's listing, even after all retries.
 
     Examples:
         Leave out damaged pictures, and pictures that cannot be decoded:
@@ -70,7 +70,7 @@ class DamagedTransferError(OSError):
 
 
 class ChangedError(DamagedTransferError):
-    """An object has been overwritten since it was listed.
+    """An object has been overwritten in the bucket since it was listed.
 
     Examples:
         List the folder again to get the new object:
@@ -88,7 +88,7 @@ class ChangedError(DamagedTransferError):
 
 
 FINAL = (FileNotFoundError, PermissionError, ChangedError)
-"""Errors that are not tried again, because a retry cannot succeed."""
+"""Exceptions of a read that no retry follows, because a retry cannot succeed."""
 
 
 class Listed(NamedTuple):
@@ -96,29 +96,29 @@ class Listed(NamedTuple):
 
     key: str
     size: int
-    """Size in bytes."""
+    """Size of the object in bytes."""
     etag: str
-    """ETag without quotation marks."""
+    """ETag of the object, without quotation marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Credentials, address and timeouts for a bucket. Pickles, unlike the clients that are made from it."""
+    """Credentials, server address and timeouts for a bucket. Can be pickled, unlike clients of the bucket."""
 
     anon: bool = False
     key: str | None = field(default=None, repr=False)
-    """Access key. None: the key that AWS's provider chain finds (environment, profile, role of the pod or machine)."""
+    """Id of the access key. None: the key that AWS's provider chain finds, such as in the environment or a profile."""
     secret: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
-    """Profile in ~/.aws/config. None: the profile in the environment, else the default."""
+    """Name of a profile in `~/.aws/config`. None: the profile that `AWS_PROFILE` names, else the default profile."""
     endpoint_url: str | None = None
-    """Address of the server. None: the address in the environment or the profile, else AWS."""
+    """URL of the S3 server. None: the URL in the environment or the profile, else that of AWS."""
     region: str | None = None
-    """Region of the bucket. None: the region in the environment or the profile, else us-east-1."""
+    """AWS region of the bucket. None: the region in the environment or the profile, else us-east-1."""
     num_connections: int = 32
     timeout: float = 30.0
-    """Seconds without an answer after which a request has failed."""
+    """Timeout, in seconds, for the server's answer to a request."""
     num_retries: int = 5
 
     def session(self) -> Any:
@@ -168,7 +168,7 @@ class Access:
 
 @contextmanager
 def _quick_parsing(session: Any) -> Iterator[None]:
-    """In the block, let clients not parse timestamps. The parsing takes two thirds of a long listing's time."""
+    """During the block, make botocore clients that skip the parsing of timestamps, most of a long listing's time."""
     from botocore.parsers import ResponseParserFactory
 
     name = "response_parser_factory"
@@ -182,12 +182,12 @@ def _quick_parsing(session: Any) -> Iterator[None]:
 
 
 def is_aws(endpoint_url: str) -> bool:
-    """Return True if a server belongs to AWS."""
+    """Return True if the server at a URL belongs to AWS."""
     return AWS_HOST.search(urlsplit(endpoint_url).hostname or "") is not None
 
 
 class Bucket:
-    """Client of one bucket, for threads of one process."""
+    """Client that lists and reads one S3 bucket. Threads of one process may share the client."""
 
     def __init__(self, name: str, access: Access) -> None:
         self.name = name
@@ -215,7 +215,7 @@ class Bucket:
             raise _from_botocore(error, uri) from error
 
     def read(self, listed: Listed) -> bytes:
-        """Return an object's bytes, which are compared with the listing.
+        """Read an object with retries, and return its bytes, whose length and checksum match the listing.
 
         Raises:
             FileNotFoundError: The object no longer exists.
@@ -259,7 +259,19 @@ class Bucket:
         return self._plain
 
     def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
-        """Compare the arrived bytes with the listing. `seen` has the checksums of earlier tries."""
+        """Check that ETag, length and checksum of arrived bytes match the listing.
+
+        Args:
+            uri: URI of the object, for errors.
+            listed: The object in the listing.
+            body: Bytes that arrived.
+            etag: ETag that arrived with them.
+            seen: MD5 checksums of the bytes that arrived in earlier tries. The checksum of `body` is added.
+
+        Raises:
+            ChangedError: The ETag differs.
+            DamagedTransferError: The length or the checksum differs.
+        """
         if etag != listed.etag and etag and listed.etag:
             raise ChangedError(
                 f"{uri} has been overwritten since it was listed: it had {listed.size} bytes and the ETag "
@@ -287,7 +299,7 @@ class Bucket:
             )
 
     def _is_checksum(self, listed: Listed) -> bool:
-        """Return True if an ETag that differs from the same bytes twice is a checksum. KMS keys make other ETags."""
+        """Ask the server how an object is encrypted, and return True if its ETag is an MD5 checksum of the content."""
         try:
             answer = self._plainly().client.head_object(Bucket=self.name, Key=listed.key)
         except Exception as error:
@@ -321,7 +333,7 @@ class _Obstore:
         )
 
     def get(self, key: str) -> tuple[bytes, str]:
-        """Return an object's bytes and its ETag, after one try. Raises the exceptions of `Bucket.read`."""
+        """Read an object without retries, and return its bytes and its ETag."""
         import obstore
 
         try:
@@ -357,12 +369,12 @@ def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _
 
 
 def _is_path(key: str) -> bool:
-    """Return True if obstore can read an object of this key. obstore treats keys as paths."""
+    """Return True if obstore can read the object with this key. obstore changes keys that are no plain paths."""
     return not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _credentials(session: Any) -> Any:
-    """Return obstore's credential provider. botocore finds the credentials by AWS's chain, and renews them."""
+    """Return a credential provider for obstore with the credentials that a botocore session finds and renews."""
     found = session.get_credentials()
     if found is None:
         raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
@@ -420,12 +432,12 @@ def _explained(uri: str, code: str, text: str) -> OSError:
 
 
 _inherited_threads = False
-"""True if this process or an ancestor was forked from a process with threads of obstore."""
+"""True if this process or an ancestor was forked from a process with threads of obstore. obstore would hang here."""
 _had_threads = False
 
 
 def _look_for_threads() -> None:
-    """Note before a fork whether the process has threads of obstore, which Linux shows under the name of tokio."""
+    """Before a fork, note whether this process has threads of obstore. Linux shows their names as `tokio...`."""
     global _had_threads
     _had_threads = False
     if "obstore" in sys.modules:

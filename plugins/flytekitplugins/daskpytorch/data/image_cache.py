@@ -19,25 +19,25 @@ logger = logging.getLogger(__name__)
 
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
-"""Pattern of the names of the cache's files, and of unfinished files of a process that has ended."""
+"""Pattern of the names of the cache's files: finished ones, and unfinished ones, which begin with a dot."""
 MAX_WRITING = 3600.0
-"""Seconds after which an unfinished file belongs to a process that has ended. Younger ones may be in use."""
+"""Age, in seconds, from which an unfinished file may be removed. Younger ones may still be written."""
 LOW_WATER = 0.9
-"""Share of the cache's size that remains after the files that were used longest ago are removed."""
+"""Share of the cache's maximum size, from 0 to 1, to which a full cache is reduced. The oldest files are removed."""
 SHARE_BETWEEN_LOOKS = 0.03
-"""Share of the cache's size that a process writes before it adds up all files again."""
+"""Share of the cache's maximum size, from 0 to 1, that a process writes between two checks of the total size."""
 DIGEST_SIZE = 16
-"""Bytes of the checksum at the end of each file. A full disk or a crash may leave a file cut short."""
+"""Number of bytes of the checksum that ends each file. The checksum reveals files that a crash has cut short."""
 
 
 class ImageCache:
-    """A folder of whole files with a bounded size, which each writing process may exceed by a few percent.
+    """Cache of S3 objects in a local folder up to a maximum size, which each writing process may exceed by about 3 %.
 
-    No library was found that does this without a database that all processes lock, or without loading pickles.
+    Several processes may use the folder. The known libraries for such caches load pickles, or lock a shared database.
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        """Keep up to this many bytes in a folder below `folder`. Other files in `folder` are left alone.
+        """Use the subfolder `daskpytorch-images` of `folder`, up to `num_bytes` bytes, as the cache.
 
         Raises:
             PermissionError: Another user owns the cache's folder, or can write to it.
@@ -48,7 +48,7 @@ class ImageCache:
         make_private(self._folder)
 
     def get(self, bucket: str, listed: Listed) -> bytes | None:
-        """Return the object's content, or None if the cache does not have it whole."""
+        """Return an object's bytes. None: the cache lacks the object, or its file is damaged."""
         path = self._path(bucket, listed)
         try:
             content = path.read_bytes()
@@ -59,7 +59,13 @@ class ImageCache:
         return body if len(body) == listed.size and _digest(body) == content[-DIGEST_SIZE:] else None
 
     def put(self, bucket: str, listed: Listed, body: bytes) -> None:
-        """Write an object to the cache. A full disk costs one log line."""
+        """Write an object to the cache. If the disk is full, log a line instead of raising an error.
+
+        Args:
+            bucket: Name of the bucket.
+            listed: The object in the bucket's listing.
+            body: Bytes of the object.
+        """
         path = self._path(bucket, listed)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -82,7 +88,10 @@ class ImageCache:
         return self._folder / name[:2] / name
 
     def _make_room(self) -> None:
-        """Remove the files that were used longest ago, if the cache is too large. Other processes may do the same."""
+        """If the cache exceeds its maximum size, remove the least recently used files.
+
+        Other processes may remove files at the same time.
+        """
         found: list[tuple[float, int, str]] = []
         for shelf in os.scandir(self._folder):
             if shelf.is_dir():

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 Decoder = Literal["pil", "tensor"]
 END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
-"""PIL's modes of JPEGs for which torch's decoders return the same pixels as PIL. All decoders use libjpeg-turbo."""
+"""PIL's modes of JPEGs that torchcodec and torchvision decode to the same pixels as PIL."""
 MAX_PIXELS = 2**30 // 12
-"""Default for the most pixels of a picture: 89 million, which PIL opens without a warning. A picture of that size takes
-a quarter of a gigabyte, and its decoding several times as much."""
+"""Default of the maximum number of pixels of a picture: 89 million, which PIL opens without a warning.
+
+A decoded picture of that size takes a quarter of a gigabyte of memory, and its decoding several times as much.
+"""
 
 
 class BrokenImageError(ValueError):
@@ -40,7 +42,7 @@ class BrokenImageError(ValueError):
 
 
 class ImageTooLargeError(BrokenImageError):
-    """A picture exceeds `max_pixels`, and was not decoded.
+    """A picture has more pixels than `max_pixels` allows, and was not decoded.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
@@ -54,7 +56,7 @@ class ImageTooLargeError(BrokenImageError):
 
 
 def prepare(decoder: Decoder) -> None:
-    """Import the modules of `decode` before threads use it, as imports of torchvision in several threads may fail."""
+    """Import the modules that a decoder needs, before threads decode. Imports in several threads may fail."""
     import PIL.Image
 
     PIL.Image.init()
@@ -66,7 +68,7 @@ def prepare(decoder: Decoder) -> None:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
-    """Return torchcodec's decoder, or torchvision's if torchcodec is not installed or is for another torch."""
+    """Return torchcodec's function that decodes a JPEG, or torchvision's if torchcodec cannot be imported."""
     try:
         from torchcodec.decoders import decode_jpeg
     except ModuleNotFoundError:
@@ -89,17 +91,17 @@ def _torchvisions() -> Callable[[Tensor], Tensor]:
 
 
 def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
-    """Return a decoded picture in RGB, upright according to its EXIF data.
+    """Decode a picture's file, and return the picture in RGB, rotated as its EXIF data say.
 
     Args:
-        body: Bytes of the whole file.
+        body: Bytes of the picture's file.
         decoder: Type of the returned picture. `pil`: a PIL image. `tensor`: a uint8 tensor of (3, height, width). For a
             tensor, torchcodec or torchvision decodes JPEGs with one or three components, and PIL decodes all other
             pictures.
-        max_pixels: Most pixels of a picture.
-        min_side: Least pixels of the shorter side. JPEGs are decoded at a half, a quarter or an eighth of their size:
-            the smallest size that is large enough. Only PIL can shrink, so PIL decodes these JPEGs. None: decode at
-            full size.
+        max_pixels: Maximum number of pixels of the picture.
+        min_side: Minimum length, in pixels, of the returned picture's shorter side, if the file has as many. JPEGs are
+            decoded at a half, a quarter or an eighth of their size: the smallest size that is large enough. Only PIL
+            can shrink, so PIL decodes these JPEGs. None: decode at full size.
 
     Raises:
         BrokenImageError: The file is empty, cut short, or no picture.
@@ -139,7 +141,7 @@ def _check_size(picture: Image, max_pixels: int) -> None:
 
 
 def _shrink(picture: ImageFile, min_side: int) -> bool:
-    """Let PIL decode the picture at a smaller size. Return True if PIL can."""
+    """Let PIL decode a JPEG at a smaller size with no side below `min_side`. Return False if PIL cannot."""
     whole = picture.size
     picture.draft(None, (min_side, min_side))
     return picture.size != whole

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-"""Errors of a single picture, which `on_error` handles. Server errors and missing permissions are always raised."""
+"""Exceptions that concern a single picture, and are handled as `on_error` says. All other exceptions are raised."""
 MAX_LOADER_WORKERS = 1024
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
@@ -52,10 +52,15 @@ RULES = {
     "num_retries": checks.whole(0),
 }
 NUM_DECODERS = 2
-"""Number of decoding threads per process. On two cores, a batch takes 10 % less time than with as many decoding threads
-as reading threads."""
+"""Number of threads per process that decode pictures.
+
+On two cores, a batch takes 10 % less time than with as many decoding threads as reading threads.
+"""
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
-"""Names of the accepted storage options, as in s3fs. `client_kwargs` may have `endpoint_url` and `region_name`."""
+"""Names that the argument `storage_options` may have, as in s3fs.
+
+`client_kwargs` is a dictionary that may have `endpoint_url` and `region_name`.
+"""
 
 
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
@@ -89,7 +94,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     """
 
     reads_ahead = True
-    """True for `ReadAhead` and `RankLoader`: the data set reads the next batch ahead."""
+    """Always True: tells `ReadAhead` and `RankLoader` that this data set downloads the next batch ahead."""
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         timeout: float = 30.0,
         num_retries: int = 5,
     ) -> None:
-        """List the folder, or read its listing from a file.
+        """List the pictures in a folder of a bucket, or read the listing from the file `index`.
 
         Args:
             s3_bucket: Name of the bucket, or URI of the whole folder, `s3://bucket/prefix`.
@@ -137,20 +142,20 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 `raise`: raise the error. `skip`: leave the picture out of its batch. A function of the key and the
                 error: use the returned picture instead, or skip if it returns None. Skipped and replaced pictures are
                 logged, and counted in `num_broken`.
-            max_pixels: Most pixels of a picture. A larger picture is not decoded, and `on_error` handles it. A file of
-                kilobytes may take gigabytes to decode.
-            min_side: Least pixels of a picture's shorter side, for transforms that shrink pictures anyway. With 256,
-                which suits `Resize(256)`, a JPEG is decoded at a half, a quarter or an eighth of its size. The decoder
-                takes the smallest size with no side below 256. Large pictures then take a fraction of the time. Pixels
-                of the smaller pictures are averages, so the transform's result differs a little. A crop before `Resize`
-                takes a larger part of the picture. None: decode at full size.
+            max_pixels: Maximum number of pixels of a picture. A larger picture is not decoded, and `on_error` handles
+                it. A file of kilobytes may take gigabytes to decode.
+            min_side: Minimum length, in pixels, of a decoded picture's shorter side, for transforms that shrink
+                pictures anyway. With 256, which suits `Resize(256)`, a JPEG is decoded at a half, a quarter or an
+                eighth of its size. The decoder takes the smallest size with no side below 256. Large pictures then
+                take a fraction of the time. Pixels of the smaller pictures are averages, so the transform's result
+                differs a little. A crop before `Resize` takes a larger part of the picture. None: decode at full size.
             index: File with the listing, which many ranks and runs can share. A missing file is written. None: list the
                 folder.
             cache_dir: Local folder that keeps downloaded pictures, for several processes at once. None: no cache.
-            cache_bytes: Most bytes of the cache.
-            num_connections: Most requests in flight per process.
-            timeout: Seconds without an answer after which a request has failed.
-            num_retries: Most retries of a request after resets, timeouts, HTTP 5xx or damage.
+            cache_bytes: Maximum number of bytes of the cache.
+            num_connections: Maximum number of requests in flight per process.
+            timeout: Timeout, in seconds, for the server's answer to a request.
+            num_retries: Maximum number of retries of a request after resets, timeouts, HTTP 5xx or damage.
 
         Raises:
             ValueError: An argument is out of range, or the folder has pictures at deeper levels.
@@ -185,12 +190,12 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
     @property
     def etags(self) -> list[str]:
-        """ETag and size of each picture, which equal pictures have in common, for `split_by_class`."""
+        """Text with ETag and size of each picture, in the order of `all_files`. Equal pictures have equal texts."""
         return [f"{listed.etag} {listed.size}" for listed in self._index.files]
 
     @property
     def num_broken(self) -> int:
-        """Number of pictures that this process and its loader workers have skipped or replaced so far."""
+        """Number of broken pictures that this process and its DataLoader workers have skipped or replaced."""
         return int(self._num_broken.sum())
 
     def __len__(self) -> int:
@@ -200,8 +205,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """Return one picture and its label.
 
         Raises:
-            OSError: The picture could not be read. The subclass says why, as in `__init__`. A vanished picture raises
-                `FileNotFoundError`.
+            OSError: The picture could not be read. The subclass says why, such as `FileNotFoundError` for a vanished
+                picture.
             BrokenImageError: The picture cannot be decoded, even if `on_error` would skip it in a batch. The subclass
                 `ImageTooLargeError` says that it has more than `max_pixels`.
         """
@@ -213,12 +218,13 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return self._item(index, picture)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return a batch, in order, without skipped pictures. Called by `DataLoader`.
+        """Return the pictures with these indices and their labels, without skipped ones. Called by `DataLoader`.
 
         Downloads of the next batch, which `ReadAhead` names, are in progress when the method returns.
 
         Raises:
-            BrokenImageError: All pictures of the batch were skipped. `__getitem__` lists other errors.
+            BrokenImageError: All pictures of the batch were skipped, or one is broken and `on_error` is `raise`.
+            OSError: A picture could not be read. The subclass says why.
         """
         image_decoder.prepare(self._decoder)
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
@@ -270,7 +276,12 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return body
 
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
-        """Wait for a file and return its picture. Errors that `on_error` handles are returned, not raised."""
+        """Wait for the download of a picture, and decode it. Errors of this picture alone are returned, not raised.
+
+        Args:
+            index: Index of the picture in the data set.
+            body: Future of the bytes of its file.
+        """
         try:
             return image_decoder.decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except ImageTooLargeError as error:
@@ -285,7 +296,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             return error
 
     def _judged(self, index: int, outcome: Picture | Exception) -> Picture | None:
-        """Return the picture. For a broken picture, return the replacement of `on_error`, or None to skip."""
+        """Return a decoded picture. In place of an error, return the replacement of `on_error`, or None to skip."""
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
@@ -314,23 +325,25 @@ class _Threads:
     bucket: Bucket
     readers: ThreadPoolExecutor
     decoders: ThreadPoolExecutor
-    """Pool of `NUM_DECODERS` threads. More threads would compete for cores with the readers."""
+    """Pool of two threads that decode pictures. More threads would compete for cores with the reading threads."""
     ahead: dict[int, Future[bytes]] = field(default_factory=dict)
-    """Downloads of the next batch, by the picture's index."""
+    """Downloads of the next batch's pictures that have been started ahead, by the picture's index."""
 
 
 class _Source:
-    """Bucket with a client, reader threads and decoder threads per process."""
+    """Source of a data set's files: a bucket, with a client, reading threads and decoding threads for each process."""
 
     def __init__(self, name: str, access: Access) -> None:
         self._name, self._access = name, access
         self._by_process: dict[int, _Threads] = {}
-        """Clients and threads by process id. Entries of a parent process stay: closing them would wait for its
-        threads."""
+        """Client and threads of this process and its parents, by process id.
+
+        Entries of parents stay after a fork, since closing them would wait for threads that do not exist here.
+        """
 
     @property
     def here(self) -> _Threads:
-        """Client and threads of this process."""
+        """Client and threads of this process, which the first access makes."""
         if (pid := os.getpid()) not in self._by_process:
             self._by_process[pid] = _Threads(
                 Bucket(self._name, self._access),
@@ -344,8 +357,12 @@ class _Source:
     ) -> list[Future[bytes]]:
         """Start downloads of a batch and then of the next batch. Return the first batch's downloads.
 
-        Downloads that were started ahead are used. Unneeded downloads are cancelled, for example after an epoch was
-        broken off.
+        Downloads of this batch that an earlier call has started are used. Other earlier downloads are cancelled.
+
+        Args:
+            fetch: Function that downloads a picture's file, by the picture's index.
+            indices: Indices of the batch.
+            ahead: Indices of the next batch. Empty if they are not known.
         """
         here = self.here
         known, here.ahead = here.ahead, {}  # only this thread uses `known` from now on
@@ -360,7 +377,7 @@ class _Source:
 
 
 def _counters() -> Tensor:
-    """Return counters for this process and its loader workers. Each process adds only to its own counter."""
+    """Return counters of broken pictures in shared memory, one for this process and one for each DataLoader worker."""
     counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters
@@ -382,7 +399,7 @@ def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
 
 
 def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
-    """Return the arguments of `Access` from options of s3fs. The explicit arguments win."""
+    """Convert options of s3fs to the arguments of `Access`. `anon` and `endpoint_url` win over the options."""
     told = {**(options.get("client_kwargs") or {}), **options}
     told.pop("client_kwargs", None)
     if unknown := told.keys() - set(STORAGE_OPTIONS):

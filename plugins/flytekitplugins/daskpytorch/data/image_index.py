@@ -16,32 +16,38 @@ from flytekitplugins.daskpytorch.data.bucket import Listed
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""Extensions of pictures, in lower or upper case: torchvision's and .gif."""
+"""File extensions by which pictures are recognised, in lower or upper case: those of torchvision, and .gif."""
 FORMAT = 1
 ANEW = "Delete the file, and the bucket is listed again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageIndex:
-    """The pictures of a folder in the order of their keys, and its classes in alphabetical order."""
+    """Listing of a bucket's folder of pictures: the pictures in the order of their keys, and the sorted classes."""
 
     bucket: str
     prefix: str
-    """Prefix of all keys. Empty, or ends with a slash."""
+    """Beginning that the keys of all pictures have in common. Empty, or ends with a slash."""
     nested: bool
-    """True if pictures may lie in folders below their class's folder."""
+    """True if a class's folder may have subfolders with pictures."""
     files: Sequence[Listed]
     classes: list[str]
     targets: list[int]
-    """Index of each file's class in `classes`."""
+    """Label of each picture: the index of its class in `classes`."""
 
     @classmethod
     def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
-        """Return the index of the pictures among all objects.
+        """Return the index of the pictures in a listing. Other objects are left out.
+
+        Args:
+            listing: All objects of the folder.
+            bucket: Name of the bucket.
+            prefix: Folder in the bucket, without a slash at the end.
+            nested: True: also take pictures in subfolders of a class's folder.
 
         Raises:
             FileNotFoundError: There are no pictures.
-            ValueError: Pictures lie below their class's folder, and `nested` is false.
+            ValueError: A class's folder has subfolders with pictures, and `nested` is False.
         """
         folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
         files: list[Listed] = []
@@ -68,12 +74,12 @@ class ImageIndex:
         return cls(bucket=bucket, prefix=folder, nested=nested, files=files, classes=classes, targets=targets)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON. The file is replaced at once."""
+        """Write the index as JSON to a file. An existing file is replaced atomically."""
         write_whole(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
-        """Read an index that `save` wrote.
+        """Read an index from a JSON file that the method `save` wrote.
 
         Raises:
             ValueError: The file is not such an index, or has another format.
@@ -90,7 +96,7 @@ class ImageIndex:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, and rename it. Readers see the old or the new content."""
+    """Write a file atomically, by a temporary file and a rename. Readers see the old or the new content."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
             file.write(content)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""Multiple of the average bytes per rank, above which a rank's partitions move to ranks of other workers."""
+"""Multiple of the average bytes per rank that a rank may hold. Beyond, partitions move to ranks of other workers."""
 
 
 class DaskPartitions:
@@ -37,7 +37,7 @@ class DaskPartitions:
     """
 
     def __init__(self, client: Client, collection: Any) -> None:
-        """Compute a collection on the training's cluster.
+        """Compute a Dask collection on the cluster, and keep its partitions on the workers for the gang.
 
         Args:
             client: Synchronous Dask client with which the gang will be run.
@@ -58,14 +58,14 @@ class DaskPartitions:
         return len(self._keys)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the keys of the partitions for the ranks. The driver's futures keep the partitions alive."""
+        """Pickle only the partitions' Dask keys. The futures stay in the driver, and keep the partitions alive."""
         return {"_keys": self._keys}
 
     def share(self) -> Share:
         """Return this rank's partitions. All ranks must call `share` together. Each partition is in one share.
 
         A rank gets partitions of its own Dask worker, unless the rank would have far more bytes than others. A
-        restarted gang divides the partitions again.
+        restarted gang divides the partitions anew.
 
         Raises:
             RuntimeError: The process is not a rank of `dispatch.run` or `dispatch.map`.
@@ -89,10 +89,10 @@ class DaskPartitions:
 
 
 class Share(Sequence[Any]):
-    """Sequence of a rank's partitions. Each access fetches a partition again, so keep a partition that you need twice.
+    """Sequence of a rank's partitions. Each access fetches the partition again from a Dask worker.
 
-    A worker needs memory for a second, pickled copy of a partition while it sends it. A `Share` pickles, so loader
-    processes may use it, for example as the data set of a `DataLoader(..., batch_size=None)`.
+    Keep a partition that you need twice. A worker that sends a partition needs memory for a second, pickled copy. A
+    `Share` can be pickled, so that a `DataLoader(..., batch_size=None)` with worker processes may have it as data set.
 
     Examples:
         >>> import dask.array
@@ -108,7 +108,7 @@ class Share(Sequence[Any]):
 
     def __init__(self, keys: Sequence[Key], indices: Sequence[int], way: WorkerData) -> None:
         self.indices = tuple(indices)
-        """Indices of this rank's partitions in the collection, from 0 up."""
+        """Index in the Dask collection, from 0 up, of each of this rank's partitions."""
         self._keys = keys
         self._way = way
 
@@ -194,11 +194,11 @@ class _Rank:
 
 
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
-    """Assign each partition to a rank of its worker, unless the rank would have far more bytes than others.
+    """Divide partitions among ranks. A rank gets those of its worker, unless it would have far more bytes than others.
 
     Args:
         num_partitions: Number of partitions, which are numbered from 0.
-        held: For each rank, sizes in bytes of the partitions on its worker, by partition number.
+        held: For each rank, the partitions on its worker: their sizes in bytes, by partition number.
 
     Returns:
         For each rank, the numbers of its partitions, ascending. A rank is empty only if ranks outnumber partitions.
@@ -214,7 +214,10 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
 
 
 def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return the bytes of each partition, at least 1. Partitions on no rank's worker count as the average."""
+    """Return each partition's size in bytes, at least 1. Partitions that no rank's worker has get the average size.
+
+    `held` has for each rank the sizes of the partitions on its worker, by partition number.
+    """
     known: dict[int, int] = {}
     for has in held:
         for partition, size in has.items():
@@ -224,9 +227,9 @@ def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
-    """Move partitions from the fullest rank to the emptiest rank, while the fullest rank exceeds the tolerance.
+    """Move partitions from the fullest rank to the emptiest, while the fullest has over 1.1 times the average bytes.
 
-    A rank without partitions gets one in any case. A rank's last partition stays.
+    `sizes` has the bytes of each partition. A rank without partitions gets one in any case, and no rank loses its last.
     """
     average = sum(sizes) / len(ranks)
     while richer := [rank for rank in ranks if len(rank.partitions) > 1]:

@@ -22,18 +22,18 @@ OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 
 
 class MapStyle(Sized, Protocol):
-    """A dataset whose items have indices."""
+    """Type of a dataset with a length, whose items are read by index."""
 
     def __getitem__(self, index: int) -> Any:
         """Return the item with this index."""
 
 
 class RankLoader:
-    """Gives each rank its batches of a map-style dataset, and keeps the gang's position in the dataset.
+    """Data loader that gives each rank its batches, and keeps the gang's position in the dataset for checkpoints.
 
-    All ranks together see each item exactly once per epoch. The order depends on the seed and the epoch alone. As with
-    `RankBatches`, the batches of all ranks in one step differ by one item at most. The position counts the items that
-    the gang received. Batches that loader workers fetched ahead do not count. A gang that starts from `state_dict` goes
+    All ranks together see each item exactly once per epoch. The order depends on the seed and the epoch alone. In one
+    step, the sizes of the ranks' batches differ by one item at most. The position is the number of items that all ranks
+    have received. Batches that DataLoader workers fetched ahead do not count. A gang that starts from `state_dict` goes
     on with the next item, also with another number of ranks. A loop over the loader is one epoch, or the rest of one.
 
     Examples:
@@ -63,16 +63,16 @@ class RankLoader:
         world_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Load with the options of torch's `DataLoader`.
+        """Make the loader. `options` are those of torch's `DataLoader`.
 
         Args:
             dataset: The dataset, the same on every rank. `torch.utils.data.Subset` makes a part of a dataset.
-            batch_size: The most items of one rank per step.
-            shuffle: Draw another order in every epoch.
-            drop_last: Make all batches of exactly this size. The rest of an epoch's items is then left out.
-            seed: Seed of the orders, and of the loader workers' random numbers, which differ from rank to rank.
+            batch_size: Maximum number of items of one rank per step.
+            shuffle: True: draw another order in every epoch. False: keep the dataset's order.
+            drop_last: True: all batches have exactly `batch_size` items. The rest of an epoch's items is then left out.
+            seed: Seed of the orders, and of the DataLoader workers' random numbers, which differ from rank to rank.
             rank: The rank that gets the batches. None: the current rank.
-            world_size: The number of ranks. None: the number of the current gang.
+            world_size: The number of ranks. None: the number of ranks in the current gang.
             options: Options of `DataLoader`, such as `num_workers`, `collate_fn` and `pin_memory`. Options that decide
                 on the order are refused.
 
@@ -83,15 +83,15 @@ class RankLoader:
         if problems := _problems(dataset, options):
             raise ValueError("; ".join(problems))
         self.batch_size = batch_size
-        """The most items of one rank per step."""
+        """Maximum number of items of one rank per step."""
         self.epoch = 0
-        """The epoch of the next batch, counted from 0."""
+        """Epoch of the next batch, counted from 0."""
         self.num_seen = 0
-        """Number of items of this epoch that all ranks together have received."""
+        """Number of items of the current epoch that all ranks together have received."""
         self.global_batch = torch.empty(0, dtype=torch.int64)
-        """Indices of the items in the last step of all ranks together, of shape (items,) and dtype int64."""
+        """Indices of the items that all ranks together got in the last step: a one-dimensional tensor of int64."""
         self.share = self.global_batch
-        """Indices of this rank's items in the last step."""
+        """Indices of the items that this rank got in the last step: a one-dimensional tensor of int64."""
         self._batches = _BatchesOfRank(
             torch.arange(len(dataset)),
             batch_size,
@@ -110,7 +110,7 @@ class RankLoader:
 
     @property
     def weight(self) -> float:
-        """Factor for the mean loss of the last batch. With it, DDP averages over all items of all ranks alike.
+        """Factor by which to multiply the last batch's mean loss, so that all items of all ranks count alike under DDP.
 
         The factor is 1 if the batches of all ranks have the same size. After a restart, the epoch may have fewer items
         left than there are ranks. A rank without an item then gets an item of another rank, with weight 0, because the
@@ -119,10 +119,10 @@ class RankLoader:
         return len(self.share) * self._batches.world_size / max(1, len(self.global_batch))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. The position is then the beginning of the next epoch.
+        """Yield this rank's remaining batches of the epoch. After the last one, the next epoch begins.
 
         Raises:
-            RuntimeError: Another loop over the loader has begun meanwhile, or another state was loaded.
+            RuntimeError: During this loop, another loop over the loader has begun, or a state was loaded.
         """
         self._loop = loop = object()
         self._batches.set_epoch(self.epoch, self.num_seen)
@@ -139,19 +139,21 @@ class RankLoader:
         self.epoch, self.num_seen = self.epoch + 1, 0
 
     def __len__(self) -> int:
-        """Return the number of remaining batches of the epoch."""
+        """Return the number of batches that remain in the current epoch."""
         return self._batches.num_steps(self.num_items - self.num_seen)
 
     def num_batches_left(self, epochs: int) -> int:
-        """Return the number of batches until this many epochs are over."""
+        """Return the number of remaining batches of a training that has `epochs` epochs in total."""
         return len(self) + (epochs - self.epoch - 1) * self._batches.num_steps(self.num_items)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the gang as plain numbers. All ranks have the same, so rank 0's is enough to keep."""
+        """Return the gang's position in the dataset, as plain numbers. All ranks return the same."""
         return {"epoch": self.epoch, "num_seen": self.num_seen} | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of a state. The batches keep the size of this loader.
+        """Go to the position that `state_dict` returned earlier, also in a gang of another size.
+
+        The batch size may differ from the earlier one.
 
         Raises:
             ValueError: The state belongs to another order of the items, or is not from a `RankLoader`.
@@ -178,7 +180,7 @@ class RankLoader:
 
 
 class _BatchesOfRank(RankBatches):
-    """The batches of a rank. An empty batch is replaced by an item of another rank."""
+    """Batches of one rank, none of them empty: an empty batch is replaced by an item of another rank."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, share in zip(self.steps, super().__iter__(), strict=True):
@@ -201,7 +203,7 @@ def _problems(dataset: object, options: Mapping[str, Any]) -> list[str]:
 
 
 class Batches(Protocol):
-    """A batch sampler, such as torch's `BatchSampler` and `RankBatches`."""
+    """Type of a batch sampler: an iterable of lists of indices, with a length, such as torch's `BatchSampler`."""
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each batch."""
@@ -211,11 +213,12 @@ class Batches(Protocol):
 
 
 class ReadAhead(Sampler[list[int]]):
-    """The batches of another sampler, each with the indices of the next batch, which `S3ImageFolder` reads ahead.
+    """Batch sampler that adds to each batch the indices of the next one, so that `S3ImageFolder` can read it ahead.
 
-    Use it as `DataLoader(batch_sampler=...)`. `RankLoader` needs no `ReadAhead`. For other datasets a batch is a plain
-    list. torch's `Subset` loses the indices of the next batch: let the sampler choose among the indices of the whole
-    dataset instead. `ReadAhead` asks its sampler for as many more batches in advance as there are workers.
+    The batches are those of another batch sampler. Use `DataLoader(batch_sampler=ReadAhead(...))`. A `RankLoader` reads
+    ahead without `ReadAhead`. Other datasets get a batch as a plain list. torch's `Subset` loses the indices of the
+    next batch: let the sampler choose among the indices of the whole dataset instead. `ReadAhead` takes as many batches
+    in advance from the other sampler as the `DataLoader` has workers.
 
     Examples:
         >>> from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -229,11 +232,11 @@ class ReadAhead(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Batches, num_workers: int = 0) -> None:
-        """Yield the batches of a batch sampler.
+        """Make a sampler with the batches of another batch sampler.
 
         Args:
-            batches: A batch sampler.
-            num_workers: The loader's `num_workers`. With another number, pictures are read ahead in vain.
+            batches: The other batch sampler.
+            num_workers: The `num_workers` of the `DataLoader`. With another number, pictures are read ahead in vain.
 
         Raises:
             ValueError: `num_workers` is below 0.
@@ -244,7 +247,7 @@ class ReadAhead(Sampler[list[int]]):
         self._distance = max(1, num_workers)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches in their order."""
+        """Yield the batches of the other sampler in their order, each with the next batch's indices."""
         waiting: deque[_Batch] = deque()
         for numbers in self._batches:
             waiting.append(_Batch(numbers))
@@ -259,21 +262,26 @@ class ReadAhead(Sampler[list[int]]):
 
 
 class _Batch(list[int]):
-    """A batch with the indices of the next one, which a pickle keeps."""
+    """Batch of indices that also has the next batch's indices, as `ahead`. Pickles keep `ahead`."""
 
     ahead: Sequence[int] = ()
 
 
 def ahead_of(batch: Iterable[int]) -> Sequence[int]:
-    """Return the indices of this process's next batch. Empty if they are not known."""
+    """Return the indices of the batch that this process loads after `batch`. Empty if they are not known."""
     return batch.ahead if isinstance(batch, _Batch) else ()
 
 
 def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any, Batches]:
-    """Return the dataset and the batches for a `DataLoader` that reads the next batch ahead.
+    """Return the dataset and the batch sampler with which a `DataLoader` reads the next batch ahead.
 
-    A `Subset` of a dataset that reads ahead becomes the whole dataset, with indices of the whole. Any other dataset is
-    returned unchanged.
+    A `Subset` of a dataset that can read ahead becomes the whole dataset, and the batches get indices of the whole. A
+    dataset that cannot read ahead is returned unchanged, with its batches.
+
+    Args:
+        dataset: Dataset or `Subset` of the user.
+        batches: Batch sampler of the dataset.
+        num_workers: Number of the `DataLoader`'s worker processes.
     """
     whole, parts = dataset, []
     while type(whole) is Subset:
@@ -285,7 +293,7 @@ def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any
 
 
 class _Renumbered:
-    """The batches of a `Subset` as indices of the whole dataset, through any number of nested subsets."""
+    """Batch sampler that turns indices of a `Subset`, also of nested ones, into indices of the whole dataset."""
 
     def __init__(self, batches: Batches, parts: Sequence[Sequence[int]]) -> None:
         self._batches, self._parts = batches, parts

@@ -15,18 +15,18 @@ from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.context import current_rank
 
 SEEDS = range(-(2**63), 2**63)
-"""Seeds that torch accepts, also with an epoch added."""
+"""Allowed seeds: whole numbers that torch accepts as a seed, even after an epoch number is added."""
 COUNTS = range(1, 2**63)
 EPOCHS = range(2**63)
 SEED = "a whole number of at most 63 bits"
 
 
 class Labelled(Protocol):
-    """A dataset with labels, such as `S3ImageFolder` and torchvision's `ImageFolder`."""
+    """Type of a dataset that has the label of each item, such as torchvision's `ImageFolder`."""
 
     @property
     def targets(self) -> Sequence[int]:
-        """Label of each item."""
+        """Label of each item, in the order of the items."""
 
 
 def split_by_class(
@@ -38,11 +38,11 @@ def split_by_class(
 ) -> tuple[list[int], list[int]]:
     """Split a dataset into training and held-out items, with the same share of every class.
 
-    Every process with the same list makes the same split. Equal pictures are on one side, also if they are in several
+    Every process with the same arguments makes the same split. Equal items are on one side, also if they are in several
     classes, so that no picture is both trained on and tested on.
 
     Args:
-        dataset: A dataset with labels, or the labels.
+        dataset: A dataset with `targets`, the label of each item. Or the labels themselves.
         held_out: The share of each class to hold out, above 0 and below 1. Rounded to whole items.
         seed: A whole number. Another seed gives another split.
         contents: One string per item, such as a checksum. Items with the same string are equal. None: the dataset's
@@ -103,7 +103,14 @@ def _is_whole(value: object, allowed: range) -> bool:
 
 
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
-    """Decide which contents of one class are held out. Contents that an earlier class shares keep its decision."""
+    """Decide which contents of one class are held out, and note the decisions in `is_held_out`.
+
+    Args:
+        equal_items: Indices of the class's items, by their content. Items of equal content stay together.
+        held_out: The share of the class's items to hold out.
+        seed: Seed of the decisions.
+        is_held_out: Decisions on the contents of earlier classes, which stand.
+    """
     wanted = round(held_out * sum(map(len, equal_items.values())))
     wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
     # Hashes in place of random numbers: items that are added to a class later move few others to the other side.
@@ -117,12 +124,12 @@ def _hash(seed: int, content: str) -> bytes:
 
 
 class RankBatches(Sampler[list[int]]):
-    """Gives each rank its batches. All ranks together see each index exactly once per epoch.
+    """Batch sampler that gives each rank its batches. All ranks together see each index exactly once per epoch.
 
-    Use it as `DataLoader(batch_sampler=...)`. `RankLoader` joins both, and keeps the position. All ranks take the same
-    number of steps, and their batches differ by one item at most. Unlike `DistributedSampler`, `RankBatches` repeats or
-    drops no item. Weight the loss, since DDP averages over ranks: `loss * len(batch) * world_size /
-    global_batch_sizes[step]`, where `loss` is the mean of the rank's batch.
+    Use `DataLoader(batch_sampler=RankBatches(...))`. A `RankLoader` is both in one, and also keeps the position for
+    checkpoints. All ranks take the same number of steps, and the sizes of their batches differ by one item at most.
+    Unlike `DistributedSampler`, `RankBatches` repeats or drops no item. Weight the loss, since DDP averages over ranks:
+    `loss * len(batch) * world_size / global_batch_sizes[step]`, where `loss` is the mean of the rank's batch.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
@@ -144,18 +151,18 @@ class RankBatches(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Share the indices out.
+        """Divide the indices among the ranks.
 
         Args:
             indices: The indices of one epoch, such as one side of `split_by_class`. The same on every rank.
-            batch_size: The most items of one rank per step. A step may have one item more if a rank would else have
-                none.
-            shuffle: Draw another order in every epoch. False: keep the given order.
-            drop_last: Make all batches of exactly this size. The rest of an epoch's items is then left out.
+            batch_size: Maximum number of items of one rank per step. A step may have one item more if a rank would
+                else have none.
+            shuffle: True: draw another order in every epoch. False: keep the given order.
+            drop_last: True: all batches have exactly `batch_size` items. The rest of an epoch's items is then left out.
             seed: Seed of the orders, a whole number.
             rank: The rank that gets the batches. None: the current rank.
-            world_size: The number of ranks. None: the number of the current gang, or of the process group that another
-                launcher, such as torchrun, formed.
+            world_size: The number of ranks. None: the number of ranks in the current gang, or in the process group that
+                another launcher, such as torchrun, formed.
 
         Raises:
             ValueError: There are fewer indices than ranks. With `drop_last`, there are fewer indices than one step
@@ -200,12 +207,12 @@ class RankBatches(Sampler[list[int]]):
         return problems
 
     def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
-        """Go to the beginning or the middle of an epoch.
+        """Go to the beginning or the middle of an epoch: iteration then yields the rest of the epoch's batches.
 
         Args:
-            epoch: The epoch, from 0 up, which decides on the order.
-            num_seen: The number of items of the epoch that all ranks together have seen. The rest does not depend on
-                the number of ranks that saw them. If fewer items than ranks are left, some ranks get an empty batch.
+            epoch: The epoch, from 0 up. With the seed, the epoch determines the order of the items.
+            num_seen: The number of items of the epoch that all ranks together have seen. The number of ranks may have
+                been another then. If fewer items than ranks are left, some ranks get an empty batch.
 
         Raises:
             ValueError: `epoch` is below 0, or `num_seen` is not from 0 to the number of items.
@@ -219,26 +226,26 @@ class RankBatches(Sampler[list[int]]):
         if self.drop_last:
             rest = rest[: num_steps * self.batch_size * self.world_size]
         self.steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
-        """Indices for all ranks together, for each remaining step of the epoch."""
+        """Indices of the items that all ranks together get, for each remaining step of the epoch."""
 
     def num_steps(self, num_items: int) -> int:
-        """Return the number of steps for this many items."""
+        """Return the number of steps in which all ranks together see `num_items` items."""
         full, left = divmod(num_items, self.batch_size * self.world_size)
         if self.drop_last:
             return full
         return min(full + bool(left), max(1, num_items // self.world_size))  # no rank goes without
 
     def share_of(self, step: Tensor) -> Tensor:
-        """Return this rank's part of a step's indices."""
+        """Return this rank's part of the indices that all ranks together get in a step."""
         return step.tensor_split(self.world_size)[self.rank]
 
     @property
     def global_batch_sizes(self) -> list[int]:
-        """Number of items of all ranks together, for each remaining step of the epoch."""
+        """Number of items that all ranks together get, for each remaining step of the epoch."""
         return [len(step) for step in self.steps]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of each step."""
+        """Yield this rank's batch of indices for each remaining step of the epoch."""
         for step in self.steps:
             yield self.share_of(step).tolist()
 
@@ -253,7 +260,7 @@ class RankBatches(Sampler[list[int]]):
 
 
 def _place() -> tuple[int, int]:
-    """Return rank and world size of the gang, or without a gang those of the process group, as `DistributedSampler`."""
+    """Return this process's rank and the number of ranks, in the gang or else in torch's process group."""
     own = current_rank()
     if own.world_size == 1 and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -25,14 +25,14 @@ NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDask(config.OnDask):
-    """Dask cluster of a task: its scheduler and its workers."""
+    """Base of the configs of tasks that have a Dask cluster: its scheduler and its workers."""
 
     KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
 
     scheduler: Scheduler = field(default_factory=Scheduler)
-    """Image and resources of the scheduler's pod."""
+    """Image and resources of the Dask scheduler's pod."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
-    """Number, image and resources of the workers' pods. Default: two workers."""
+    """Number, image and resources of the Dask workers' pods. Default: two workers."""
 
     def _rules_of_pods(self) -> dict[str, Rule]:
         rules = super()._rules_of_pods()
@@ -44,7 +44,7 @@ class _OnDask(config.OnDask):
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs in each worker's limits, or else requests. 0: no GPUs."""
+        """Number of GPUs in the limits of each Dask worker, or else in its requests. 0: no GPUs."""
         for resources in (self.workers.limits, self.workers.requests):
             if resources is not None and resources.gpu:
                 return int(resources.gpu)
@@ -102,7 +102,7 @@ class SpawnDDP(config.GangOnOwnNode):
 
 @dataclass(frozen=True, kw_only=True)
 class DaskCluster(_OnDask, config.Cluster):
-    """Config of a task whose function runs once, with a Dask cluster that `current_client()` is connected to.
+    """Config of a task whose function runs once, with a Dask cluster whose client `current_client()` returns.
 
     Use `@task(task_config=DaskCluster(...))`.
 

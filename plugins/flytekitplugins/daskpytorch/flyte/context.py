@@ -19,11 +19,11 @@ from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 HOST = Host(sdk="flytekit", package="flytekitplugins.daskpytorch", register=TaskPlugins.register_pythontask_plugin)
 CHECKPOINTS = "daskpytorch"
-"""Name of this package's folder in an attempt's intratask checkpoint, to which the user may write, too."""
+"""Name of this package's folder in the task attempt's intratask checkpoint, where the user may have other files."""
 
 
 class FlyteExecution(host.Execution):
-    """Execution of a flytekit task, as its context describes it."""
+    """Execution of a flytekit task: its names, storage and secrets, taken from flytekit's context."""
 
     def __init__(self, ctx: FlyteContext, run: LocalRun | None) -> None:
         self._ctx = ctx
@@ -33,7 +33,10 @@ class FlyteExecution(host.Execution):
         self.task = ctx.execution_state if _is_in_task(ctx) else None
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the folders of the gang's checkpoints: in Flyte's storage, or on this machine in a local run."""
+        """Return the folders for a gang's checkpoints: in Flyte's storage, or in a local run on this machine.
+
+        `key` names the gang. None: the gang has no such folders, for example outside a task.
+        """
         if self._run is not None:
             return self._run.paths(key)
         if not is_on_backend(self._ctx):
@@ -50,43 +53,43 @@ class FlyteExecution(host.Execution):
         )
 
     def filesystem(self, uri: str) -> Any:
-        """Return the file system of a URI, opened as for Flyte's own data."""
+        """Return the fsspec file system of a URI, opened with the settings that flytekit uses for its own data."""
         return self._ctx.file_access.get_filesystem_for_path(uri)
 
     def new_folder(self) -> str | None:
-        """Return a new folder among the task's outputs, named by Flyte. None outside a task."""
+        """Return the path or URI of a new folder in the task's output storage. None outside a task."""
         state = self._ctx.execution_state
         is_executing = state is not None and state.mode is not None
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """Upload a folder as flytekit uploads outputs. After an upload's error, Flyte retries the task."""
+        """Upload a folder to a URI as flytekit uploads outputs. If the upload fails, Flyte retries the task."""
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
-        """Return the execution for ranks, with this task's credentials for Flyte's storage. None outside a task."""
+        """Return an execution for ranks, which has this task's credentials for Flyte's storage. None outside a task."""
         return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:
-        """Return the value of a secret that Flyte has mounted."""
+        """Return the value of one of the task's secrets, as flytekit finds it."""
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
 
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):
-    """Execution for the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
+    """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     data_config: DataConfig
-    """Settings of flytekit's storage, with the keys of an S3 server other than Amazon's. Roles are the worker's own."""
+    """The driver's settings of flytekit's storage, such as access keys. A cloud role is that of the rank's own pod."""
 
     def filesystem(self, uri: str) -> Any:
-        """Return the file system of a URI, opened as flytekit opens it in the driver."""
+        """Return the fsspec file system of a URI, opened with the driver's storage settings."""
         protocol = split_protocol(uri)[0] or "file"
         return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, self.data_config))
 
 
 def rank_environment() -> dict[str, str]:
-    """Return Flyte's environment variables for the ranks of the current task: its names and its secrets."""
+    """Return the environment variables of Flyte that ranks need: names of execution and task, and secrets."""
     params = FlyteContextManager.current_context().user_space_params
     execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
     names = {
@@ -103,12 +106,12 @@ def rank_environment() -> dict[str, str]:
 
 
 def current() -> FlyteExecution:
-    """Return the execution of the task that runs here."""
+    """Return the execution of the task that runs in the current context."""
     return FlyteExecution(FlyteContextManager.current_context(), local_run.get())
 
 
 def is_on_backend(ctx: FlyteContext) -> bool:
-    """Return True if Flyte's backend runs the task."""
+    """Return True if Flyte's backend runs the task, False in a local run."""
     return ctx.execution_state is not None and ctx.execution_state.mode == ExecutionState.Mode.TASK_EXECUTION
 
 

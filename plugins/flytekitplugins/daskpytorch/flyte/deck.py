@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
-"""Upload headers for S3 and for Google's storage, as flytekit sends them with its Decks."""
+"""Headers for uploads of a Deck to S3 (`ContentType`) and Google's storage (`content_type`), as flytekit's."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=None)
-"""Local file of the task's Deck. None on a backend, and before the first write."""
+"""Local HTML file of the task's Deck. None on Flyte's backend, and until the task makes a Deck."""
 
 
 class _TrainingDeck(Deck):  # type: ignore[misc]
-    """Deck with the recorder's current page. After the training ends, the page no longer changes."""
+    """Deck that shows the current page of a training, and its final page after the end."""
 
     def __init__(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> None:
         super().__init__(TITLE, auto_add_to_deck=False)
@@ -58,14 +58,14 @@ class _TrainingDeck(Deck):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[Path | None]:
-    """Make the training's Deck the task's first, and publish it during the block and at its end.
+    """During the block, keep a Deck with the training's page up to date, as the first Deck of the task.
 
     Args:
         recorder: Observer that writes the page.
-        places: Function that returns the places of the training's files, by name.
+        places: Function that returns paths and URLs of the training's files, by name.
 
     Yields:
-        Local file of the Deck, which the user may open and reload. None on a backend.
+        Local file of the Deck, which the user may open and reload. None on Flyte's backend.
     """
     ctx = FlyteContextManager.current_context()
     deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
@@ -79,13 +79,13 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
 
 
 def write_local(ctx: FlyteContext) -> None:
-    """Write the local file of the task's Deck. On a backend, flytekit writes the Deck at the end of the task."""
+    """In a local run, write the file with the task's Decks. On Flyte's backend, leave this to flytekit."""
     if (file := _DeckFile(ctx, local_file.get())).is_local:
         file.write()
 
 
 class _DeckFile:
-    """File with all Decks of the task. On a backend the file is uploaded to the place where Flyte's console reads it.
+    """HTML file with all Decks of a task. On Flyte's backend, the file is uploaded for the console.
 
     `Deck.publish` is no substitute: it leaves a new file on the disk each time, and fails in threads other than the
     task's.
@@ -98,7 +98,7 @@ class _DeckFile:
         local_file.set(self.path if self.is_local else None)
 
     def write(self) -> None:
-        """Write the page without the template's link to two fonts on a server of Google."""
+        """Write the file, and on Flyte's backend upload it. flytekit's link to fonts from Google is left out."""
         page = FONTS.sub("", _get_deck(self._ctx.user_space_params, ignore_jupyter=True))
         beside = self.path.with_suffix(".new")
         beside.write_text(page, encoding="utf-8", errors="replace")
@@ -107,7 +107,7 @@ class _DeckFile:
             self._ctx.file_access.put_data(str(self.path), self._remote_path(), **HEADERS)
 
     def _remote_path(self) -> str:
-        """Return the URI from which a backend reads the Deck."""
+        """Return the URI from which Flyte's console reads the task's Deck."""
         prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
         return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{DECK_FILE_NAME}"
 
@@ -116,11 +116,12 @@ class _DeckFile:
 
 
 def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mapping[str, Literal]) -> str:
-    """Return the page of a task's inputs or outputs. If that fails, return a page with the error.
+    """Return the HTML page of a task's inputs or outputs. If writing it fails, return a page with the error.
 
     Args:
-        values: Values by name.
-        types: Types of the task's interface, by name. The renderer of an `Annotated[..., renderer]` shows its value.
+        values: Values of the inputs or outputs, by name.
+        types: Their types in the task's signature, by name. The renderer of an `Annotated[..., renderer]` shows its
+            value.
         literals: Flyte's literals of the values, by name. May be empty.
     """
     from flytekitplugins.daskpytorch.display.values import values_table
@@ -145,6 +146,6 @@ def _address(literal: Literal | None) -> str | None:
 
 
 def _rendered(value: Any, type_: Any) -> str | None:
-    """Return the HTML of the user's renderer in the task's signature. None: no renderer, or no value."""
+    """Return a value's HTML by the renderer in its type `Annotated[..., renderer]`. None: no renderer, or no value."""
     renderers = [each for each in get_args(type_)[1:] if isinstance(each, Renderable) and not isinstance(each, type)]
     return renderers[0].to_html(value) if renderers and value is not None else None

@@ -9,10 +9,10 @@ from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
 IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.rank:finish_imports"
-"""Function that the fork server calls before it forks ranks of Flyte tasks. The worker itself needs no flytekit."""
+"""Path `module:function` of the function that the fork server calls before it forks ranks of flytekit tasks."""
 
 
 def dask_setup(worker: Any) -> None:
-    """Start the worker's fork server, which imports flytekit ahead. Called by Dask in the worker."""
+    """Start the Dask worker's fork server, which imports flytekit before ranks need it. Called by Dask."""
     fork_client.import_ahead(IMPORTED_AHEAD)
     preload.dask_setup(worker)

@@ -33,41 +33,49 @@ class TaskOutput:
     literal_map: bytes
     """Outputs of the task: a serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
-    """Names and HTML of the Decks made in the rank."""
+    """Name and HTML of each Deck that the user's code made in rank 0."""
     tab: str = ""
-    """HTML of the Deck's tab of outputs. Empty: the Deck has no tab of outputs."""
+    """HTML of the tab that shows the task's outputs in its Deck. Empty: the Deck has no such tab."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlyteRank:
-    """Part of the driver's Flyte context that is sent to the ranks: a `RankHost`."""
+    """Part of flytekit's context that the driver sends to ranks, so that flytekit works there."""
 
     mode: str | None
-    """Name of the driver's `ExecutionState.Mode`. In a local run, secrets and Decks follow local rules. None: the
-    driver executes no task."""
+    """Name of flytekit's `ExecutionState.Mode` in the driver, which tells local runs from runs on a backend. None:
+    the driver executes no task."""
     raw_output_prefix: str
-    """Folder or URI for files that are outputs."""
+    """Folder or URI to which ranks upload files that are outputs of the task."""
     output_metadata_prefix: str | None
     checkpoint: str | None
-    """URI of this attempt's intratask checkpoint."""
+    """URI of the task attempt's intratask checkpoint. None: Flyte has given none."""
     previous_checkpoint: str | None
-    """URI of the previous attempt's intratask checkpoint. None in the first attempt."""
+    """URI of the previous task attempt's intratask checkpoint. None in the first attempt."""
     interface: bytes
     """Types of the task's inputs and outputs, pickled."""
     inputs: bytes
-    """Inputs of the task: a serialised `flyteidl.core.LiteralMap`. Each rank converts the literals to values, and so
-    downloads input files to its own disk."""
+    """Inputs of the task: a serialised `flyteidl.core.LiteralMap`. Each rank converts the literals to values, and
+    downloads files among the inputs to its own disk."""
     task_name: str
     results: str
-    """Folder of the files that the ranks submit. Complete when the task has ended."""
+    """Path or URI of the folder with the files that ranks submit. The folder is complete when the task has ended."""
     shows_outputs: bool = False
-    """True if the task's Deck has a tab of outputs. Rank 0 writes the tab, since only rank 0 has the values."""
+    """True if the task's Deck has a tab of outputs. Rank 0 writes the tab, since only rank 0 has the output values."""
 
     @classmethod
     def of_current_task(
         cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str, *, shows_outputs: bool = False
     ) -> Self:
-        """Return the part of the driver's current context that the ranks need."""
+        """Return the part of flytekit's current context in the driver that ranks need.
+
+        Args:
+            task_name: Name of the task.
+            interface: Inputs and outputs of the task, with their types.
+            inputs: Inputs as Flyte's literals.
+            results: Path or URI of the folder for files that ranks submit.
+            shows_outputs: True: rank 0 writes the Deck's tab of outputs.
+        """
         ctx = FlyteContextManager.current_context()
         params, mode = ctx.user_space_params, ctx.execution_state.mode
         checkpoint = getattr(params, "_checkpoint", None)
@@ -86,7 +94,7 @@ class FlyteRank:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
+        """During the block, make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
         finish_imports()
         provide(context.current, is_last=True)  # even if the user's code imports another SDK
         # flytekit names folders and files by a random generator of its own, and forked ranks inherit its state.
@@ -111,10 +119,12 @@ class FlyteRank:
         return dict(TypeEngine.literal_map_to_kwargs(FlyteContextManager.current_context(), literal_map, types))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """Convert the function's return value to literals in the rank, where its files are. Files are uploaded.
+        """Convert the user function's return value to Flyte's literals, and upload the files in it.
+
+        Rank 0 does the conversion, because it has the files.
 
         Raises:
-            TypeError: The return value does not fit the task's declared outputs.
+            TypeError: The return value does not fit the declared outputs of the task.
         """
         inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # as above
         check_count(self.task_name, returned, list(outputs))
@@ -126,12 +136,12 @@ class FlyteRank:
         return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
 
     def results_folder(self) -> FlyteDirectory:
-        """Return the folder to which the driver writes the files that ranks submit."""
+        """Return the folder to which the driver writes the files that ranks submit, as flytekit's type for folders."""
         return FlyteDirectory(self.results, remote_directory=False)
 
 
 def finish_imports() -> None:
-    """Import the modules that flytekit imports lazily, such as pandas, before other threads start.
+    """Import the modules that flytekit has deferred, such as pandas, before other threads start.
 
     The fork server calls this function, too, since the imports take seconds. A lazy module may appear half imported to
     a second thread (python/cpython#114763, fixed in later versions). In a rank, the user's function and wandb's import
@@ -142,16 +152,15 @@ def finish_imports() -> None:
 
 
 def _reach_statsd_by_number() -> None:
-    """Let flytekit reach its default statsd, `localhost`, by number. Some machines cannot resolve `localhost`.
+    """Set flytekit's statsd host to 127.0.0.1 instead of `localhost`, which some machines cannot resolve.
 
-    flytekit resolves the name when it makes a client, which a plain local task does not do. A host that the user has
-    set stays.
+    flytekit would resolve `localhost` when this rank enters the task. A statsd host that the user has set stays.
     """
     if StatsConfig.auto().host == StatsConfig().host:
         os.environ.setdefault(StatsD.HOST.legacy.get_env_name(), "127.0.0.1")
 
 
 def _decks() -> list[tuple[str, str]]:
-    """Return names and HTML of the Decks made in this rank, without Flyte's own timeline."""
+    """Return name and HTML of each Deck that was made in this rank, without flytekit's own timeline."""
     params = FlyteContextManager.current_context().user_space_params
     return [(deck.name, deck.html) for deck in (params.decks if params else ()) if deck.name.lower() != "timeline"]

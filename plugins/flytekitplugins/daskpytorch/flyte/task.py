@@ -53,22 +53,22 @@ GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
 STAND_IN = "_dummy_task_func"
 OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT, DeckField.SOURCE_CODE)
-"""Tabs of the Deck that this package writes in place of flytekit's."""
+"""Tabs of the Deck that this package writes instead of flytekit."""
 
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
-"""Task that Flyte executes in this context, with its inputs as literals. None outside tasks of this package."""
+"""Task that flytekit executes in this context, and its inputs as literals. None: no task of this package."""
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
-    """Base of all task types: raises system errors for failed infrastructure, and handles SIGTERM and local runs."""
+    """Base of all task types, which lets Flyte retry infrastructure failures, and handles SIGTERM and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         _refuse_stand_in(task_config, task_function)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._made: Mapping[str, Literal] = {}
-        """Outputs of the task as literals, by name."""
+        """Outputs of the task as Flyte's literals, by name."""
 
     async def _output_to_literal_map(self, *args: Any) -> Any:
         literals, values = await super()._output_to_literal_map(*args)
@@ -76,9 +76,10 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return literals, values
 
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
-        """Write the Deck: first the tabs of the task's own code, then this package's in place of flytekit's.
+        """Write the task's Deck: first the tabs that the user's code made, then this package's tabs.
 
-        Exceptions are logged, and do not fail the task. `outputs` are values, or the HTML of the outputs' tab.
+        This package's tabs replace flytekit's. Exceptions are logged, and do not fail the task. `outputs` are the
+        values by name, or the finished HTML of the outputs' tab.
         """
         if not self.enable_deck:
             return
@@ -107,7 +108,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return deck.tab_of(inputs, self.python_interface.inputs, known)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
-        """Run the task. Failures of the infrastructure become system errors, which Flyte retries by itself."""
+        """Run the task. If the infrastructure fails, raise a system error, after which Flyte retries the task."""
         exit_quickly()
         pressed = CtrlC()
         tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed), deck.local_file.set(None)
@@ -126,7 +127,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     @property
     def _is_debugging(self) -> bool:
-        """Return True if the function runs in this process, so that Ctrl-C raises `KeyboardInterrupt` as usual."""
+        """True in debug mode, in which the function runs in this process and Ctrl-C raises `KeyboardInterrupt`."""
         return False
 
     def _begun(self, ctx: FlyteContext, inputs: LiteralMap) -> AbstractContextManager[None]:
@@ -135,14 +136,14 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return local_runs.begun(self.name, identities(inputs), self.task_function)
 
     def _write_local_deck(self, inputs: dict[str, Any]) -> None:
-        """Write the Deck of a failed task in a local run. flytekit writes it on a backend only."""
+        """In a local run, write the Deck of a failed task. flytekit writes Decks of failed tasks only on a backend."""
         ctx = FlyteContextManager.current_context()
         if self.enable_deck and _is_local(ctx):
             self._write_decks(inputs, {}, ctx, ctx.user_space_params)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """Base of the task types for Dask: Flyte's `dask` task type, with this package's Dask settings in all pods."""
+    """Base of the task types for Dask: a task of Flyte's type `dask`, with this package's Dask settings in all pods."""
 
     def __init__(
         self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
@@ -152,7 +153,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         self._warn_of_accelerator()
 
     def _warn_of_accelerator(self) -> None:
-        """Warn if Flyte would ignore the task's accelerator for the workers, and give them GPUs of any kind."""
+        """Warn if Flyte would ignore the task's `accelerator`, so that Dask workers get GPUs of any kind."""
         workers, own = self.task_config.workers, self.resources
         has_gpus = [any(part and part.gpu for part in (each.requests, each.limits)) for each in (workers, own)]
         is_users = is_local() and "RANK" not in os.environ  # pods and ranks import the task again
@@ -167,7 +168,10 @@ class _OnDask(DaskTask):  # type: ignore[misc]
             )
 
     def get_container(self, settings: SerializationSettings) -> Any:
-        """Return the container with this package's Dask settings. The task's and the registration's environment win."""
+        """Return the task's container, with this package's Dask settings as environment variables.
+
+        Variables of the task and of the registration (`settings.env`) win over these settings.
+        """
         return super().get_container(self._with_cluster_settings(settings))
 
     def get_k8s_pod(self, settings: SerializationSettings) -> Any:
@@ -191,7 +195,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
             raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
 
     def execute(self, **kwargs: Any) -> Any:
-        """Train, and return rank 0's outputs: literals to Flyte, values to the user and to a local `map_task`."""
+        """Train, and return rank 0's outputs: as literals if Flyte runs the task, else as Python values."""
         if self._is_debugging:
             return self._train_here(kwargs)
         task, literals = _dispatched.get() or (None, None)
@@ -235,7 +239,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         self._write_local_deck(inputs)
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
-        """Return the task's config with the entries of the console's link to Weights & Biases."""
+        """Return the task's `config` for the backend, with entries for the console's link to Weights & Biases."""
         config = dict(super().get_config(settings) or {})
         if self.task_config.wandb is not None:
             config |= wandb_run.console_link(self.task_config.wandb)
@@ -276,13 +280,13 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 
 
 class DaskClusterTask(_Resumable, _OnDask):
-    """Task whose function runs once, with a client of a ready Dask cluster."""
+    """Task whose function runs once, with a client of a Dask cluster whose workers have arrived."""
 
     def __init__(self, task_config: DaskCluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
 
     def execute(self, **kwargs: Any) -> Any:
-        """Connect to the cluster, wait for its workers, and call the function."""
+        """Connect to the Dask cluster, wait for its workers, and return the result of the user's function."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         config: DaskCluster = self.task_config
@@ -304,10 +308,12 @@ class DaskClusterTask(_Resumable, _OnDask):
 
 
 def _refuse_stand_in(config: Any, function: Callable[..., Any]) -> None:
-    """Refuse flytekit's `NotebookTask`, which takes only the task type's name from us and runs its notebook itself.
+    """Raise an error if flytekit's `NotebookTask` makes a task of this package, which could not train.
+
+    A `NotebookTask` runs its notebook in a process of its own, without ranks.
 
     Raises:
-        ValueError: The function is the placeholder that flytekit's own task types use.
+        ValueError: `function` is the placeholder that a `NotebookTask` has instead of a function.
     """
     if getattr(function, "__name__", "") == STAND_IN and function.__module__.startswith("flytekit"):
         kind = type(config).__name__
@@ -325,15 +331,15 @@ def _is_local(ctx: FlyteContext) -> bool:
 def _is_of_map_task(frame: FrameType | None) -> bool:
     """Return True if a `map_task` has called the method of this frame.
 
-    A `map_task` on a backend returns literals unchanged. Of values it makes literals again, and rank 0's model may not
-    load in the driver.
+    A `map_task` on a backend returns literals unchanged. It would convert Python values to literals again, but the
+    driver may be unable to load them from rank 0's literals.
     """
     caller = frame.f_back if frame is not None else None
     return caller is not None and isinstance(caller.f_locals.get("self"), ArrayNodeMapTask)
 
 
 def identities(inputs: LiteralMap) -> dict[str, bytes]:
-    """Return bytes that identify each input's value, by the input's name."""
+    """Return bytes for each input, by its name. They differ if the input's value differs from another run's."""
     return {name: _identity(literal) for name, literal in inputs.literals.items()}
 
 
@@ -351,7 +357,7 @@ def _mounts_shared_memory(template: PodTemplate | None) -> bool:
 
 @contextlib.contextmanager
 def _retried_by_the_mapped() -> Iterator[None]:
-    """On a backend, let Flyte retry failures of the infrastructure that occur under `map_task`.
+    """During the block, let Flyte retry infrastructure failures of a `map_task` on the backend.
 
     `map_task` turns all exceptions into user errors. The retries therefore count towards the task's `retries`, not
     towards Flyte's budget for system errors.

@@ -16,24 +16,25 @@ OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.in
 
 
 _hosts: list[Host] = []
-"""SDKs that are imported in this process."""
+"""SDKs of Flyte whose adapters are imported in this process."""
 
 
 @dataclass(kw_only=True)
 class Host:
-    """One of Flyte's SDKs: makes tasks from its own configs, and refuses configs of other SDKs.
+    """One of Flyte's SDKs, flytekit or that of Flyte 2, with the task types that this package adds.
 
-    Without the refusal, flytekit would run tasks with unknown configs in the driver, without a gang.
+    Each SDK refuses configs of the other SDK. Otherwise flytekit would run tasks with unknown configs in the driver,
+    without a gang.
     """
 
     sdk: str
-    """Name of the SDK, for messages."""
+    """Name of the SDK, for error messages."""
     package: str
     """Package from which users import the SDK's configs."""
     register: Callable[[type, Any], object]
-    """Function that tells the SDK which task type to make for a class of configs."""
+    """Function by which the SDK learns the task type (second argument) for a class of configs (first argument)."""
     task_types: dict[type, Any] = field(default_factory=dict)
-    """Task types of this SDK, by the class of their configs."""
+    """Task types that this package adds to the SDK, by the class of their configs."""
 
     def __post_init__(self) -> None:
         self.register(ConfigClass, _refuse_class)
@@ -43,7 +44,7 @@ class Host:
         _hosts.append(self)
 
     def add(self, config: type, task_type: Any) -> None:
-        """Register a task type for a class of configs. Other SDKs raise an error for the class."""
+        """Register a task type for a class of configs with this SDK, and an error with other SDKs."""
         self.task_types[config] = task_type
         self.register(config, task_type)
         for other in _hosts:
@@ -51,36 +52,39 @@ class Host:
                 other.refuse(config, self)
 
     def refuse(self, config: type, of: Host) -> None:
-        """Register an error for tasks with a class of configs that belongs to another host."""
+        """Let this SDK raise an error for tasks whose config has a class of the host `of`."""
         name = next(base for base in config.__mro__ if base.__module__.startswith(of.package)).__name__
         self.register(config, functools.partial(_refuse, name, of, self))
 
 
 class ConfigClass(type):
-    """Metaclass of configs. An SDK recognises a class in the place of a config by this metaclass, and refuses it."""
+    """Metaclass of configs, by which SDKs refuse a config's class that a user passes instead of an instance."""
 
 
 class Config(metaclass=ConfigClass):
-    """Config of a task for any host. The constructor checks the fields."""
+    """Base of the configs of tasks, for flytekit and Flyte 2. The constructor checks the fields."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Register a user's subclass for the same task type, since SDKs look only at a config's own class."""
+        """Register a user's subclass for the task type of its base, since SDKs look only at a config's own class."""
         super().__init_subclass__(**options)
         for host, base in itertools.product(_hosts, cls.__bases__):
             if base in host.task_types:
                 host.add(cls, host.task_types[base])
 
     def _check_kinds(self, kinds: Mapping[str, Rule]) -> None:
-        """Check that fields have values of the right classes, before the other rules read them.
+        """Check the classes of the fields' values, before other rules read the values.
+
+        Args:
+            kinds: Rule for each field, by the field's name.
 
         Raises:
-            ValueError: A field's value has another class.
+            ValueError: A field's value has a wrong class.
         """
         Problems(type(self).__name__, self, kinds).raise_any()
 
 
 class OnDask(Config):
-    """Dask cluster of a task. A host's subclass adds its own classes for `scheduler` and `workers`."""
+    """Base of configs with a Dask cluster. Subclasses for flytekit and Flyte 2 declare `scheduler` and `workers`."""
 
     # The host's classes for `scheduler` and `workers`.
     KINDS: ClassVar[Mapping[str, type]]
@@ -90,7 +94,7 @@ class OnDask(Config):
 
     @property
     def num_workers(self) -> int:
-        """Number of Dask workers, 1 if the config has none."""
+        """Number of Dask workers of the cluster. 1 if the config does not set a number."""
         return int(self.workers.number_of_workers or 1)
 
     def _kinds(self) -> dict[str, Rule]:
@@ -128,7 +132,7 @@ class GangOnDask(OnDask):
 
     @property
     def ranks_per_worker(self) -> int:
-        """Number of ranks on each worker. `auto`: one per GPU in the worker's limits, or else its requests, or 1."""
+        """Number of ranks on each worker: the gang's setting. If that is `auto`, one per requested GPU, or 1."""
         if self.gang.ranks_per_worker != "auto":
             return int(self.gang.ranks_per_worker)
         return self.num_gpus or 1
@@ -146,8 +150,11 @@ class GangOnOwnNode(Config):
     wandb: Wandb | None = None
     """Settings of the gang's Weights & Biases run. None: no run."""
     start_method: Literal["forkserver", "spawn"] = "forkserver"
-    """Start of a rank's process, as in `torch.multiprocessing`. `forkserver`: in milliseconds, by a fork of a process
-    that has imported torch and never initialised CUDA. `spawn`: in seconds, as a fresh interpreter."""
+    """Start of ranks' processes, as in `torch.multiprocessing`.
+
+    - `forkserver`: in milliseconds, by a fork of a process that has imported torch and never initialised CUDA.
+    - `spawn`: in seconds, as a fresh interpreter.
+    """
 
     def __post_init__(self) -> None:
         rules = {
@@ -162,7 +169,7 @@ class GangOnOwnNode(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(OnDask):
-    """Config of a task whose function runs once, with a Dask cluster that `current_client()` is connected to."""
+    """Config of a task whose function runs once, with a Dask cluster whose client `current_client()` returns."""
 
     start_timeout: float = 600.0
     """Timeout, in seconds, for the scheduler to answer and all workers to arrive."""

@@ -48,27 +48,27 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
     # Dask must not restart an agent on another worker when the agent's worker dies.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
-"""Environment variables for all pods of the cluster. The user's variables win."""
+"""Environment variables for all pods of a Dask cluster on which a gang trains. Variables of the user win."""
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
-"""Handler of Ctrl-C for the task that runs in this context."""
+"""Handler of Ctrl-C that ends the gang of the task in this context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """Display, Deck, observers and results of a task's training."""
+    """Objects that show a training or receive its output: display, Deck, observers and results."""
 
     display: ProgressDisplay | MachineLog
     recorder: Recorder
-    """Observer that writes the Deck's page."""
+    """Observer that records the training, and writes the page of the task's Deck."""
     observers: list[Observer]
-    """Observers of the user and of Weights & Biases."""
+    """Observers from the gang's settings, and the observer for Weights & Biases if the config has it."""
     results: TaskResults
 
     def places(self) -> dict[str, str]:
-        """Return the places of the training's results, checkpoints and tracker pages, by name."""
+        """Return paths and URLs of the training's results, checkpoints and tracker pages, by name such as `results`."""
         run = local_runs.local_run.get()
         places = {
             "results": self.results.folder if self.results.has_files else None,
@@ -81,7 +81,7 @@ class _Shown:
         return left
 
     def files(self) -> dict[str, str]:
-        """Return the places, with one entry for each profile."""
+        """Return paths and URLs of the training's results, checkpoints, tracker pages and single profiles, by name."""
         return self.places() | self.results.profiles()
 
 
@@ -101,36 +101,41 @@ class InRanks:
 
         @property
         def _task_function(self) -> Callable[..., Any]:
-            """Function of the user."""
+            """The user's function, which the task calls in every rank."""
 
         @property
         def enable_deck(self) -> bool:
-            """True if the training has a Deck."""
+            """True if the task has a Deck, or in Flyte 2 a report."""
 
     # ---- What a host adds --------------------------------------------------------------------------------------------
 
     def _as_output(self, folder: str) -> object:
-        """Return a folder of the output storage as the host's type, so that a task may return it."""
+        """Return a folder of the output storage as Flyte's type for folders, so that a task may return it."""
         raise NotImplementedError
 
     def _environment_of_ranks(self) -> Mapping[str, str]:
-        """Return the environment variables of the host and of the task for the ranks."""
+        """Return the environment variables of Flyte and of the task that ranks get."""
         raise NotImplementedError
 
     def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[object]:
-        """Publish the training's page during the block and at its end."""
+        """Return a context manager that publishes the training's page during its block and at the end.
+
+        Args:
+            recorder: Observer that writes the page.
+            places: Function that returns paths and URLs of the training's files, by name.
+        """
         raise NotImplementedError
 
     def _page_file(self) -> str | None:
-        """Return the path of the page's local file. None: the page has no local file."""
+        """Return the path of the local file with the training's page. None: the page has no local file."""
         raise NotImplementedError
 
     def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
-        """Convert rank 0's output to the value that the host expects from the task."""
+        """Convert rank 0's output to the value that Flyte expects from the task."""
         raise NotImplementedError
 
     def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
-        """Write the page of a failed task, if the host writes pages of succeeded tasks only."""
+        """Write the Deck of a failed task, if Flyte's SDK writes Decks of succeeded tasks only."""
 
     # ---- What one of the two below adds ------------------------------------------------------------------------------
 
@@ -144,18 +149,18 @@ class InRanks:
         raise NotImplementedError
 
     def _num_gpus_to_find(self) -> int:
-        """Return the number of GPUs in the limits of each worker or of the task. 0 on a user's machine."""
+        """Return the number of GPUs that each worker, or the task's node, requests and must see. 0 in a local run."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def _is_debugging(self) -> bool:
-        """Return True if the function runs in this process, so that Ctrl-C raises `KeyboardInterrupt` as usual."""
+        """True in debug mode, in which the function runs in this process and Ctrl-C raises `KeyboardInterrupt`."""
         return is_debugging(self.task_config.gang)
 
     def _train_here(self, inputs: dict[str, Any]) -> Any:
-        """Call the function in this process, as the only rank, and return its return value unconverted."""
+        """Call the user's function in this process, as the only rank, and return its return value unconverted."""
         refuse_unknown(inputs)
         with self._shown(inputs) as shown, self._received(shown) as received:
             from flytekitplugins.daskpytorch.driver.in_process import run_here
@@ -173,11 +178,12 @@ class InRanks:
             )
 
     def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
-        """Run the gang, and return rank 0's outputs.
+        """Run the gang, and return rank 0's outputs, converted to what Flyte expects from the task.
 
         Args:
             inputs: Inputs of the task.
-            rank_host: Function that returns the ranks' part of the host, for the folder of the files that they submit.
+            rank_host: Function that returns the part of Flyte's context for ranks. Its argument is the URI of the
+                folder for the files that ranks submit.
         """
         refuse_unknown(inputs)
         self._get_ready()
@@ -194,7 +200,7 @@ class InRanks:
 
     @contextlib.contextmanager
     def _shown(self, inputs: dict[str, Any]) -> Iterator[_Shown]:
-        """Show a training's progress. At the training's end or failure, show the places of its files."""
+        """During the block, show the training's progress. At the end, show where its files are."""
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
@@ -223,7 +229,7 @@ class InRanks:
 
     @contextlib.contextmanager
     def _received(self, shown: _Shown) -> Iterator[ReceivedResults]:
-        """Receive the files that ranks submit, and keep the training's Deck up to date if there is one."""
+        """During the block, receive the files that ranks submit, and keep the task's Deck up to date if it has one."""
         with contextlib.ExitStack() as stack:
             if self.enable_deck:
                 stack.enter_context(self._published(shown.recorder, shown.files))
@@ -255,7 +261,7 @@ class InRanks:
         return training.of_task(self.name, current_execution().name, inputs)
 
     def _observers(self) -> list[Observer]:
-        """Return new observers of the user, and of Weights & Biases if the config has it."""
+        """Make the observers of the gang's settings, and the observer for Weights & Biases if the config has it."""
         config = self.task_config
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
@@ -265,7 +271,7 @@ class InRanks:
 
 
 class OnDaskWorkers(InRanks):
-    """Part of a task type that trains on the workers of a Dask cluster. `task_config` is a `GangOnDask`."""
+    """Base of the task types that train on the workers of a Dask cluster. `task_config` is a `GangOnDask`."""
 
     def _get_ready(self) -> None:
         if is_local():
@@ -294,12 +300,12 @@ class OnDaskWorkers(InRanks):
         return 0 if is_local() else self._num_gpus_asked()
 
     def _num_gpus_asked(self) -> int:
-        """Return the number of GPUs in each worker's resources."""
+        """Return the number of GPUs in the resources of each Dask worker. 0: no GPUs."""
         return int(self.task_config.num_gpus)
 
 
 class OnOwnNode(InRanks):
-    """Part of a task type that trains on the task's own node. `task_config` is a `GangOnOwnNode`."""
+    """Base of the task types that train on the task's own node. `task_config` is a `GangOnOwnNode`."""
 
     def _get_ready(self) -> None:
         fork_client.connect(self.task_config.start_method).close()  # the server imports while this process does

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.checks import shown
 
 
 class StrictInputs:
-    """Base of a dataclass that is given as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.
+    """Base of a dataclass that a user gives as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.
 
     flytekit drops unknown keys, so a misspelt key would train with the default. `StrictInputs` raises an error, which
     suggests the right key. Values of another type are errors, such as 1.9 or "1" for an `int`. A float that is a whole
@@ -66,7 +66,7 @@ class StrictInputs:
 
 
 def refuse_unknown(inputs: Mapping[str, Any]) -> None:
-    """Refuse keys in the command line's JSON that the user's dataclass does not have.
+    """Raise an error for keys in the command line's JSON that the input's dataclass does not have.
 
     flytekit drops unknown keys when it reads the command line. `refuse_unknown` therefore reads the process's command
     line again. Only JSON for an option with the input's name counts, and only if the known keys match the input's
@@ -102,7 +102,7 @@ def _with_suggestion(key: str, known: list[str]) -> str:
 
 
 def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
-    """Return a mashumaro strategy that accepts values of a type, and equal values of the other types."""
+    """Return a mashumaro strategy that accepts values of the type `kind`, and equal values of the other types."""
 
     def convert(value: Any) -> Any:
         if type(value) is not kind and not (type(value) in others and kind(value) == value):
@@ -113,7 +113,7 @@ def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
 
 
 class _Exact(Dialect):
-    """Mashumaro dialect that checks types. Without it mashumaro converts values by `int(value)` and the like."""
+    """Mashumaro dialect that checks types. By default, mashumaro converts values, for example by `int(value)`."""
 
     # Flyte's console and older backends write whole numbers as 3.0.
     serialization_strategy = {  # noqa: RUF012 - as its base has it

@@ -17,20 +17,25 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
 
 TITLE = "Training"
-"""Name of the page, the first of the task."""
+"""Name of the Deck or report tab with the training's page."""
 INTERVAL = 3.0
-"""Seconds between two checks for changes."""
+"""Interval, in seconds, at which the training's page is checked for changes, and written if it has changed."""
 SHARE = 0.02
-"""Largest share of time for writing and uploading the page, from 0 to 1. A slow page is written less often."""
+"""Maximum share of time, from 0 to 1, that writing and uploading the page takes. A slow page is written less often."""
 MAX_INTERVAL = 60.0
 MAX_WAIT = 30.0
-"""Timeout, in seconds, at the training's end for an upload in progress."""
+"""Timeout, in seconds, for an upload of the page that is in progress when the training ends."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
-    """Return the recorder's current page. Exceptions become a page with the error, and do not end the training."""
+    """Return the HTML of the training's current page. If writing it fails, return a page with the error.
+
+    Args:
+        recorder: Observer that writes the page.
+        places: Function that returns paths and URLs of the training's files, by name.
+    """
     try:
         return recorder.html(places())
     except Exception as error:
@@ -40,12 +45,12 @@ def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
 
 @contextlib.contextmanager
 def kept_up_to_date(recorder: Recorder, publish: Callable[[], None], *, at_once: bool) -> Iterator[None]:
-    """Write a training's page again after changes, until the block ends.
+    """During the block, write a training's page in a thread whenever it has changed.
 
-    The host writes the final page after the block, when this thread writes no more.
+    The caller writes the final page after the block, when the thread writes no more.
 
     Args:
-        recorder: Observer of the training.
+        recorder: Observer that records the training. An exception of the block is recorded, too.
         publish: Function that writes the page.
         at_once: True: also write the page before the training begins.
     """
@@ -77,7 +82,7 @@ def _write_all(recorder: Recorder, write: Callable[[], None], is_over: threading
 
 
 class _Write:
-    """Function that writes the page. The first failure is logged, and no failure is raised."""
+    """Function that writes the training's page. Logs the first failure, and raises none."""
 
     def __init__(self, publish: Callable[[], None]) -> None:
         self._publish = publish

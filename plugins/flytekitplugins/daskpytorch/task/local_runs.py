@@ -31,23 +31,26 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
-"""Environment variable with another folder for all runs. Empty: checkpoints are not kept after the run."""
+"""Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
-"""Environment variable with the run to go on from: `1` or `last` for the task's newest run, or a run's folder."""
+"""Environment variable with the earlier local run from whose checkpoints to go on.
+
+`1` or `last`: the task's newest run. Else the folder of a run.
+"""
 RECORD = "daskpytorch.json"
 OURS = re.compile(
     r"daskpytorch\.json|(.+/)?(unfinished-)?(manifest\.json|step--?\d+-\w+\.pt)(\.[0-9a-f]{32})?"
     r"|(.+/)?step--?\d+/\d+-\d+-\w+/[^/]+"
 )
-"""Pattern of the files that this package writes in a run's folder: record, manifests, checkpoints and shards."""
+"""Pattern of the files that this package writes in a local run's folder: record, manifests, checkpoints, shards."""
 MAX_AGE = 14 * 86_400.0
-"""Seconds from a run's last checkpoint to the removal of its folder: two weeks."""
+"""Age, in seconds since the last write, from which a local run's folder is removed: two weeks."""
 MAX_BYTES = 10 << 30
-"""Maximum number of bytes of all runs together. Above, the oldest runs are removed."""
+"""Maximum number of bytes of all local runs' folders together. Beyond, the oldest folders are removed."""
 
 
 class LocalRun:
-    """Local run of a task. The first gang makes the run's folder, which stays if a checkpoint was saved."""
+    """Local run of a task, with a folder for its checkpoints. The folder stays after the run if it has a checkpoint."""
 
     def __init__(
         self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
@@ -61,7 +64,7 @@ class LocalRun:
         self._has_made_room = False
 
     def paths(self, key: str) -> StoragePaths:
-        """Return the folders of a gang's checkpoints in this run, and in the run to go on from."""
+        """Return the checkpoint folders of the gang `key`: of this run, and of the earlier run to go on from."""
         previous = str(self.previous / key) if self.previous is not None else None
         with contextlib.suppress(OSError):  # the first checkpoint tries again, and reports the error
             self.make_folder()  # with its record, before ranks write shards to it
@@ -70,20 +73,20 @@ class LocalRun:
         return StoragePaths(files=files, previous=previous, own=own, prepare=self.make_room)
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint that a later run would find. None: there is no checkpoint."""
+        """Return the training step of the newest checkpoint in this run's folder. None: there is no checkpoint."""
         with contextlib.suppress(OSError, LookupError):
             manifests = sorted(self.folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
             return max((kind[0].step for kind in named_in(manifests[-1].read_bytes()) or () if kind), default=None)
         return None
 
     def advice(self) -> str:
-        """Return a text with the kept checkpoint's step and the way to go on."""
+        """Return a text for the user: the step of the kept checkpoint, and how to go on from it in another run."""
         if (step := self.newest_step()) is None:
             return "no checkpoint was kept"
         return f"the checkpoint of step {step} is kept, {RESUME_VARIABLE}=1 and the same command go on from it"
 
     def differences(self) -> list[str]:
-        """Return names of differences from the run to go on from: inputs, the task, the function's source."""
+        """Return names of what differs from the earlier run to go on from: inputs, the task, the function's source."""
         earlier = json.loads((self.previous / RECORD).read_text()) if self.previous is not None else {}
         then = earlier.get("inputs", {})
         found = [f"input {name}" for name in sorted({*then, *self.inputs}) if then.get(name) != self.inputs.get(name)]
@@ -91,7 +94,7 @@ class LocalRun:
         return [*found, "the function's source"] if earlier.get("source") != self.source else found
 
     def make_folder(self) -> None:
-        """Make the folder, with a record. The record is locked while the run goes on."""
+        """Make the run's folder, with a record of task and inputs, which stays locked until the run ends."""
         if self._record is not None:
             return
         make_private(self.folder)
@@ -103,14 +106,14 @@ class LocalRun:
         self._record.flush()
 
     def make_room(self) -> None:
-        """Make the folder. Before its first checkpoint is kept, remove other runs that are too old or too large."""
+        """Make the run's folder. In the first call, also remove folders of old runs, and the oldest beyond 10 GiB."""
         self.make_folder()
         if not self._has_made_room:
             self._has_made_room = True
             clean(self.folder.parent.parent, self.previous)
 
     def close(self) -> None:
-        """Release the lock, and remove a folder without checkpoints."""
+        """End the run: unlock its record, and remove its folder if it has no checkpoint."""
         if self._record is None:
             return
         with contextlib.suppress(OSError):
@@ -127,13 +130,13 @@ class LocalRun:
 def begun(
     task: str, inputs: Mapping[str, bytes], function: Callable[..., Any], attempt_before: Path | None = None
 ) -> Iterator[None]:
-    """Keep the checkpoints of the task's gangs. A line says if the run goes on from an earlier run.
+    """During the block, keep checkpoints of the task's gangs in a local run's folder. Log if an earlier run goes on.
 
     Args:
         task: Name of the task.
         inputs: Bytes that identify each input's value, by name.
         function: Function of the task.
-        attempt_before: Folder of the previous attempt. None: this is the run's first attempt.
+        attempt_before: Folder of the task's previous attempt. None: this is the run's first attempt.
 
     Raises:
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
@@ -150,9 +153,14 @@ def begun(
 
 
 def clean(root: Path, previous: Path | None = None) -> None:
-    """Remove runs that are older than `MAX_AGE`, and the oldest runs while all together exceed `MAX_BYTES`.
+    """Remove folders of local runs that are older than two weeks, and the oldest while all exceed 10 GiB.
 
-    Runs that are still going on stay. So do `previous`, and folders with checkpoints that a kept run refers to.
+    Folders of unfinished runs stay, and folders that the user has copied, moved or added files to. So do folders with
+    checkpoints that a remaining run refers to.
+
+    Args:
+        root: Folder of all local runs.
+        previous: Folder that stays in any case. None: no folder.
     """
     total, needed = 0, {previous}
     for changed_at, folder in sorted(_runs(root), reverse=True):
@@ -166,7 +174,7 @@ def clean(root: Path, previous: Path | None = None) -> None:
 
 
 def _is_removable(run: Path) -> bool:
-    """Return True for an ended run's folder that was not moved and has only this package's files.
+    """Return True if a folder of a local run may be removed: the run has ended, and all files are this package's.
 
     Copied and moved folders, and folders with other files, belong to the user and stay.
     """
@@ -179,7 +187,7 @@ def _is_removable(run: Path) -> bool:
 
 
 def _folders_named_by(run: Path, root: Path) -> set[Path]:
-    """Return folders with checkpoints of a run: the run's own folder, and folders of earlier runs."""
+    """Return the folders, below `root`, of all local runs whose checkpoints the manifests of `run` list."""
     named = [*filter(None, (named_in(path.read_bytes()) for path in run.glob(f"*/{MANIFEST}")))]
     folders = [Path(entry.uri) for _, sharded in named for entry in sharded]
     folders += [Path(file.folder) for files, _ in named for file in files if file.folder]
@@ -226,7 +234,12 @@ def _asked() -> str | None:
 
 
 def _previous(runs_of_task: Path) -> Path | None:
-    """Return the folder of the run to go on from, or None. Folders that another user can write to are refused."""
+    """Return the folder of the earlier run that `DASKPYTORCH_RESUME` names. None: start afresh.
+
+    Raises:
+        ValueError: The variable names no run's folder.
+        PermissionError: Another user owns the folder or can write to it.
+    """
     asked = _asked()
     if asked is None:
         return None
@@ -246,7 +259,7 @@ def _previous(runs_of_task: Path) -> Path | None:
 
 
 def _runs(root: Path) -> Iterator[tuple[float, Path]]:
-    """Yield the time of each run's last write, in seconds since 1970, and its folder."""
+    """Yield for each local run the time of its last write, in seconds since 1970, and its folder."""
     for found in root.glob(f"*/*/{RECORD}"):
         with contextlib.suppress(OSError):
             yield max(path.stat().st_mtime for path in found.parent.rglob("*")), found.parent
@@ -268,7 +281,7 @@ def _goes_on(run: Path) -> bool:
 
 
 def identity_of_file(uri: str) -> bytes:
-    """Return bytes that identify a file: its name and size, since a host may copy the file anew for each run."""
+    """Return bytes that identify an input file: its name and size. Its folder may differ from run to run."""
     file = Path(uri.removeprefix("file://"))
     return f"{file.name} {file.stat().st_size if file.is_file() else 0}".encode()
 
@@ -289,4 +302,4 @@ def _say(task: str, text: str) -> None:
 
 
 local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)
-"""Local run of the current task. None on a backend, and if checkpoints are not kept."""
+"""Local run of the task that runs in this context. None on Flyte's backend, and if checkpoints are not kept."""

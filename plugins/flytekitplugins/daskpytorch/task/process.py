@@ -18,15 +18,15 @@ from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_debugging
 
 NOT_HERE = {"--remote", "-r", "--help"}
-"""Options with which a command line runs no task on this machine."""
+"""Options of Flyte's command `run` with which no task runs on this machine."""
 NAME = b"plugins.daskpytorch"
-"""Part of this package's name that a file has for either host."""
+"""Part of this package's name that a file with its tasks contains, for flytekit as for Flyte 2."""
 SIGTERM = "the task was told to end (SIGTERM)"
-"""Reason that gangs report when SIGTERM ends them."""
+"""Reason that a gang's error gives after SIGTERM to the task's process."""
 
 
 def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
-    """Return True if a command line may start gangs on this machine: it runs a task of a file that names this package.
+    """Return True if a command line may start gangs here: it runs a task locally, from a file that names this package.
 
     The gangs' fork server then starts before the tasks' file and torch are imported. Both take seconds.
 
@@ -52,7 +52,7 @@ def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str]
 
 @functools.cache
 def exit_quickly() -> None:
-    """Skip the last garbage collection at this process's exit, which takes two seconds once torch is imported."""
+    """Let this process skip Python's garbage collection at exit, which takes two seconds once torch is imported."""
     atexit.register(_leave_garbage)
 
 
@@ -64,7 +64,7 @@ def _leave_garbage() -> None:
 
 
 class _Silence:
-    """Redirects standard error to /dev/null when Python clears its last modules, after all useful output.
+    """Redirects standard error to /dev/null when Python deletes the object, at exit, after all useful output.
 
     The library that binds triton to Python would otherwise report the remaining objects in 30 lines.
     """
@@ -78,7 +78,7 @@ class _Silence:
 
 @contextlib.contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """During the block, let SIGTERM end the gangs after a checkpoint, and the task with a system error."""
+    """During the block, let SIGTERM end the process's gangs after a checkpoint, and the task with a system error."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
@@ -95,4 +95,4 @@ def _end_task(*_: object) -> None:
 
 
 _silence: _Silence | None = None
-"""Object that is deleted when Python clears this module at exit."""
+"""Object that silences standard error when Python deletes it at exit. None: not needed."""

@@ -19,31 +19,31 @@ from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
 LANE = "results"
 PROFILES = "profiles"
-"""Name of the subfolder for profiles."""
+"""Name of the results folder's subfolder for profiles and flame graphs."""
 FAILED_LIMIT = 60.0
-"""Timeout, in seconds, for the upload of a failed gang's results, after which its error is raised."""
+"""Timeout, in seconds, for the upload of a failed gang's results. The gang's error is raised afterwards."""
 
 
 class TaskResults:
-    """Results of a task: a local or remote folder among its raw outputs."""
+    """Receiver of the files that ranks of a task submit. Stores them in a folder of the task's output storage."""
 
     def __init__(self, grace_period: float, execution: Execution) -> None:
         self._preempted_limit = Deadlines(grace_period).results
         self._execution = execution
         self.folder = str(execution.new_folder())
-        """URI of the folder, which is complete when the task ends. Made only if a rank submits files or asks for it."""
+        """Path or URI of the folder with the results, which is made only if a rank submits files or uses the folder."""
         self._is_remote = "://" in self.folder and not self.folder.startswith("file://")
         self.has_files = False
-        """True once submitted files are in the folder."""
+        """True once the results folder has submitted files."""
         self._profiles: list[str] = []
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
-        """Write submitted files to the folder as they arrive. A remote folder is uploaded at the end of the block.
+        """During the block, write submitted files to the results folder as they arrive. Upload them at the end.
 
         Raises:
-            OSError: The disk did not take all files. An error of the gang takes precedence.
-            Exception: The upload failed. The type depends on the host. An error of the gang takes precedence.
+            OSError: Not all files could be written to the disk. An error of the gang is raised instead.
+            Exception: The upload failed. The type depends on the storage. An error of the gang is raised instead.
         """
         received, worker = ReceivedResults(), Worker(name="results")
         with self._local_folder() as folder, contextlib.closing(worker):
@@ -64,7 +64,7 @@ class TaskResults:
                 self._make_empty_folder()
 
     def profiles(self) -> dict[str, str]:
-        """Return the URIs of the traces and flame graphs in the folder, by file name."""
+        """Return the URIs of the traces and flame graphs in the results folder, by file name."""
         if not self._is_remote:
             self._profiles = _files_below(Path(self.folder.removeprefix("file://")) / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
@@ -75,16 +75,16 @@ class TaskResults:
         return contextlib.nullcontext(Path(self.folder.removeprefix("file://")))
 
     def _write(self, received: ReceivedResults, folder: Path) -> None:
-        """Write all files that have arrived.
+        """Write all submitted files that have arrived to a local folder.
 
         Raises:
-            OSError: The disk does not take a file. The file is kept for the next call.
+            OSError: A file cannot be written to the disk. The next call tries again.
         """
         if not received.is_empty:
             write_out(received, ResultFolder(folder, self.folder))
 
     def _deliver(self, received: ReceivedResults, folder: Path) -> None:
-        """Write or upload all files to the task's folder."""
+        """Write the remaining files to a local folder, and upload all files if the results folder is remote."""
         self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
             if self._is_remote:
