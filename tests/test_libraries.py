@@ -110,8 +110,10 @@ def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
     trainer, state = trainer_with(monkeypatch, strategy()), accelerate_with(monkeypatch)()
     arguments = type("TrainingArguments", (), {})
     module_with(monkeypatch, "transformers.training_args", TrainingArguments=arguments)
+    fabrics = type("Fabric", (), {"_validate_launched": None})
+    module_with(monkeypatch, "lightning.fabric.fabric", Fabric=fabrics)
     libraries.guide()
-    assert trainer.local_rank == arguments().local_process_index == host_rank
+    assert trainer.local_rank == arguments().local_process_index == fabrics.__new__(fabrics).local_rank == host_rank
     assert state.is_local_main_process is is_first
 
 
