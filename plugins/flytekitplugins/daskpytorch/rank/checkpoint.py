@@ -36,19 +36,19 @@ SHARDED = (
     ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
-"""Modules and names of sharded tensor types."""
+"""Module and name of each type of sharded tensor."""
 T = TypeVar("T")
 
 
 class RankCheckpoint(Checkpoint):
-    """Checkpoints of one rank. Rank 0 writes one state at a time, and every rank reads the same state."""
+    """Saves and loads checkpoints in one rank of a gang. Rank 0 saves one state at a time, and every rank loads it."""
 
     def __init__(self, order: RankOrder, link: GangLink) -> None:
-        """Make the checkpoints of a rank.
+        """Prepare to save and load the checkpoints of a rank.
 
         Args:
-            order: The rank's order, with the agent's folder for checkpoint files.
-            link: Link to the agent.
+            order: Settings of the rank from its agent, with the agent's folder for checkpoint files.
+            link: The rank's link to the driver, by way of the agent.
         """
         job = order.job
         self._link = link
@@ -68,14 +68,15 @@ class RankCheckpoint(Checkpoint):
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """The checkpoint that `load` or `load_sharded(best=..., step=...)` read last. None: no checkpoint."""
+        """The checkpoint that `load`, or `load_sharded` with `best` or `step`, read last. None: no checkpoint."""
         return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Copy a state and write the copy in the background. Waits while the previous state is being written.
+        """Copy a state and write the copy in the background. Wait first until the previous state is written.
 
         Raises:
-            TypeError: The state cannot be pickled. On every rank: the state is sharded, or a metric is not a number.
+            TypeError: On rank 0, the state cannot be pickled. On any rank, the state has a sharded tensor, or a metric
+                is not a number.
         """
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
@@ -100,14 +101,18 @@ class RankCheckpoint(Checkpoint):
         self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save a sharded state. See `Checkpoint`."""
+        """Save a state that is sharded over the ranks. Each rank writes a copy of its shard in the background."""
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
         with self._link.saving(step):
             self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state with the newest or another sharded checkpoint. See `Checkpoint`."""
+        """Fill a state from the newest sharded checkpoint before this attempt, or from the best one or one of a step.
+
+        Returns:
+            The checkpoint's step. None: there is no checkpoint, and the state stays unchanged.
+        """
         self._check_best("load_sharded", best, step)
         if not best and step is None:
             start = self.sharded.load(state)
@@ -119,16 +124,17 @@ class RankCheckpoint(Checkpoint):
         return self.sharded.load(state, chosen) if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        """Return the state of this attempt's start checkpoint, or of another checkpoint.
+        """Return the state of the checkpoint that this attempt starts from, or of another checkpoint. None without any.
 
         Args:
-            best: True for the best checkpoint.
-            step: Step of another checkpoint. Among several, the newest is read. None: no particular step.
+            best: True for the best checkpoint, by the metric in `Gang(keep=...)`.
+            step: Training step of another checkpoint. The newest of several with this step is read. None: the
+                checkpoint that this attempt starts from, or the best one.
 
         Raises:
-            ValueError: `best` lacks a metric in `Gang(keep=...)`, or comes with `step`.
-            LookupError: The step has no kept checkpoint.
-            OSError: Arrival of the checkpoint failed or timed out.
+            ValueError: `best` is True, and `Gang(keep=...)` has no metric or `step` is given, too.
+            LookupError: The gang keeps no checkpoint of this step.
+            OSError: The checkpoint did not arrive on this node, or not in time.
         """
         self._check_best("load", best, step)
         if best or step is not None:
@@ -140,7 +146,7 @@ class RankCheckpoint(Checkpoint):
         return self._read(file) if file is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """Return all kept checkpoints that this rank knows of."""
+        """Return the checkpoints that the driver keeps, as of its newest message to this rank."""
         return self._link.kept
 
     def _read(self, file: CheckpointFile) -> Any:
@@ -185,13 +191,20 @@ class RankCheckpoint(Checkpoint):
             )
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
-        """Return the checkpoint that the driver chose for rank 0's request. None: no best checkpoint.
+        """Ask the driver for the best checkpoint or a step's checkpoint, and wait until it arrives on this node.
 
-        Each rank asks. The n-th requests of all ranks get the same answer.
+        Each rank asks. The n-th requests of all ranks get the same checkpoint, which the driver chooses for rank 0.
+
+        Args:
+            step: Training step of the checkpoint. None: the best checkpoint.
+            kind: `CheckpointFile` or `ShardedCheckpoint`.
+
+        Returns:
+            The checkpoint. None: there is no best checkpoint.
 
         Raises:
-            LookupError: The step has no kept checkpoint.
-            OSError: Arrival of the checkpoint failed or timed out.
+            LookupError: The gang keeps no checkpoint of this step.
+            OSError: The checkpoint did not arrive on this node, or not in time.
         """
         self._link.progress.move()
         self.flush()
@@ -220,7 +233,7 @@ class RankCheckpoint(Checkpoint):
 
 
 class _HashedFile(io.BufferedWriter):
-    """File that computes the digest of the written bytes."""
+    """File that computes the SHA-256 of the bytes written to it."""
 
     def __init__(self, file: io.FileIO) -> None:
         super().__init__(file)
@@ -232,10 +245,15 @@ class _HashedFile(io.BufferedWriter):
 
 
 class _Copier(pickle.Pickler):
-    """Pickler that copies each tensor of a state once, even if the tensor occurs repeatedly."""
+    """Pickler that copies each tensor of a state once, even if the tensor occurs repeatedly in the state."""
 
     def __init__(self, file: IO[bytes], *, only_looks: bool = False) -> None:
-        """Write the pickle of a state to a file. `only_looks`: copy no tensor, and only refuse sharded ones."""
+        """Prepare to pickle a state.
+
+        Args:
+            file: File for the pickle, which has numbers in the places of tensors.
+            only_looks: True to copy no tensor, and only to raise an error for a sharded one.
+        """
         import torch
 
         super().__init__(file, protocol=5)
@@ -246,7 +264,11 @@ class _Copier(pickle.Pickler):
         self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number that replaces a tensor in the pickle. None for other objects."""
+        """Return the number that replaces a tensor in the pickle. None for other objects.
+
+        Raises:
+            _RefusedError: The tensor is sharded, or has no values to copy (meta device).
+        """
         if not isinstance(obj, self._tensor):
             return None
         if isinstance(obj, self._sharded) or (obj.is_meta and not self._only_looks):
@@ -300,7 +322,7 @@ def _copy(state: Any) -> Any:
 
 
 def _refuse_sharded(state: Any) -> None:
-    """Raise the error that `_copy` raises for a sharded state, so that ranks without a copy fail like rank 0."""
+    """Raise `TypeError` if a state has a sharded tensor, so that ranks which copy no state fail as rank 0 does."""
     if not _sharded_types():
         return
     try:
@@ -354,7 +376,7 @@ def _name_in(state: Any, wanted: object) -> str:
 
 
 def _place_of(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tied tensors, which share the same memory, shape and type."""
+    """Return a dictionary key, equal for tensors that are one (tied): with the same memory, shape and type."""
     try:
         where = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors, for example
@@ -375,7 +397,7 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the `OSError` that caused an error, or else the error itself, in words.
+    """Return an error's type and message as text, or those of the `OSError` that caused the error.
 
     For a full disk, torch's own error reports only a wrong file position.
     """

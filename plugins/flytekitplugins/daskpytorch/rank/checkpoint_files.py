@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_SIZE = 5_000_000_000
-"""Maximum number of bytes of one file's tensors, as in Hugging Face's tools."""
+"""Default for the maximum number of bytes of tensors in one safetensors file, as in Hugging Face's tools."""
 
 
 def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str, Any] | None = None) -> None:
@@ -29,8 +29,8 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
     Args:
         folder: The folder. All ranks use the same path, on one machine or several.
         step: Training step of the files.
-        own: Names of files that this rank has written, and that rank 0's folder may lack.
-        metrics: Metrics as for `checkpoint.save`. Only those of rank 0 count.
+        own: Names of files that this rank has written. On another machine than rank 0, its folder lacks these files.
+        metrics: Numbers or one-element tensors by name, which rate the checkpoint. Only those of rank 0 count.
     """
     rank = current_rank()
     owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
@@ -40,11 +40,11 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
 
 
 class KeptFiles:
-    """Files of this attempt's start checkpoint. All ranks of a worker share one copy."""
+    """Files of the checkpoint that this attempt of the gang starts from. All ranks of a worker share one copy."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        """Folder of the files. None on a fresh start and after `remove`."""
+        """Folder with the checkpoint's files. None on a start without a checkpoint, and after `remove`."""
         self._own: TemporaryDirectory[str] | None = None
         rank = current_rank()
         if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
@@ -57,7 +57,7 @@ class KeptFiles:
             self.folder = Path(first)
 
     def remove(self) -> None:
-        """Remove the files. Call after all ranks of the worker have read the files."""
+        """Remove the copy of the checkpoint's files. Call after all ranks of the worker have read the files."""
         self.folder = None
         if self._own is not None:
             self._own.cleanup()
@@ -80,7 +80,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> torch.Tensor:
-    """Return a file's content as a tensor. Bytes would take twice their size in a checkpoint's pickle."""
+    """Return a file's content as a tensor of bytes (uint8). A pickled `bytes` may take twice its size."""
     import torch
 
     data = bytearray(path.read_bytes())
@@ -168,7 +168,7 @@ def _check(state: Mapping[str, object]) -> None:
 
 
 def _folder(uri: str | os.PathLike[str] | None) -> str:
-    """Return rank 0's folder on all ranks."""
+    """Return the folder for exported weights that rank 0 was given or made. Call on all ranks together."""
     made: list[str | None] = gathered(os.fspath(uri) if uri is not None else host.current_execution().new_folder())
     if made[0] is None:
         raise ValueError("export_safetensors: outside a Flyte task, name the folder with uri=...")
@@ -176,7 +176,7 @@ def _folder(uri: str | os.PathLike[str] | None) -> str:
 
 
 def _split(state: Mapping[str, torch.Tensor], max_file_size: int) -> list[list[str]]:
-    """Return the names of the tensors in each file, in the order of the state."""
+    """Divide the tensors of a state among files. Return the names of each file's tensors, in the order of the state."""
     files: list[list[str]] = [[]]
     size = 0
     for name, tensor in state.items():
@@ -194,7 +194,12 @@ def _name(index: int, num_files: int) -> str:
 
 
 def _whole(tensor: torch.Tensor, *, is_wanted: bool) -> torch.Tensor | None:
-    """Return a copy on the CPU that shares no memory, as the format requires. For a `DTensor` all ranks call it."""
+    """Return a copy of the whole tensor on the CPU, which shares no memory, as safetensors requires.
+
+    Args:
+        tensor: The tensor. For a `DTensor`, all ranks call this function together.
+        is_wanted: False on ranks that do not write the tensor. They get None.
+    """
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
@@ -236,7 +241,7 @@ def _files_of(folder: str) -> Any:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Run the block on some ranks. An exception on one rank is raised on all."""
+    """Run a `with` block on all ranks together. An exception on one rank becomes an `OSError` on all ranks."""
     reason: str | None = None
     try:
         yield

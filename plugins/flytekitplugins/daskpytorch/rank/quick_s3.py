@@ -17,23 +17,23 @@ KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_
     "secret",
     "token",
 }
-"""Options of s3fs with which obstore works. With any other option, for example encryption, s3fs does all operations."""
+"""Options of `S3FileSystem` of s3fs with which obstore is used. With any other, such as encryption, s3fs is used."""
 CLIENT: Any = {"allow_http": True, "connect_timeout": "10s", "timeout": "5min"}
 REFRESH = timedelta(minutes=6)
-"""Time for which obstore reuses temporary credentials. Botocore renews them ten minutes before they expire."""
+"""Time for which obstore reuses temporary credentials. Botocore renews credentials ten minutes before their expiry."""
 
 
 def quick_files(files: Any, path: str) -> Any | None:
-    """Return obstore's file system for the bucket of a path. After an error, the caller retries with `files`.
+    """Return obstore's fast file system for an S3 bucket. After its errors, the caller retries with s3fs (`files`).
 
-    An open file keeps the objects that `write` receives, so their memory must not change.
+    A file that is open for writing keeps the objects that `write` receives, so their memory must not change.
 
     Args:
         files: An fsspec file system.
-        path: Path or URL of an object.
+        path: Path or URL of an object in the bucket.
 
     Returns:
-        None for other file systems than s3fs, for options outside `KNOWN_OPTIONS`, or without obstore.
+        None if `files` is not s3fs, if it has options that are not in `KNOWN_OPTIONS`, or without obstore.
     """
     module = sys.modules.get("s3fs")
     if module is None or type(files) is not module.S3FileSystem or find_spec("obstore") is None:
@@ -61,7 +61,7 @@ def _opened(files: Any, bucket: str) -> Any:
 
 
 def _credentials(loop: Any, client: Any) -> Any:
-    """Return s3fs's credentials in obstore's form."""
+    """Return the credentials of s3fs's S3 client, in the form that obstore expects."""
     from fsspec.asyn import sync
 
     found = sync(loop, client._request_signer._credentials.get_frozen_credentials)  # noqa: SLF001 - botocore has no other

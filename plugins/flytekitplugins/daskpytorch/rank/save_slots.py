@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class View:
-    """A rank's progress in writing saves."""
+    """Progress of a rank in writing sharded checkpoints."""
 
     started: int
-    """Number of the rank's last begun save. -1: no save."""
+    """Number of the newest `save_sharded` call whose write the rank has begun, from 0. -1: the rank has begun none."""
     is_settled: bool
-    """True after the driver has committed that save or given it up."""
+    """True after the driver has committed save number `started` or given it up, and before the first save."""
 
 
 class SaveSlots:
-    """Holds one save in flight and one waiting save. A newer save replaces the waiting one."""
+    """Holds this rank's sharded save in flight and one that waits. A newer save replaces the waiting one."""
 
     def __init__(self, start: Callable[[Staged], None], on_replaced: Callable[[Staged], None]) -> None:
         self._start_writing = start
         self._on_replaced = on_replaced
-        """Called with a waiting save that a newer one replaces."""
+        """Called with a waiting save that a newer save replaces."""
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
         self._waiting: Staged | None = None
         self._num_unwritten = 0
         self._deferred: list[int] | None = None
-        """Numbers of saves that were settled during `placing`. Until its end, the exchanged views have to stay true.
-        None outside `placing`."""
+        """Numbers of saves that the driver has committed or given up during a `placing` block. They count after the
+        block, since the ranks exchange their progress in the block. None outside a block."""
 
     @contextlib.contextmanager
     def placing(self) -> Iterator[View]:
-        """Hold this rank's progress unchanged while the ranks agree on a new save. Yields the progress."""
+        """Yield this rank's progress, and keep it unchanged during a `with` block in which ranks exchange theirs."""
         with self._changed:
             self._deferred = []
         try:
@@ -55,7 +55,11 @@ class SaveSlots:
                     self._settle(number)
 
     def catch_up(self, views: Sequence[View]) -> None:
-        """Advance to the foremost rank's save. A waiting save that no rank has begun is dropped."""
+        """Begin the waiting save if another rank has begun it, else drop it, so that all ranks are at the same save.
+
+        Args:
+            views: Progress of all ranks.
+        """
         newest = max(view.started for view in views)
         with self._changed:
             waiting, self._waiting = self._waiting, None
@@ -68,7 +72,7 @@ class SaveSlots:
             self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
 
     def put(self, save: Staged) -> None:
-        """Write a save now, or after the save in flight is settled. All ranks decide alike."""
+        """Begin to write a save, or let it wait until the driver has committed or given up the save in flight."""
         with self._changed:
             if self._view.is_settled:
                 self._start(save)
@@ -76,7 +80,11 @@ class SaveSlots:
                 self._waiting = save
 
     def settle(self, number: int) -> None:
-        """Record that the driver has committed a save or given it up. Ignored unless the save is in flight."""
+        """Record that the driver has committed or given up the save in flight, and begin the waiting save.
+
+        Args:
+            number: Number of the save. Ignored unless this save is in flight.
+        """
         with self._changed:
             if self._deferred is None:
                 self._settle(number)
@@ -84,19 +92,19 @@ class SaveSlots:
                 self._deferred.append(number)
 
     def note_written(self) -> None:
-        """Record this rank's success or failure in writing a save."""
+        """Record that this rank has ended the write of a save, with or without success."""
         with self._changed:
             self._num_unwritten -= 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop the waiting save, since the driver will settle no more saves."""
+        """Drop the waiting save, since the driver will commit no more saves."""
         with self._changed:
             self._waiting = None
             self._changed.notify_all()
 
     def flush(self, timeout: float | None) -> None:
-        """Wait until all saves are written, or for `timeout` seconds. None: no limit."""
+        """Wait until this rank has written all its saves, or for `timeout` seconds. None: no limit."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_unwritten and self._waiting is None, timeout)
 

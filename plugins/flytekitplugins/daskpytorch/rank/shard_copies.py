@@ -16,16 +16,16 @@ from flytekitplugins.daskpytorch.process.folders import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
 
 OWN_FOLDER = "daskpytorch-shards"
-"""Name of this package's folder below the user's. Copies stay inside."""
+"""Name of the folder with all copies of shards, inside the user's folder `Gang(shard_cache=...)`."""
 
 
 class ShardCopies:
-    """Writes, reads and removes the copies in `Gang(shard_cache=...)`. Inactive without this setting."""
+    """Keeps copies of a rank's shards in the folder `Gang(shard_cache=...)`. Does nothing without this setting."""
 
     def __init__(self, sharding: Sharding, rank: int) -> None:
         self._nonce = sharding.nonce
         self._before = [start for start in sharding.start if not start.uri.endswith(f"-{self._nonce}")]
-        """Checkpoints of earlier drivers, whose copies are removed after this driver's first settled save."""
+        """Checkpoints of earlier drivers. Their copies are removed once this driver commits or gives up a save."""
         self._rank = rank
         self._has_complained = False
         self._cache = sharding.cache
@@ -38,11 +38,11 @@ class ShardCopies:
                 self._folder = None
 
     def write(self, path: str, writes: Iterable[Callable[[IO[bytes]], object]]) -> None:
-        """Write the copy of a part.
+        """Write a copy of an object that the rank has written to storage.
 
         Args:
-            path: Path or URL of the part in storage.
-            writes: Functions that write the part's pieces to a file, in order.
+            path: Path or URL of the object in storage.
+            writes: Functions that write the pieces of the object's content to a file, in order.
         """
         if self._folder is None:
             return
@@ -57,7 +57,13 @@ class ShardCopies:
             self._complain(error)
 
     def read(self, path: str, start: int, end: int) -> bytes | None:
-        """Return the bytes from `start` to `end` of the copy of `path`. None: missing on this node."""
+        """Return a range of bytes from this node's copy of an object. None: the node has no complete copy.
+
+        Args:
+            path: Path or URL of the object in storage.
+            start: Offset of the first byte.
+            end: Offset after the last byte.
+        """
         if self._folder is None:
             return None
         with contextlib.suppress(OSError), self._of(path).open("rb", buffering=0) as file:
@@ -67,11 +73,11 @@ class ShardCopies:
         return None
 
     def prune(self, attempt: int, number: int) -> None:
-        """Remove the copies of saves before this one."""
+        """Remove this node's copies of all shards that were saved before save `number` of attempt `attempt`."""
         self._remove_own(lambda save: save < (attempt, number))
 
     def clear(self) -> None:
-        """Remove all copies of this gang after its last attempt."""
+        """Remove this node's copies of all shards of the gang, after the gang's last attempt."""
         self._remove_own(lambda _: True)
         if self._folder is not None:
             with contextlib.suppress(OSError):  # another gang's copies are there
@@ -89,7 +95,7 @@ class ShardCopies:
                 _remove(self._of(f"{start.uri}/_").parent)
 
     def _of(self, path: str) -> Path:
-        """Return the path of a part's copy. Folders have the same names as in storage, which no other gang uses."""
+        """Return the path of an object's copy, in folders named as in storage. No other gang uses these names."""
         assert self._folder is not None  # noqa: S101 - all who ask have looked
         return self._folder.joinpath(*path.split("/")[-3:])
 

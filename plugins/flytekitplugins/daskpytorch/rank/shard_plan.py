@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 UNCHANGEABLE = (bool, int, float, str, type(None))
-"""Types of values saved without copy or check. `torch.load(weights_only=True)` reads them."""
+"""Types of values that are saved without a copy or a check: immutable, and read by `torch.load(weights_only=True)`."""
 
 PAGE = 4096
 ALIGNMENT = 64
-"""Alignment of each tensor's copy, in bytes."""
+"""Alignment of each tensor's copy in page-locked host memory, in bytes."""
 META = (
     "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
     "its initialisation or load_state_dict"
@@ -46,13 +46,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Copy of one item of a plan."""
+    """Copy of a tensor's chunk, or of another value, that this rank saves."""
 
     item: WriteItem
     size: int
-    """Approximate size, in bytes. 0 for other values than tensors."""
+    """Approximate size of the copy, in bytes. 0 for other values than tensors."""
     write: Callable[[IO[bytes]], object]
-    """Writes the copy to a file, in the format of torch's own writers."""
+    """Function that writes the copy to a file, in the format of `torch.save`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,16 @@ class Staged:
     metrics: Mapping[str, float]
     pieces: Sequence[Piece]
     state: str | None
-    """Keys of the whole state with shapes, dtypes and chunks, as JSON. None on ranks other than 0."""
+    """Keys of the whole state, with the shape, dtype and chunks of each tensor, as JSON. None on ranks other than 0."""
     drop: Callable[[], None] = field(repr=False)
-    """Frees the copy's memory for the next save. Call after the copy is written or given up."""
+    """Function that frees the copy's memory for the next save. Call after the copy is written or given up."""
 
 
 class SavePlans:
-    """Plans a state's saves after each change of structure, and copies the rank's part for each save.
+    """Decides which part of a state this rank saves, and copies that part for each save.
 
-    Two copies exist at most: for the save in flight and for the waiting save.
+    The ranks divide the state again when its structure has changed. At most two copies exist: for the save in flight
+    and for the waiting save.
     """
 
     def __init__(self) -> None:
@@ -80,21 +81,21 @@ class SavePlans:
         self._values: dict[str, Callable[[IO[bytes]], object]] = {}
         self._looked_at: SavePlan | None = None
         self._agreed: SavePlan | None = None
-        """This rank's local plan at the last division of the work. None: not divided."""
+        """All items of this rank's state when the ranks last divided the state. None: the state is not divided."""
         self._own: Sequence[WriteItem] = ()
         self._state: str | None = None
         self._copies: list[HostCopies] = []
-        """Host memory of finished saves, for reuse."""
+        """Host memory of finished saves, for use by later saves."""
 
     def look_at(self, state: Mapping[str, Any]) -> bool:
-        """Take the state of the next save.
+        """Take the state of the next save, and compare its structure with that of the save before.
 
         Returns:
-            True for a new structure of the state, on which ranks have to `agree` first.
+            True if the structure is new, so that all ranks have to call `agree` before `stage`.
 
         Raises:
             TypeError: Loading would fail for a value of the state.
-            ValueError: Two keys of the state become equal once nested keys are joined.
+            ValueError: Two keys of the state become equal when the keys of nested dictionaries are joined by dots.
         """
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(as_dicts(state))
@@ -105,7 +106,9 @@ class SavePlans:
         return local != self._agreed
 
     def agree(self) -> None:
-        """Divide the state among the ranks, as rank 0 decides. One rank writes a value that several ranks have.
+        """Divide the state of the next save among the ranks, as rank 0 decides. Call on all ranks together.
+
+        One rank saves a value that several ranks have.
 
         Raises:
             ValueError: The ranks' shards do not make up the whole state.
@@ -121,7 +124,13 @@ class SavePlans:
         self._agreed, self._own, self._copies = self._looked_at, plan.items, []
 
     def stage(self, number: int, step: int, metrics: Mapping[str, float]) -> Staged:
-        """Copy this rank's part of the state. Tensors go to the host memory of an earlier save, if any is free."""
+        """Copy this rank's part of the state that `look_at` took. Reuse the host memory of an earlier save, if free.
+
+        Args:
+            number: Number of the attempt's `save_sharded` call, from 0.
+            step: Training step of the state.
+            metrics: Metrics of the state by name.
+        """
         items = [item for item in self._own if not _is_value(item)]
         tensors = [self._tensor(item) for item in items]
         copies = self._copies.pop() if self._copies else HostCopies(tensors)
@@ -187,10 +196,10 @@ class HostCopies:
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         locked = _page_locked([tensor for tensor in like if tensor.is_cuda])
         self.tensors = [next(locked) if tensor.is_cuda else torch.empty_like(tensor, device="cpu") for tensor in like]
-        """Copies, in order of the originals."""
+        """The copies, in the order of the original tensors."""
 
     def fill(self, originals: Sequence[torch.Tensor]) -> None:
-        """Copy these tensors, and wait for their devices."""
+        """Copy these tensors to the host memory, and wait until their devices have finished."""
         for copy, original in zip(self.tensors, originals, strict=True):
             copy.copy_(original, non_blocking=True)
         for device in {tensor.device for tensor in originals if tensor.device.type != "cpu"}:
@@ -198,7 +207,7 @@ class HostCopies:
 
 
 def _page_locked(like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield CPU tensors in one page-locked block, or in pageable memory if the block cannot be locked."""
+    """Yield an empty CPU tensor per GPU tensor, all in one block of memory, page-locked unless CUDA refuses to lock."""
     if not like:
         return
     starts, end = [], 0
@@ -233,11 +242,11 @@ def _lock(memory: npt.NDArray[np.uint8], address: int, size: int, device: torch.
 
 
 class TensorKindError(TypeError):
-    """A state has a tensor that a checkpoint cannot save or fill. The message names a replacement."""
+    """A state has a tensor that a sharded checkpoint cannot save or fill. The message names a replacement."""
 
 
 def check_savable(state: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can save all tensors of a flattened state, also those inside a `DTensor`.
+    """Check that a sharded checkpoint can save all tensors of a flattened state, also those inside a `DTensor`.
 
     Raises:
         TensorKindError: A later load could not read one of the tensors.
@@ -248,7 +257,7 @@ def check_savable(state: Mapping[str, Any]) -> None:
 
 
 def check_fillable(state: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can be loaded into all tensors of a flattened state.
+    """Check that a sharded checkpoint can be loaded into all tensors of a flattened state.
 
     Raises:
         TensorKindError: A load cannot write to one of the tensors.
@@ -259,7 +268,7 @@ def check_fillable(state: Mapping[str, Any]) -> None:
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the key and this rank's part of each tensor."""
+    """Yield the key of each tensor in a flattened state, with this rank's part of the tensor."""
     for key, value in state.items():
         parts: Iterable[torch.Tensor] = [value] if isinstance(value, torch.Tensor) else []
         if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
@@ -289,7 +298,7 @@ def _strange(tensor: torch.Tensor) -> str | None:
 
 
 def _is_copied_as_plain(tensor: torch.Tensor) -> bool:
-    """Return True for the unfinished result of a functional collective, which is saved as a plain tensor."""
+    """Return True if a tensor's copy is a plain tensor, as for the unfinished result of a functional collective."""
     try:
         return type(torch.empty_like(tensor)) in PLAIN
     except Exception:  # a tensor class of another library may raise any error

@@ -30,33 +30,33 @@ from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts, check_fillable
 
 NUM_READERS = 8
-"""Number of parallel requests."""
+"""Maximum number of parallel requests with which a rank reads a sharded checkpoint from storage."""
 MAX_RANGE = 4 << 20
-"""Maximum number of bytes of a range with several items. A single item may be larger."""
+"""Maximum number of bytes read together for several neighbouring items. A single item may be larger."""
 PIECE = 8 << 20
-"""Maximum number of bytes of one request. Requests for pieces of a large item run in parallel."""
+"""Maximum number of bytes of one read request to storage. Requests for pieces of a large item run in parallel."""
 MAX_AHEAD = 128 << 20
-"""Maximum number of bytes that are read ahead, beside the item that is converted. A single item may be larger."""
+"""Maximum number of bytes that a rank reads ahead of the item being loaded. A single item may be larger."""
 MAX_GAP = 64 << 10
-"""Maximum number of bytes between two items of one range. Reading these bytes costs less than another request."""
+"""Maximum gap, in bytes, between two items that are read together. A read of the gap costs less than a request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each retry of a failed read."""
+"""Seconds before each retry of a failed read from storage."""
 MAX_TOLD = 8
-"""Maximum number of keys of each kind that an error names."""
+"""Maximum number of keys that an error names as missing. The same limit holds for surplus and for wrong keys."""
 T = TypeVar("T")
 
 
 class DamagedError(Exception):
-    """A missing object of the checkpoint, or a wrong digest or size."""
+    """A sharded checkpoint is damaged: an object is missing, or has a wrong size or digest."""
 
 
 class DiffersError(Exception):
-    """Keys or shapes of the state differ from the saved ones."""
+    """The keys or shapes of a state differ from those in the sharded checkpoint that should fill the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Range:
-    """Neighbouring items of a part, read with one request."""
+    """Neighbouring items of a stored object, which are read together."""
 
     part: str
     items: Sequence[StoredItem]
@@ -75,7 +75,7 @@ class _Range:
 
 
 class ShardReader:
-    """Reads one checkpoint into the state of one rank."""
+    """Reads one sharded checkpoint into the state of this rank."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ShardReader:
         moved: Callable[[], None],
     ) -> None:
         self._files = files
-        """An fsspec file system."""
+        """The fsspec file system of the checkpoint's folder."""
         self._copies = copies
         self._checkpoint = checkpoint
         self._state = state
@@ -96,14 +96,14 @@ class ShardReader:
         self._planner = _Planner()
         self._wanted: dict[StoredItem, list[ReadItem]] = defaultdict(list)
         self.unread: frozenset[str] = frozenset()
-        """Keys that the checkpoint has and this rank's state lacks."""
+        """Keys that are in the checkpoint but not in this rank's state. Empty before `prepare`."""
 
     def prepare(self) -> None:
-        """Plan the reads and check the checkpoint's objects. The state stays unchanged.
+        """Plan the reads, and check that the checkpoint is complete and fits the state. The state stays unchanged.
 
         Raises:
-            DamagedError: Missing object, or wrong size.
-            DiffersError: Keys or shapes differ from the checkpoint's.
+            DamagedError: An object of the checkpoint is missing, or has a wrong size or digest.
+            DiffersError: Keys or shapes of the state differ from the checkpoint's.
             TensorKindError: A tensor of the state cannot be written to.
             OSError: Storage does not answer.
         """
@@ -122,7 +122,7 @@ class ShardReader:
         """Read the checkpoint into the state. Call after `prepare`.
 
         Raises:
-            DamagedError: Missing object, or wrong digest.
+            DamagedError: An object of the checkpoint is missing, or a part of it has a wrong digest.
             OSError: Storage does not answer.
         """
         with ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
@@ -156,7 +156,7 @@ class ShardReader:
                 raise DamagedError(f"{name} has {size:,} bytes of {sizes[name]:,}")
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[tuple[_Range, bytes]]:
-        """Yield all ranges with their bytes, from copies on this node's disk or from storage."""
+        """Yield each range of wanted items with its bytes, from a copy on this node's disk or from storage."""
         ahead: deque[tuple[_Range, list[Future[bytes]]]] = deque()
         size = 0
         for together in _ranges(self._wanted):
@@ -204,14 +204,14 @@ class ShardReader:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Writes items into the state. Unpickles with `weights_only=True`, which runs no code from the checkpoint."""
+    """Writes loaded items into a state. Unpickles with `weights_only=True`, which runs no code from the checkpoint."""
 
     def put(self, data: bytes, reads: Sequence[ReadItem]) -> None:
-        """Write an item into the state.
+        """Write a tensor's chunk or another value, as stored, into the state.
 
         Args:
-            data: Bytes of the item.
-            reads: Destinations in the state, with the wanted part of the item.
+            data: The stored bytes.
+            reads: Destinations in the state, each with the wanted part of the chunk.
         """
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         for read in reads:
@@ -225,7 +225,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
-    """Replace a value in a nested state. Torch writes keys of all types as text into `path`."""
+    """Replace the value at a path of keys in a nested state. Torch writes keys of all types as text into `path`."""
     *above, last = path
     for part in above:
         state = state[_key(state, part)]
@@ -263,7 +263,7 @@ def _joined(together: _Range, pieces: Sequence[Future[bytes]]) -> tuple[_Range, 
 
 
 def _items_of(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
-    """Return each item of a range with its bytes.
+    """Return each item of a range with its own bytes, cut from the range's `data`.
 
     Raises:
         DamagedError: An item has a wrong digest.
@@ -285,7 +285,7 @@ def _belongs(item: StoredItem, together: Sequence[StoredItem]) -> bool:
 
 
 def _check(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can fill a state.
+    """Check that a state has the keys and shapes of a sharded checkpoint.
 
     Raises:
         DiffersError: Keys or shapes differ from the checkpoint's.

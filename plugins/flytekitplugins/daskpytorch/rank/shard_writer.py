@@ -24,24 +24,26 @@ if TYPE_CHECKING:
 
 
 NUM_WRITERS = 2
-"""Number of parts written at the same time. With four, two ranks on the host of their S3 server took 1.5 times as long.
+"""Number of objects that a rank writes to storage at the same time.
+
+With four, two ranks on the host of their S3 server took 1.5 times as long.
 """
 SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
-"""Minimum number of bytes per part: the first while parts are at most `NUM_WRITERS`, the second with more parts."""
+"""Minimum bytes per object: a rank's shard makes up to two objects of 16 MiB or more, else all of 256 MiB or more."""
 CHUNK = 8 << 20
-"""Maximum number of bytes of one write to storage. A remote file holds the bytes in memory until they are sent."""
+"""Maximum number of bytes per `write` call on a file in storage. The file holds them in memory until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each retry of a part's write."""
+"""Seconds before each retry of a failed write of an object to storage."""
 
 
 class ShardWriter:
-    """Writes one save of one rank."""
+    """Writes this rank's part of one sharded checkpoint to storage."""
 
     def __init__(
         self, files: Any, folder: str, *, rank: int, step: int, copies: ShardCopies, moved: Callable[[], None]
     ) -> None:
         self._files = files
-        """An fsspec file system."""
+        """The fsspec file system of the checkpoint's folder."""
         self._copies = copies
         self._folder = folder
         self._rank = rank
@@ -51,10 +53,10 @@ class ShardWriter:
         self._has_complained = False
 
     def write(self, pieces: Sequence[Piece]) -> tuple[list[StoredPart], list[StoredItem]]:
-        """Write all pieces, in parts.
+        """Write copies of tensors and other values to storage, divided among one or more objects.
 
         Returns:
-            Parts, and items with their position in a part.
+            The written objects, and each copy's position in them.
 
         Raises:
             Exception: The storage's error after the last retry.
@@ -124,7 +126,7 @@ class ShardWriter:
 
 
 class _Stream:
-    """File for `torch.save` that counts written bytes and computes their digest."""
+    """File object for `torch.save` that counts the written bytes and computes their digest."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -141,11 +143,11 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing, as closing the file flushes it."""
+        """Do nothing, as the file in storage is flushed when it is closed."""
 
 
 def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Divide pieces into parts of about equal size. The largest pieces come first."""
+    """Divide the copies that a rank writes among objects of about equal size. The largest copies come first."""
     size = sum(piece.size for piece in pieces)
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
     largest_first = sorted(pieces, key=lambda piece: piece.size, reverse=True)

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 MAX_TOLD = 8
-"""Maximum number of keys that a log line names."""
+"""Maximum number of keys that the message about unread values of a checkpoint names."""
 
 
 @dataclass(frozen=True)
 class _Said:
-    """Message among ranks before a save."""
+    """Message that each rank sends to all other ranks before a sharded save."""
 
     step: int
     view: View
@@ -42,7 +42,7 @@ class _Said:
 
 
 class ShardedCheckpoints:
-    """Saves and loads this rank's part of states, together with the other ranks."""
+    """Saves and loads this rank's part of sharded states, together with the other ranks."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ShardedCheckpoints:
         self._rank = rank
         self._report = report
         self._moved = moved
-        """Called at each sign of life. A large state takes longer to write or read than a training step."""
+        """Called repeatedly during writes and reads, as signs of life: these may take longer than a training step."""
         self._slots: SaveSlots = SaveSlots(self._start, self._tell_replaced)
         self._num_saves = 0
         self._copies = ShardCopies(sharding, rank)
@@ -67,7 +67,7 @@ class ShardedCheckpoints:
         self._writing: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
-        """Copy this rank's part of a state and queue its write. Call on all ranks together.
+        """Copy this rank's part of a state, and queue the write of the copy to storage. Call on all ranks together.
 
         Raises:
             Exception: A rank cannot save its part. Raised on all ranks.
@@ -90,17 +90,17 @@ class ShardedCheckpoints:
             self._slots.put(plans.stage(number, step, metrics))
 
     def load(self, state: dict[str, Any], chosen: ShardedCheckpoint | None = None) -> int | None:
-        """Fill a state with a checkpoint. Call on all ranks together.
+        """Fill a state with a sharded checkpoint. Call on all ranks together.
 
         Args:
-            state: The state.
-            chosen: The checkpoint. None: the newest undamaged one.
+            state: State with the keys and shapes of the checkpoint.
+            chosen: The checkpoint. None: the newest undamaged one from which this attempt may start.
 
         Returns:
             The checkpoint's step. None: no undamaged checkpoint exists.
 
         Raises:
-            OSError: The storage does not answer, `chosen` is damaged, or damaged checkpoints have changed the state.
+            OSError: Storage does not answer, `chosen` is damaged, or damaged checkpoints have changed the state.
             ValueError: Keys or shapes of the state differ from the saved ones.
             TypeError: A tensor of the state cannot be written to.
         """
@@ -129,20 +129,20 @@ class ShardedCheckpoints:
         return None
 
     def settle(self, number: int) -> None:
-        """Record that the driver has committed a save or given it up."""
+        """Record that the driver has committed or given up save `number`. Remove this node's copies of older shards."""
         self._slots.settle(number)
         self._copies.prune(self._attempt, number)
 
     def close(self) -> None:
-        """Drop the waiting save, since the driver settles no more saves."""
+        """Drop the save that waits to be written, since the driver commits no more saves."""
         self._slots.close()
 
     def drop_copies(self) -> None:
-        """Remove the node's copies of shards after the gang's success."""
+        """Remove this node's copies of the gang's shards, after the gang's success."""
         self._copies.clear()
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the newest save is written, or for `timeout` seconds. None: no limit."""
+        """Wait until this rank has written its part of the newest save, or for `timeout` seconds. None: no limit."""
         self._slots.flush(timeout)
 
     def _opened(self) -> SavePlans:
@@ -199,7 +199,7 @@ class ShardedCheckpoints:
             self._slots.note_written()
 
     def _together(self, checkpoint: ShardedCheckpoint, act: Callable[[], object]) -> bool:
-        """Call `act` on all ranks. Return True if no rank has found the checkpoint damaged.
+        """Call `act` on all ranks together. Return False if a rank has found the checkpoint damaged.
 
         Raises:
             OSError: A rank cannot read the checkpoint.
