@@ -63,7 +63,7 @@ class Problems:
 
 
 def shown(value: object) -> str:
-    """Return a value as text for a message: its `repr`, shortened to `MAX_SHOWN` characters."""
+    """Return a value as text for a message: its `repr`, shortened to 200 characters."""
     try:
         text = repr(value)
     except Exception as error:  # raised by the value's class, or by Python for thousands of digits

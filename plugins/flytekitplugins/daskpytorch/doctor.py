@@ -1,4 +1,4 @@
-"""Checks whether gangs can train on this machine and on a cluster. Runs in the process of `__main__`.
+"""Checks whether gangs can train on this machine and on a cluster. Runs in `python -m flytekitplugins.daskpytorch`.
 
 Each check yields findings. Requests to other processes have timeouts, so every check ends.
 """
@@ -166,7 +166,14 @@ def _gang_here(timeout: float) -> Iterator[Finding]:
 
 
 def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check the cluster of a scheduler, and yield the findings. Arguments as for `examine`."""
+    """Check the cluster of a Dask scheduler, and yield the findings.
+
+    Args:
+        address: Address of the scheduler. None: yield no finding.
+        with_gangs: True: also run a gang of two ranks on the cluster.
+        timeout: Timeout, in seconds, for the ranks to form their process group, and again for their all-reduce. Also
+            the timeout, at most 10 s, for the scheduler's answer.
+    """
     if address is None:
         yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
         return

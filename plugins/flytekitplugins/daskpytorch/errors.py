@@ -14,7 +14,7 @@ __all__ = [
 
 
 class GangError(RuntimeError):
-    """A gang failed. The fields name the rank, its place and the cause.
+    """A gang failed. The fields name the failed rank, its host and the cause.
 
     If the failed rank raised an exception that can be rebuilt, the driver raises that exception, with the `GangError`
     as its `__cause__`.

@@ -1,4 +1,4 @@
-"""Request for a flame graph of a running rank, on this machine or a cluster. Runs in the process of `__main__`.
+"""Request for a flame graph of a running rank, on this machine or a cluster. Runs in the user's command.
 
 A request is a file in the folder of the rank's agent. Ranks look for requests every two seconds.
 """

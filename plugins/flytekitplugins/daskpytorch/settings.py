@@ -171,8 +171,8 @@ class Gang:
     checkpoint's upload, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one and a half
     times this value. For 20 the product is Kubernetes' default of 30."""
     hints: bool = True
-    """True: log one line for each likely mistake: a loss of NaN or infinity, ranks without collectives, a shuffling
-    `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has."""
+    """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
+    collectives, a shuffling `DistributedSampler` without `set_epoch`, and a metric of `keep` that no checkpoint has."""
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
@@ -235,9 +235,9 @@ class EarlyStopping:
     """Rule by which `dispatch.map` stops models early: asynchronous successive halving (Li et al. 2018).
 
     A model is compared at its rungs: the epochs `grace_period`, `grace_period * reduction_factor`, `grace_period *
-    reduction_factor**2`, and so on. At a rung, the best `1 / reduction_factor` of the values so far let their models go
-    on. With fewer than twice `reduction_factor` values, only the best model goes on. Models do not wait for each other,
-    so the first model at a rung always goes on.
+    reduction_factor**2`, and so on. At a rung, the best `1 / reduction_factor` of the models that have reached the rung
+    go on. With fewer than twice `reduction_factor` models there, only the best one goes on. Models do not wait for each
+    other, so the first model at a rung always goes on.
 
     Raises:
         ImportError: The extra `sweep` is not installed.
@@ -256,12 +256,12 @@ class EarlyStopping:
 
     metric: str
     """Name of the compared metric. Rank 0 must log the metric together with `epoch`, which should count from 1. The
-    first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN at a rung is
-    stopped."""
+    first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN at a
+    comparison is stopped."""
     mode: Literal["min", "max"] = "min"
     """Direction of the metric: `min` if low values are best, `max` if high values are best."""
     reduction_factor: int = 4
-    """Divisor, from 2 up, of the number of models at a rung: one in `reduction_factor` models goes on."""
+    """Divisor, from 2 up, of the number of compared models: one in `reduction_factor` models goes on."""
     grace_period: int = 1
     """Number of epochs, from 1 up, that every model trains before its first comparison."""
 
@@ -275,9 +275,9 @@ class EarlyStopping:
 class Search:
     """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as workers are free.
 
-    The study's sampler knows the results of all models that have ended by then. The study's pruner, by default a
-    `MedianPruner`, stops models early. The pruner sees the records of rank 0 that have both `epoch` and the metric. The
-    first record of an epoch counts.
+    At each suggestion, the study's sampler knows the results of all models that have ended. The study's pruner, by
+    default a `MedianPruner`, stops models early. The pruner sees the records of rank 0 that have both `epoch` and the
+    metric. The first record of an epoch counts.
 
     Raises:
         ValueError: A field's value is invalid.
@@ -353,7 +353,7 @@ class Wandb:
     tags: tuple[str, ...] = ()
     """Tags of the Weights & Biases run."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Entries that are added to the run's configuration, beside the task's inputs and the gang's shape."""
+    """Entries that are added to the run's configuration, beside the task's inputs and the gang's size and backend."""
     host: str = "https://wandb.ai"
     """Address of the Weights & Biases server, for the link from the Flyte console to the run's page."""
     dir: str | None = None

@@ -20,14 +20,14 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 BESIDE = ".daskpytorch"
-"""Suffix that makes the name of the folder for this package's checkpoints from the name of Flyte's checkpoint.
+"""Suffix that, added to the path of Flyte's own checkpoint, names the folder for this package's checkpoints.
 
 Flyte's own checkpoint is a single object, which the user may write.
 """
 SECRETS_FOLDER = Path("/etc/flyte/secrets")
 """Folder in which Flyte 2 mounts secrets as files."""
 OF_AZURE = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
-"""Options of Azure storage that adlfs, the fsspec library for Azure, and Flyte's `ABFS` have under equal names."""
+"""Names of storage options that are equal in Flyte's `ABFS` and in adlfs, the fsspec library for Azure."""
 INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
 
 

@@ -49,7 +49,7 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
 }
 """Exception type and advice for the user, by S3's error code. Reads that fail with other codes are retried."""
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
-"""S3's error code for each HTTP status that an answer without a body has."""
+"""S3's error code by HTTP status, for answers of the server without a body."""
 
 
 class DamagedTransferError(OSError):
@@ -88,7 +88,7 @@ class ChangedError(DamagedTransferError):
 
 
 FINAL = (FileNotFoundError, PermissionError, ChangedError)
-"""Exceptions of a read that no retry follows, because a retry cannot succeed."""
+"""Exceptions after which a read is not retried, because a retry cannot succeed."""
 
 
 class Listed(NamedTuple):
@@ -168,7 +168,10 @@ class Access:
 
 @contextmanager
 def _quick_parsing(session: Any) -> Iterator[None]:
-    """During the block, make botocore clients that skip the parsing of timestamps, most of a long listing's time."""
+    """During the block, make botocore clients that do not parse timestamps.
+
+    The parsing takes two thirds of a long listing's time.
+    """
     from botocore.parsers import ResponseParserFactory
 
     name = "response_parser_factory"

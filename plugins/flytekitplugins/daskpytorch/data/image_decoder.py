@@ -99,9 +99,9 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
             tensor, torchcodec or torchvision decodes JPEGs with one or three components, and PIL decodes all other
             pictures.
         max_pixels: Maximum number of pixels of the picture.
-        min_side: Minimum length, in pixels, of the returned picture's shorter side, if the file has as many. JPEGs are
-            decoded at a half, a quarter or an eighth of their size: the smallest size that is large enough. Only PIL
-            can shrink, so PIL decodes these JPEGs. None: decode at full size.
+        min_side: Minimum length, in pixels, of the returned picture's shorter side, if the picture is that large. JPEGs
+            are decoded at a half, a quarter or an eighth of their size: the smallest size that is large enough. Only
+            PIL can shrink, so PIL decodes these JPEGs. None: decode at full size.
 
     Raises:
         BrokenImageError: The file is empty, cut short, or no picture.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""Multiple of the average bytes per rank that a rank may hold. Beyond, partitions move to ranks of other workers."""
+"""Maximum bytes of a rank's partitions, as a multiple of the ranks' average. Beyond it, partitions move elsewhere."""
 
 
 class DaskPartitions:

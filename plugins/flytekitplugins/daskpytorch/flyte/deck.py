@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
-"""Headers for uploads of a Deck to S3 (`ContentType`) and Google's storage (`content_type`), as flytekit's."""
+"""Headers for uploads of a Deck to S3 (`ContentType`) and Google's storage (`content_type`)."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=None)

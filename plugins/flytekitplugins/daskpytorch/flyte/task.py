@@ -329,7 +329,7 @@ def _is_local(ctx: FlyteContext) -> bool:
 
 
 def _is_of_map_task(frame: FrameType | None) -> bool:
-    """Return True if a `map_task` has called the method of this frame.
+    """Return True if a `map_task` has called the method that runs in a stack frame.
 
     A `map_task` on a backend returns literals unchanged. It would convert Python values to literals again, but the
     driver may be unable to load them from rank 0's literals.
@@ -339,7 +339,7 @@ def _is_of_map_task(frame: FrameType | None) -> bool:
 
 
 def identities(inputs: LiteralMap) -> dict[str, bytes]:
-    """Return bytes for each input, by its name. They differ if the input's value differs from another run's."""
+    """Return bytes that identify each input's value, by the input's name. Equal values have equal bytes in all runs."""
     return {name: _identity(literal) for name, literal in inputs.literals.items()}
 
 

@@ -1,4 +1,5 @@
-"""Shared parts of all hosts' task types: a gang as a task, checkpoints of local runs, results, a live page, signals.
+"""Parts that task types for flytekit and Flyte 2 share: gangs as tasks, local checkpoints, results, live page, signals.
 
-Runs in the task's process. Called by the hosts' adapters, and imports no adapter. May import all lower layers.
+Runs in the task's process. Called by the adapters for flytekit and Flyte 2, and imports none of them. May import all
+lower layers.
 """

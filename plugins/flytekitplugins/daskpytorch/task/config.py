@@ -1,4 +1,4 @@
-"""Configs of tasks and their checks, shared by all hosts. Imports no torch."""
+"""Configs of tasks and their checks, shared by flytekit and Flyte 2. Imports no torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Host:
                 other.refuse(config, self)
 
     def refuse(self, config: type, of: Host) -> None:
-        """Let this SDK raise an error for tasks whose config has a class of the host `of`."""
+        """Let this SDK raise an error for tasks whose config has a class that belongs to the other SDK `of`."""
         name = next(base for base in config.__mro__ if base.__module__.startswith(of.package)).__name__
         self.register(config, functools.partial(_refuse, name, of, self))
 

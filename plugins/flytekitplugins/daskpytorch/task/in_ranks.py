@@ -1,4 +1,4 @@
-"""Task types whose function runs in every rank of a gang, without their host's part. Runs in the driver."""
+"""Task types whose function runs in every rank: the parts that flytekit and Flyte 2 share. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class _Shown:
 class InRanks:
     """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value.
 
-    A host's task type inherits from this class, from `OnDaskWorkers` or `OnOwnNode`, and from the host's task.
+    The task types for flytekit and Flyte 2 also inherit from `OnDaskWorkers` or `OnOwnNode`, and from a task class of
+    Flyte's SDK.
     """
 
     name: str

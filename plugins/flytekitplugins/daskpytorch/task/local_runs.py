@@ -106,7 +106,7 @@ class LocalRun:
         self._record.flush()
 
     def make_room(self) -> None:
-        """Make the run's folder. In the first call, also remove folders of old runs, and the oldest beyond 10 GiB."""
+        """Make the run's folder. The first call also removes runs of over two weeks, and the oldest beyond 10 GiB."""
         self.make_folder()
         if not self._has_made_room:
             self._has_made_room = True

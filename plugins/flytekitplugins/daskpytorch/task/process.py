@@ -33,8 +33,7 @@ def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str]
     Args:
         arguments: All words of the command line.
         program: Name of the command with the subcommand `run`.
-        here: Options of which a local run has at least one. Empty: every run is local, unless it has an option of
-            `NOT_HERE`.
+        here: Options of which every local run has at least one. Empty: each run without `--remote` or `-r` is local.
     """
     if is_debugging() or not runs_gangs():
         return False
