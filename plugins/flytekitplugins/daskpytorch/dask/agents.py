@@ -32,20 +32,20 @@ HOW_TO_GET_WORKERS = (
 )
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_PRIORITY = 1_000
-"""Dask's priority of an agent. Other tasks have priority 0."""
+"""Priority of the Dask task that runs an agent. Other Dask tasks have priority 0."""
 LOOK_TIMEOUT = 2.0
-"""Timeout, in seconds, for the scheduler's list of workers while a gang runs. The gang has other work, and retries."""
+"""Timeout, in seconds, for the Dask scheduler's list of workers while a gang runs. The driver asks again later."""
 FIRST_LOOK_TIMEOUT = 30.0
-"""Timeout, in seconds, for the first list of workers. A busy scheduler is not lost. Dask's own connect timeout."""
+"""Timeout, in seconds, for the Dask scheduler's first list of workers. A busy scheduler may take long to answer."""
 NANNYS_TIME = 2.0
-"""Seconds in which a nanny tells its worker to close, if both have received SIGTERM."""
+"""Seconds that a worker waits, after SIGTERM, for its nanny's order to close. Without the order, the worker ends."""
 LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
 GPUS_TIMEOUT = 30.0
 """Timeout, in seconds, for a worker's list of its GPUs. A worker with GPUs starts a process with torch for the list."""
 
 
 class DaskAgents:
-    """Launcher for a Dask cluster. Starts an agent on each of its first `num_workers` workers, by default on all."""
+    """Launcher that starts an agent on each of a Dask cluster's first `num_workers` workers. None: on all workers."""
 
     def __init__(self, client: Client, num_workers: int | None = None) -> None:
         if client.asynchronous:
@@ -64,7 +64,12 @@ class DaskAgents:
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Submit the agents as Dask tasks."""
+        """Start the agents as Dask tasks, one on the worker that each order names.
+
+        Args:
+            orders: Orders for the agents.
+            on_failure: Called with the worker and the error of each agent that fails.
+        """
         for order in orders:
             address = self._addresses[order.worker]
             # The task is pinned, since Dask would give it to an idle worker. A pinned task waits for ever if its worker
@@ -102,14 +107,14 @@ class DaskAgents:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Workers' names for users -> their addresses, including lost workers."""
+        """Name of each worker, as users see it -> its Dask address. Lost workers are included."""
         return self._addresses
 
     def present(self) -> list[str]:
-        """Return the users' names of all workers that the scheduler has now.
+        """Return all workers that the Dask scheduler has now, by the names that users see.
 
         Raises:
-            OSError: The scheduler does not answer, or the client has closed itself.
+            OSError: The Dask scheduler does not answer, or the client has closed itself.
         """
         try:
             found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
@@ -123,11 +128,11 @@ class DaskAgents:
         return list(here)
 
     def is_connected(self) -> bool:
-        """Return True if the client is connected to the scheduler, as far as the client knows."""
+        """Return True if the Dask client is connected to the scheduler, as far as the client knows."""
         return bool(self._client.status == "running")
 
     def hindrance(self) -> str:
-        """Name workers paused by Dask, and workers given up by the client's own cluster."""
+        """Return a text about paused workers, and about lost workers that Dask will not start again. Empty if none."""
         told = [
             f"Dask has paused {worker}, and starts nothing there: its process takes more than "
             "distributed.worker.memory.pause of its memory limit"
@@ -146,18 +151,21 @@ class DaskAgents:
         return "".join(f"; {each}" for each in told)
 
     def close(self) -> None:
-        """Cancel the agents' tasks."""
+        """Cancel the agents' Dask tasks."""
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
 
 
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
-"""Client -> worker's address -> its host's name and GPUs."""
+"""Dask client -> worker's address -> name of the worker's host, and GPUs that the worker sees."""
 
 
 async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float) -> dict[str, HostAndGpus]:
-    """Return the answers of the workers that answer in time. A suspended worker does not delay the others' answers."""
+    """Return host name and GPUs of each worker that answers within `seconds`, by its address.
+
+    A suspended worker does not delay the others' answers.
+    """
 
     async def ask(address: str) -> dict[str, HostAndGpus]:
         with contextlib.suppress(Exception):  # a worker's image may raise any exception
@@ -171,9 +179,9 @@ async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float
 
 
 def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
-    """Return the users' names of the remaining workers, and their addresses.
+    """Return the addresses of all workers that are not closing, by the names that users see.
 
-    In-process workers have addresses without an order, so their Dask names are used.
+    A worker's name is its address. Addresses of in-process workers have no order, so their Dask names are used.
     """
     leaving = _scaled_away(client)
     return {
@@ -188,7 +196,7 @@ def _paused(scheduler: Mapping[str, Any]) -> list[str]:
 
 
 def _scaled_away(client: Client) -> set[object]:
-    """Return names of workers that the client's cluster is removing, possibly before the scheduler knows."""
+    """Return the Dask names of workers that the client's cluster is removing, possibly before the scheduler knows."""
     made = client.cluster
     return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 

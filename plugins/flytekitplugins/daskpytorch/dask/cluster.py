@@ -22,18 +22,17 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
-"""Environment variable. With `1`, a local run's cluster has Dask's dashboard, and the log has its address."""
+"""Environment variable. With `1`, the Dask cluster of a local run has a dashboard, whose address is logged."""
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
-"""Timeout of one attempt to connect to the scheduler, in seconds."""
+"""Timeout, in seconds, of one attempt to connect to the Dask scheduler."""
 SETTLE_TIME = 30.0
 """Seconds without a new worker after which a gang with `min_workers` starts with the present workers."""
 NOTICE_INTERVAL = 10.0
 
 _clients: list[Client] = []
-"""Clients of the tasks that run in this process, the newest last. A global list, so that a task's threads can use it.
-"""
+"""Dask clients of the tasks that run in this process, the newest last. All threads of a task share the list."""
 
 
 def current_client() -> Client:
@@ -62,16 +61,15 @@ def current_client() -> Client:
 
 @contextlib.contextmanager
 def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
-    """Yield a client once its workers have come. Close the client, and a local cluster, at the end of the context.
+    """Yield a client of the task's Dask cluster once the workers are there. Close the client at the end of the context.
 
-    A local cluster's workers are threads of this process. The cluster starts in 50 ms, and ranks are separate processes
-    anyway. The cluster listens only on the loopback interface. Its dashboard (`DASKPYTORCH_DASHBOARD=1`) needs bokeh,
-    and takes a second to start.
+    In a local run, the cluster is made for this context, and its workers are threads of this process. This cluster
+    starts in 50 ms, and ranks are separate processes anyway. The cluster listens only on the loopback interface. Its
+    dashboard (`DASKPYTORCH_DASHBOARD=1`) needs bokeh, and takes a second to start.
 
     Args:
-        num_workers: Number of workers to wait for, or to make.
-        min_workers: Least number of workers. After `SETTLE_TIME` seconds without new workers, these suffice. None means
-            `num_workers`.
+        num_workers: Number of workers to wait for, or to make in a local run.
+        min_workers: Number of workers that suffice after 30 seconds without a new worker. None: `num_workers`.
         start_timeout: Timeout for scheduler and workers together, in seconds.
 
     Raises:
@@ -93,10 +91,10 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
 
 
 def greet(address: str, seconds: float) -> None:
-    """Check that a scheduler answers. A `Client` would wait for ever for a silent process at that address.
+    """Check that a Dask scheduler answers at an address. A `Client` would wait for ever for a silent process there.
 
     Args:
-        address: Address of the scheduler.
+        address: Address of the Dask scheduler.
         seconds: Timeout in seconds.
 
     Raises:
@@ -119,14 +117,14 @@ def greet(address: str, seconds: float) -> None:
 
 
 def identity(client: Client, seconds: float) -> Mapping[str, Any]:
-    """Return the scheduler's description of itself and its workers.
+    """Return the Dask scheduler's description of itself and its workers.
 
     Args:
-        client: A connected client.
+        client: A connected Dask client.
         seconds: Timeout in seconds.
 
     Raises:
-        GangStartError: The scheduler did not answer in time.
+        GangStartError: The Dask scheduler did not answer in time.
     """
     try:
         found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
@@ -141,7 +139,7 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
 class _LocalCluster(LocalCluster):  # type: ignore[misc]
     @property
     def dashboard_link(self) -> str:
-        """URL of the dashboard. Dask's own property would have the machine's network address, not the loopback's."""
+        """URL of Dask's dashboard on the loopback interface. Dask's own property has the machine's network address."""
         return str(format_dashboard_link(LOOPBACK, self.scheduler.http_server.port))
 
 
@@ -165,7 +163,7 @@ def _local_client(num_workers: int) -> Iterator[Client]:
 
 
 def _local_worker(*args: Any, **options: Any) -> Worker:
-    """Make a worker whose HTTP server listens on the loopback interface only. The server always starts."""
+    """Make a Dask worker whose HTTP server, which always starts, listens on the loopback interface only."""
     return Worker(*args, **options | {"dashboard_address": f"{LOOPBACK}:0", "dashboard": False})
 
 
@@ -174,7 +172,7 @@ def _wants_dashboard() -> bool:
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for which Dask's configuration still has its default. Unknown settings are returned, too."""
+    """Return those of the settings that the user has not changed in Dask's configuration, and unknown settings."""
     usual = dask.config.merge(*dask.config.defaults)
     return {
         key: value
@@ -185,7 +183,7 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _connected(address: str, deadline: float) -> Iterator[Client]:
-    """Connect to the scheduler, with retries, since scheduler and DNS name may appear later than this task."""
+    """Connect to a Dask scheduler, with retries, since scheduler and DNS name may appear later than this task."""
     notice = _Notice()
     while True:
         left = deadline - time.monotonic()
@@ -236,7 +234,7 @@ def _wait_for_workers(
 
 
 class _Notice:
-    """Logs the reason for a wait, after 2 s and then every `NOTICE_INTERVAL` seconds."""
+    """Logs the reason for a wait, after 2 seconds and then every 10 seconds."""
 
     def __init__(self) -> None:
         self._due_at = time.monotonic() + 2.0

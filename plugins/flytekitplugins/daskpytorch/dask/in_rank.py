@@ -30,14 +30,19 @@ FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 """Maximum number of seconds between two requests for a partition that Dask is computing anew."""
 NOTICE_TIME = 10.0
-"""Seconds after which a rank logs that it waits for a partition."""
+"""Seconds after which a rank logs that it waits for a partition of Dask."""
 
 
 # ---- In the rank
 
 
 def enter(distributed: Any, way: WorkerData) -> None:
-    """Make Dask's functions work in a rank as in a Dask task. Called right after the import of `distributed`."""
+    """Make Dask's `get_worker` and futures work in a rank as in a Dask task.
+
+    Args:
+        distributed: The module, which has just been imported.
+        way: Socket and token with which the rank asks its worker for the cluster's addresses.
+    """
     ours, get_worker = worker_of(way), distributed.get_worker
 
     @functools.wraps(get_worker)
@@ -52,7 +57,7 @@ def enter(distributed: Any, way: WorkerData) -> None:
 
 
 def _bind_late(future_type: Any, ours: RankWorker) -> None:
-    """Make futures among the arguments find the rank's client at their first use, not before."""
+    """Make Dask futures among the function's arguments find the rank's Dask client at their first use, not before."""
     client, release = future_type.client.fget, future_type.release
 
     def bound_client(future: Any) -> Any:
@@ -75,41 +80,41 @@ def worker_of(way: WorkerData) -> RankWorker:
 
 
 class RankWorker:
-    """Stand-in for the Dask worker beside this rank. Its client is made at the first use."""
+    """Stand-in for the Dask worker beside this rank. Its Dask client is made at the first use."""
 
     def __init__(self, way: WorkerData) -> None:
         self._way = way
         self._lock = threading.Lock()
         self._clients: dict[int, Client] = {}
-        """Process ID -> client. Forks of the rank, such as workers of a DataLoader, cannot use the rank's client."""
+        """Process ID -> Dask client. Forks of the rank, such as DataLoader workers, cannot use the rank's client."""
 
     @property
     def name(self) -> Any:
-        """Name of the worker."""
+        """Dask name of the worker beside this rank."""
         return self._contact.name
 
     @property
     def address(self) -> str:
-        """Address of the worker."""
+        """Dask address of the worker beside this rank."""
         return self._contact.address
 
     @property
     def client(self) -> Client:
-        """Client of this process, connected to the worker's scheduler."""
+        """Dask client of this process, connected to the worker's scheduler."""
         return self._get_client()
 
     @property
     def scheduler(self) -> Any:
-        """The client's connection to the scheduler."""
+        """The connection of this process's Dask client to the scheduler."""
         return self.client.scheduler
 
     @property
     def loop(self) -> Any:
-        """The client's event loop."""
+        """The event loop of this process's Dask client."""
         return self.client.loop
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """Return the sizes in bytes of those partitions that the worker itself holds."""
+        """Return the sizes, in bytes, of those of the partitions that the worker beside this rank holds."""
         holders = self.client.sync(self.scheduler.who_has, keys=keys)
         here = [key for key, addresses in holders.items() if self.address in addresses]
         sizes: dict[Key, int] = self.client.nbytes(here, summary=False)
@@ -123,7 +128,7 @@ class RankWorker:
         Raises:
             LookupError: No worker holds the partition, and Dask does not or cannot compute it.
             TypeError: The partition cannot be pickled, or unpickled here.
-            OSError: The scheduler does not answer.
+            OSError: The Dask scheduler does not answer.
         """
         notice_at, pause = time.monotonic() + NOTICE_TIME, FIRST_PAUSE
         while not (found := self.client.sync(self._find, key)):
@@ -137,7 +142,7 @@ class RankWorker:
         return found.pop()
 
     async def _find(self, key: Key) -> list[Any]:
-        """Return a list with the partition. Empty if no worker holds it now."""
+        """Return a list with the partition. Empty if no worker holds the partition now."""
         from distributed.utils_comm import gather_from_workers
 
         if not self._contact.reaches_workers:
@@ -157,7 +162,7 @@ class RankWorker:
         return self._way.contact()
 
     def _get_client(self, timeout: float | None = None) -> Client:
-        """Return this process's client. `distributed.get_client` calls this method."""
+        """Return this process's Dask client. `distributed.get_client` calls this method."""
         import dask
         from distributed import Client
 
@@ -191,7 +196,7 @@ def _check_coming(key: Key, state: str | None) -> None:
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
-    """Answer ranks' requests for the cluster's addresses during this context. Yield the details for a request."""
+    """Answer ranks' requests for the Dask cluster's addresses. Yield the socket and token with which a rank asks."""
     way = WorkerData(
         address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
     )
@@ -207,7 +212,7 @@ def served(worker: Worker) -> Iterator[WorkerData]:
 
 
 _asking = threading.Lock()
-"""Lock around the start of a scheduler's listener, as two ranks may ask at the same time."""
+"""Lock around the start of a Dask scheduler's listener, since two ranks may ask for its address at the same time."""
 
 
 def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
@@ -241,7 +246,7 @@ async def _contact(worker: Worker) -> Contact:
 
 
 async def _address_for_others(address: str) -> str:
-    """Return the TCP address of a scheduler in this process. The first call makes the scheduler listen there."""
+    """Return the TCP address of the Dask scheduler in this process. The first call makes the scheduler listen there."""
     from distributed import Scheduler
 
     [scheduler] = [each for each in Scheduler._instances if each.address == address]  # noqa: SLF001

@@ -22,11 +22,11 @@ from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, SavedCheckpo
 
 P = ParamSpec("P")
 MAX_FIGURES = 6
-"""Maximum number of metrics among the key figures."""
+"""Maximum number of metrics among the key figures at the top of a Deck."""
 NUM_OPEN = 8
-"""Number of charts that are open at first. Further charts unfold at a click."""
+"""Number of metric charts that a Deck shows unfolded. Further charts unfold at a click."""
 MAX_PAGE_POINTS = 24_000
-"""Maximum number of points of all metrics' charts together. Each point takes 17 bytes."""
+"""Maximum number of points in all metric charts of a Deck together. Each point adds 17 bytes to the page."""
 MAX_SHOWN_RANKS = 1_000
 SPEEDS = re.compile(
     r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
@@ -36,11 +36,11 @@ NOTHING_LOGGED = (
     "drawn here."
 )
 PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
-"""Fields of `Goodput` in the order of the bar."""
+"""Fields of `Goodput`, in the order in which a Deck's bar shows where the gang's time went."""
 
 
 def _recorded(tell: Callable[Concatenate[Story, P], None]) -> "Callable[Concatenate[Recorder, P], None]":
-    """Return a method that calls a method of the story under the lock, and counts the change."""
+    """Return a method of `Recorder` that calls `tell` on the recorder's story under its lock, and counts the change."""
 
     def record(self: "Recorder", /, *args: P.args, **kwargs: P.kwargs) -> None:
         with self.lock:
@@ -51,7 +51,7 @@ def _recorded(tell: Callable[Concatenate[Story, P], None]) -> "Callable[Concaten
 
 
 class Recorder(Observer):
-    """Observer that keeps the Deck's content. The gang's thread tells the content, and any thread may call `html`."""
+    """Observer that collects the content of a training's Deck. Any thread may call `html` during the training."""
 
     def __init__(
         self, name: str = "", inputs: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
@@ -60,7 +60,7 @@ class Recorder(Observer):
         self.story = Story(name=name, clock=clock)
         self._inputs = plain_inputs(inputs or {})
         self.num_changes = 0
-        """Number of changes so far. A display that has seen this number is up to date."""
+        """Number of changes of the Deck's content. While the number stays the same, `html` returns the same content."""
 
     resumed = _recorded(Story.resumed)
     placed = _recorded(Story.placed)
@@ -74,13 +74,13 @@ class Recorder(Observer):
     noted = _recorded(Story.noted)
     ended = _recorded(Story.ended)
     conclude = _recorded(Story.ended)
-    """Called with an error of any kind after the gang's end, such as a failed upload of outputs."""
+    """Called at the task's end with the task's error, such as a failed upload of outputs."""
 
     def html(self, places: Mapping[str, str] | None = None) -> str:
-        """Return the body of the Deck in its present state.
+        """Return the Deck as HTML, with the state of the training at the time of the call.
 
         Args:
-            places: Addresses of outputs and runs, by description.
+            places: Addresses to list in the Deck, such as those of outputs and tracker runs, by description.
         """
         with self.lock:  # held as briefly as possible, since the gang's thread waits
             copied = pickle.dumps(self.story)
@@ -92,7 +92,7 @@ class Recorder(Observer):
 
 
 def _page_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str]) -> str:
-    """Return the page as HTML, with the most important sections first."""
+    """Return a training's Deck as HTML, with the most important sections first."""
     parts = [
         *_how_it_goes(story),
         *_learning(story),
@@ -144,7 +144,7 @@ def _figures(story: Story) -> dict[str, object]:
 
 
 def _newest(story: Story) -> dict[str, object]:
-    """Return newest and best values of the first charts' metrics, after all values that are NaN or infinite."""
+    """Return key figures by metric: all NaN and infinite values, then newest and best values from the first charts."""
     found: dict[str, object] = {}
     newest = story.metrics.newest
     best = {name: _best_of(chart, name) for chart in story.charts for name in chart.best}
@@ -282,7 +282,7 @@ def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) ->
 
 
 def _address(place: str) -> object:
-    """Return a link to a local path, or any other address as text."""
+    """Return a link for a local path. Return any other address unchanged."""
     path = place.removeprefix("file://")
     return report.Link(place, Path(path).as_uri()) if path.startswith("/") else place
 

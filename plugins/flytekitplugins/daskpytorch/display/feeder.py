@@ -1,4 +1,4 @@
-"""Thread that feeds a tracker, so that a slow server never delays the training. Runs in the driver and in rank 0."""
+"""Thread that feeds a tracker, so that a slow tracker never delays the training. Runs in the driver and in rank 0."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 Job = Callable[[], object]
 LANE = "records"
 MAX_WAITING = 10_000
-"""Maximum number of records in the queue. Further records are dropped, with a notice."""
+"""Maximum number of records that are queued for a tracker. Further records are dropped, with a notice."""
 INTERVAL = 2.0
-"""Minimum number of seconds between two flushes of the tracker."""
+"""Minimum number of seconds between two flushes of a tracker."""
 STALL = 10.0
-"""Timeout, in seconds, at the end for a server that cannot be reached. The rest of the queue is then dropped."""
+"""Timeout, in seconds, for an unreachable tracker's server at a gang's end. Queued records are then dropped."""
 RETRY_AFTER = 0.5
-"""Seconds before another attempt to reach a server. Each further attempt doubles the pause."""
+"""Pause, in seconds, before the first retry of a failed request to a tracker. Each further retry doubles the pause."""
 CONNECT_TIMEOUT = 5.0
-"""Timeout, in seconds, for a connection to a server."""
+"""Timeout, in seconds, for a connection to a tracker's server."""
 
 
 class Feeder:
-    """Thread that calls queued jobs in their order. Callers never wait, and no job's error reaches a caller.
+    """Thread that calls a tracker's queued jobs in their order. No job's error reaches a caller.
 
-    A job is called again after a `ConnectionError`, and skipped after any other error.
+    Only `drain` and `end` wait for jobs. A job is called again after a `ConnectionError`, and skipped after any other
+    error.
     """
 
     def __init__(self, label: str, flush: Job | None = None) -> None:
@@ -46,21 +47,21 @@ class Feeder:
         self._flush = flush
         self._flushed_at = 0.0
         self.has_begun = threading.Event()
-        """Set after the first job has returned or failed."""
+        """Event that is set once the first job has returned, or has failed without a retry."""
         self.is_feeding = False
-        """True from the start until the last job, unless the first job has failed."""
+        """True from the call of `start` to the end of `end`. False after a failure of the first job."""
         self._worker = Worker(RETRY_AFTER, label)
         self._num_dropped = 0
         self._said: set[str] = set()
 
     def start(self, begin: Job) -> None:
-        """Start the thread with its first job. If this job fails, the thread ends."""
+        """Start the thread with `begin` as its first job. If `begin` fails without a retry, the thread ends."""
         self.is_feeding = True
         self._flushed_at = time.monotonic()
         self._worker.submit(LANE, partial(self._begin, begin), self._gives_up_all)
 
     def offer(self, job: Job) -> None:
-        """Queue a record, or drop the record if the queue is full or the thread has ended."""
+        """Queue a job that writes a record. Drop the job if the queue is full, before `start`, or after `end`."""
         if not self.is_feeding:
             return
         if len(self._worker.jobs(LANE)) >= MAX_WAITING:
@@ -80,10 +81,10 @@ class Feeder:
         self._worker.flush(LANE, limit)
 
     def end(self, job: Job, limit: float) -> None:
-        """Queue the last job and wait for the end of the thread. Only the first call counts.
+        """Queue the last job, and wait until the queue is empty. Later calls do nothing.
 
-        Returns after `limit` seconds at the latest. Returns earlier if a job has failed with a `ConnectionError` and is
-        still waiting after `STALL` seconds. A notice gives the number of jobs that were dropped or late.
+        The wait ends after `limit` seconds, or earlier if the tracker's server cannot be reached for about 10 seconds.
+        A notice gives the number of jobs that were dropped or late.
         """
         if not self.is_feeding:
             return
@@ -135,7 +136,9 @@ class Feeder:
 
 
 def knock(uri: str) -> None:
-    """Open a connection to a tracker's server, since trackers themselves try for minutes before they give up.
+    """Check that a tracker's server accepts connections, since trackers' own clients retry for minutes.
+
+    Addresses other than `http://` and `https://`, and servers behind a proxy, are not checked.
 
     Raises:
         ConnectionError: The server does not accept a connection.
@@ -153,5 +156,5 @@ def knock(uri: str) -> None:
 
 
 def public(uri: str) -> str:
-    """Return an address without user name and password."""
+    """Return a URL without user name and password."""
     return re.sub(r"//[^/@]*@", "//", uri).rstrip("/")

@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
 
 def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":
-    """Return the display of a task.
+    """Return the observer that shows a task's gang: JSON objects if `DASKPYTORCH_LOG=json`, else lines for people.
 
     Args:
         name: Name of the task.
@@ -22,12 +22,12 @@ def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | Machine
 
 
 def echo() -> Observer:
-    """Return the display of `dispatch.run`."""
+    """Return the observer that shows a gang of `dispatch.run`: as JSON objects if the user wants these, or as lines."""
     return MachineLog() if log.is_for_machines() else Display(Board(is_quiet=True))
 
 
 class MachineLog(Observer):
-    """Writes each event of one gang, with the gang's id and the number of the attempt, from 0."""
+    """Observer that logs each event of a gang as a JSON object, with the gang's id and the attempt's number, from 0."""
 
     def __init__(self, name: str = "") -> None:
         self._gang = name
@@ -38,16 +38,16 @@ class MachineLog(Observer):
         self._goodput: Goodput | None = None
 
     def begins(self, training: Training) -> None:
-        """Write the training's name and inputs, and keep its id for later events."""
+        """Log the training's name and inputs, and keep its id for later events."""
         self._gang, self._model = training.id, training.index
         self._tell("begun", name=training.name, inputs=training.inputs)
 
     def resumed(self, step: int) -> None:
-        """Write the step of the checkpoint that the gang resumes from."""
+        """Log the step of the checkpoint that the gang resumes from."""
         self._tell("resumed", step=step)
 
     def placed(self, shape: Shape) -> None:
-        """Write the gang's size, backend and hosts, and count the attempt."""
+        """Log the gang's size, backend and hosts, and count the attempt."""
         self._attempt = 0 if self._attempt is None else self._attempt + 1
         placed = zip(shape.nodes, shape.places, strict=True)
         self._hosts = {place.rank: node.host for node, here in placed for place in here}
@@ -55,18 +55,18 @@ class MachineLog(Observer):
         self._tell("placed", world_size=shape.world_size, backend=shape.backend, hosts=hosts)
 
     def formed(self, seconds: float) -> None:
-        """Write the seconds until all ranks met."""
+        """Log the seconds from the request for the gang until all ranks had joined the process group."""
         self._tell("formed", seconds=seconds)
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Write a rank's output, a log record in the output with its own fields."""
+        """Log each line of a rank's output. A line that is this package's own JSON object keeps its fields."""
         for line in lines:
             said = log.object_in(line) or {"event": "output", "text": line}
             level = logging.getLevelNamesMapping().get(str(said.pop("level", "")), logging.INFO)
             log.tell(str(said.pop("event")), {**said, **self._about(rank)}, level)
 
     def logged(self, record: LogRecord) -> None:
-        """Write a rank's record, at the level DEBUG for ranks other than 0."""
+        """Log a record's metrics, at level INFO for rank 0 and DEBUG for other ranks."""
         level = logging.INFO if record.rank == 0 else logging.DEBUG
         self._tell(
             "metrics",
@@ -78,27 +78,27 @@ class MachineLog(Observer):
         )
 
     def kept(self, step: int) -> None:
-        """Write the step of a committed checkpoint."""
+        """Log the step of a committed checkpoint."""
         self._tell("checkpoint", step=step)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Write the reason and the step of a restart, at the level WARNING."""
+        """Log the reason for a restart and the step of its checkpoint, at level WARNING."""
         self._tell("restarting", logging.WARNING, text=reason, step=step)
 
     def noted(self, text: str) -> None:
-        """Write a notice."""
+        """Log a notice."""
         self._tell("note", text=text)
 
     def say(self, text: str) -> None:
-        """Write a notice of the task itself."""
+        """Log a notice of the task itself."""
         self.noted(text)
 
     def accounted(self, goodput: Goodput) -> None:
-        """Keep the newest account of the gang's time for the end."""
+        """Keep the newest account of the gang's time, which `ended` logs."""
         self._goodput = goodput
 
     def ended(self, error: Exception | None) -> None:
-        """Write the account of the gang's time, and the end with its error."""
+        """Log the account of the gang's time, and the gang's end with its error, at level ERROR for a failure."""
         if self._goodput is not None:
             log.tell("goodput", {**self._goodput.as_dict(), **self._about(None)})
         if error is None or isinstance(error, StoppedEarlyError):
@@ -107,7 +107,7 @@ class MachineLog(Observer):
             self._tell("ended", logging.ERROR, text=str(error), error=type(error).__name__)
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Write how the task has ended, the advice, and the addresses of outputs and runs."""
+        """Log how the task has ended, the advice for the user, and the addresses of outputs and tracker runs."""
         self._tell("concluded", text=how, places=dict(places), advice=advice)
 
     def _tell(self, event: str, level: int = logging.INFO, rank: int | None = None, **fields: Any) -> None:

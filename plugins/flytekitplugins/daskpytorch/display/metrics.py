@@ -17,46 +17,46 @@ HELD_OUT = re.compile(
 """Pattern for the names of metrics of held-out data, which the model does not learn from."""
 TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
 KIND = re.compile(r"_(step|epoch)$")
-"""Suffix that Lightning adds to names."""
+"""Pattern for the suffix, `_step` or `_epoch`, that Lightning adds to a metric's name."""
 LOW = re.compile(r"(?i)loss|error|perplexity|(^|[_/])(ppl|nll|mse|mae|rmse|cer|wer|fid)($|[_/])")
 HIGH = re.compile(
     r"(?i)accuracy|precision|recall|(^|[_/])(acc|f1|auc|auroc|bleu|rouge|iou|miou|dice|map|r2|psnr)($|[_/]|\d)"
 )
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
-"""Maximum number of metrics that are drawn. The bound limits memory and the size of the page."""
+"""Maximum number of metrics that a Deck draws of training records, and again of records with held-out metrics."""
 MAX_NEWEST = 200
-"""Maximum number of metrics whose newest value is kept."""
+"""Maximum number of metrics whose newest value is kept for a Deck's key figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Metrics that share a chart, for example `loss` and `val_loss`."""
+    """Metrics that share a chart in a Deck, for example `loss` and `val_loss`."""
 
     title: str
     by_step: Mapping[str, Points]
     by_epoch: Mapping[str, Points]
     best: Mapping[str, Literal["min", "max"]]
-    """Good direction of held-out metrics, by name. In a chart without held-out metrics, of all metrics."""
+    """Metrics whose best value is marked -> `min` or `max`. Only held-out metrics, if the chart has any."""
 
 
 @dataclass
 class Metrics:
-    """Metrics of rank 0's records."""
+    """Metrics that rank 0 has logged, as curves with a bounded number of points."""
 
     newest: dict[str, float] = field(default_factory=dict)
     is_crowded: bool = False
-    """True if rank 0 has logged more metrics than are drawn."""
+    """True if rank 0 has logged more metrics than a Deck draws."""
     epoch: float | None = None
     _steps: dict[str, Curve] = field(default_factory=dict)
-    """Curves by step, from records without held-out metrics."""
+    """Curves over steps, by metric, from records without a held-out metric."""
     _sums: dict[str, Curve] = field(default_factory=dict)
-    """Curves by epoch (NaN: unknown), from summaries: records with a held-out metric."""
+    """Curves over epochs, by metric, from records with a held-out metric. An unknown epoch is NaN."""
     _epoch_at: Curve = field(default_factory=Curve)
-    """Curve of the epoch by step."""
+    """Curve of the logged epoch over steps."""
 
     def take(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add the values of a step's record, if they can be drawn."""
+        """Add a record's metrics to the curves, except values that cannot be drawn, such as NaN."""
         if (epoch := numbers.get("epoch")) is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
             self._epoch_at.add((step, float(step), epoch))
         self.epoch = epoch = numbers.get("epoch", self.epoch)
@@ -74,7 +74,7 @@ class Metrics:
                 curves.setdefault(name, Curve()).add((step, x, value))
 
     def cut(self, step: int | None) -> None:
-        """Remove the values after this step, which will be logged again. None removes all values."""
+        """Remove the points after `step`, which a restarted gang will log again. None removes all points."""
         self.newest.clear()
         self.epoch = None
         self._epoch_at.cut(step if step is not None else -(1 << 63))
@@ -86,7 +86,7 @@ class Metrics:
                     del curves[name]
 
     def epoch_at(self, step: int) -> float | None:
-        """Return the epoch at this step. None if no epoch was logged up to this step."""
+        """Return the last epoch that was logged up to this step. None if no epoch was logged."""
         return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
 
     def charts(self) -> Iterable[Chart]:
@@ -111,19 +111,19 @@ class Metrics:
         return [(float(step), value) for step, _, value in curve.kept]
 
     def _by_epoch(self, name: str) -> Points:
-        """Return the last value of each epoch."""
+        """Return a metric's points over epochs: the last value of each epoch."""
         points = self._sums[name].points if name in self._sums else []
         return list({epoch: value for epoch, value in points if not math.isnan(epoch)}.items())
 
 
 @functools.lru_cache(MAX_NEWEST)
 def is_held_out(name: str) -> bool:
-    """Return True if a metric's name belongs to held-out data."""
+    """Return True if a metric's name, such as `val_loss`, stands for held-out data."""
     return HELD_OUT.search(name) is not None
 
 
 def base_of(name: str) -> str:
-    """Return a metric's name without the part that names the data."""
+    """Return a metric's name without the part that names the data: `loss` for `val_loss` or `train_loss`."""
     bare = HELD_OUT.sub("", TRAINING.sub("", name))
     if bare != name:
         bare = KIND.sub("", bare)
@@ -131,7 +131,7 @@ def base_of(name: str) -> str:
 
 
 def better(name: str) -> Literal["min", "max"] | None:
-    """Return the good direction of a metric, judged by the name. None if the name has no hint."""
+    """Return `min` if a metric's name means that low values are good, `max` for high values. None: unknown."""
     if LOW.search(name):
         return "min"
     return "max" if HIGH.search(name) else None

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 ID_TAG = "daskpytorch.id"
-"""Tag that identifies the run in later attempts."""
+"""Name of the MLflow tag with the training's id, by which later attempts find the run."""
 REASON_TAG = "daskpytorch.reason"
 NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
 STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 MAX_METRICS, MAX_TAGS = 900, 100
-"""Maximum number of metrics and tags (or parameters) in one request."""
+"""Maximum number of metrics, and of tags or parameters, in one request to MLflow."""
 MAX_TEXT = 5_000
-"""Maximum number of characters of a tag or a parameter."""
+"""Maximum number of characters of an MLflow tag or parameter."""
 MAX_NAME = 250
 
 
@@ -60,7 +60,7 @@ class MLflow:
     """
 
     experiment: str
-    """Name of the experiment. A missing experiment is created."""
+    """Name of the MLflow experiment. A missing experiment is created."""
     uri: str | os.PathLike[str] | None = None
     """Tracking server (`https://...`, `databricks`), database (`sqlite:///...`), or folder on the driver's machine.
 
@@ -82,7 +82,7 @@ class MLflow:
         checks.Problems("MLflow", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
-        """Return an observer of one gang."""
+        """Return a new observer that writes the MLflow run of one gang."""
         return Tracker(_Run(self))
 
 
@@ -96,18 +96,18 @@ class _Run(Run):
     def __init__(self, asked: MLflow) -> None:
         self._asked = asked
         self._logged: dict[str, int] = {}
-        """Newest step of each metric."""
+        """Newest logged step of each metric, by name."""
         self._hidden: dict[str, int] = {}
-        """Last step of each metric whose value would come again after a restart."""
+        """Newest step of each metric, by name, before the last restart. Later records up to this step are skipped."""
         self._metrics: list[Metric] = []
-        """Queue of metrics for the next request."""
+        """Queue of metrics for the next request to MLflow."""
         self._tags: dict[str, str] = {}
-        """Tags for the next request."""
+        """Tags for the next request to MLflow."""
         self._requests: deque[Callable[[], object]] = deque()
-        """Queue of requests. A request stays until the server has taken or refused it."""
+        """Queue of requests to MLflow. A request stays in the queue until MLflow has accepted or refused it."""
         self._notes: list[str] = []
         self._parent: str | None = None
-        """Id of the parent run of many models. None for a single gang."""
+        """Id of the MLflow run that contains the runs of all models of a `dispatch.map`. None for a single gang."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         from mlflow import MlflowClient
@@ -132,11 +132,11 @@ class _Run(Run):
         self.rewind(step)
 
     def rewind(self, step: int | None) -> None:
-        """Skip the steps that were logged before, since MLflow cannot remove them."""
+        """Skip coming records of steps that were logged before, since MLflow cannot remove points."""
         self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
-        """Queue a record for `flush`, which alone is tried again if the server does not answer."""
+        """Queue a record's metrics, texts and pictures. `flush` sends them to MLflow."""
         from mlflow.entities import Metric
 
         at = int(1000 * record.time)
@@ -184,7 +184,7 @@ class _Run(Run):
             self._call(self._client.set_terminated, self._parent, STATUS["finished"])
 
     def _begin(self, training: Training) -> None:
-        """Find or create the run. A second call finds the run of the first call."""
+        """Find or create the training's MLflow run. A retry after a failed call finds the run that was created."""
         files = None if self._folder is None else (self._folder / "artifacts").as_uri()
         experiment = _experiment(self._client, self._asked.experiment, files)
         tags = {**self._asked.tags, SOURCE_TAG: training.name}
@@ -198,11 +198,11 @@ class _Run(Run):
         self._run = _found(self._client, experiment, training.id, name, tags)
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call MLflow.
+        """Call a function of MLflow's client, and return its result.
 
         Raises:
-            ConnectionError: The server does not answer.
-            MlflowException: The server has answered with an error.
+            ConnectionError: The tracking server does not answer.
+            MlflowException: The tracking server has answered with an error.
         """
         from mlflow.exceptions import MlflowException, RestException
 
@@ -217,13 +217,13 @@ class _Run(Run):
 
 
 _one_at_a_time: dict[str, threading.Lock] = {}
-"""Locks by server. When many models begin at once, the first one creates the database's tables and the experiment."""
+"""Tracking address -> lock. Models open their runs one by one: the first creates MLflow's tables and experiment."""
 
 
 def _folder(uri: str | os.PathLike[str] | None) -> Path | None:
-    """Return the address as a folder, or None for a server or database.
+    """Return the folder that a tracking address names. None for a server, a database, or no address.
 
-    MLflow no longer accepts a folder itself, but uses a database in the folder.
+    MLflow no longer accepts a folder as address, so the runs go to a database in the folder.
     """
     if uri is None or (not isinstance(uri, os.PathLike) and ("://" in uri or uri == "databricks")):
         return None
@@ -244,7 +244,7 @@ def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
 
 
 def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> MlflowRun:
-    """Return the run with this id, running again, or a new run if none exists."""
+    """Return the MLflow run whose tag has the training's id `id_`, set to running. Create the run if none exists."""
     runs = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{id_}'", max_results=1)
     if not runs:
         return client.create_run(experiment, run_name=name, tags={**tags, ID_TAG: id_})
@@ -259,6 +259,6 @@ def _place(uri: str, run: MlflowRun) -> str:
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow accepts: underscores for other characters, and no `.` or `..` as a part of a path."""
+    """Return the name of a metric, parameter or tag as MLflow accepts it, with underscores for refused characters."""
     parts = re.sub(r"[^\w.\- /]", "_", name)[:MAX_NAME].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

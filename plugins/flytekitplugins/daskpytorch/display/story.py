@@ -16,22 +16,22 @@ from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
 from flytekitplugins.daskpytorch.report.chart import Points
 
 MAX_EVENTS = 2_000
-"""Maximum number of events that are kept. Each further event replaces one in the middle."""
+"""Maximum number of events that a Deck keeps. Each further event replaces one in the middle."""
 MAX_SPANS = 400
 PACE_INTERVAL = 1.0
-"""Minimum number of seconds between two points of the curve of steps per second."""
+"""Minimum number of seconds between two points of a Deck's curve of steps per second."""
 MAX_SPOILT = 20
-"""Maximum number of metrics whose first NaN or infinity is shown as an event."""
+"""Maximum number of metrics whose first NaN or infinity a Deck shows as an event."""
 MAX_USAGE_POINTS = 400
-"""Maximum number of points of a curve of usage."""
+"""Maximum number of points of a rank's curve of CPU, memory or GPU usage."""
 STEPS = "optimizer steps per second"
-"""Name of the chart of optimizer steps. Logged steps have the user's own numbers, and another chart."""
+"""Title of the chart of optimizer steps. Steps of log records have another chart, since users number them freely."""
 WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
 
 
 @dataclass(frozen=True)
 class State:
-    """State of a training, in a word or two."""
+    """State of a training as a Deck shows it: a word or two, and their colour."""
 
     word: str
     tone: Tone
@@ -39,7 +39,7 @@ class State:
 
 @dataclass(kw_only=True)
 class Story(Observer):
-    """Content of a training's Deck, since the request for the gang. Not thread-safe."""
+    """Observer that collects the content of a training's Deck, from the request for the gang on. Not thread-safe."""
 
     name: str = ""
     clock: Callable[[], float] = time.time
@@ -49,28 +49,28 @@ class Story(Observer):
     """Step (0: from the beginning) and reason of each restart."""
     metrics: Metrics = field(default_factory=Metrics)
     usages: dict[int, RankUsage] = field(default_factory=dict)
-    """Newest sample of each rank in the attempt."""
+    """Newest report of each rank's usage (CPU, memory, GPU, time) in the current attempt, by rank."""
     speeds: dict[int, Pace] = field(default_factory=dict)
-    """Optimizer steps per second of each rank in the attempt, without the time before the first batch or step."""
+    """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
     goodput: Goodput | None = None
     checkpoints: Sequence[SavedCheckpoint] = ()
     record: LogRecord | None = None
-    """Newest record of rank 0 in the attempt."""
+    """Newest log record of rank 0 in the current attempt. None before the first record."""
     rate: Pace = field(default_factory=Pace)
-    """Steps per second of rank 0, from its newest records."""
+    """Steps per second of rank 0, from its newest log records."""
     pace: Curve = field(default_factory=Curve)
-    """Curve of steps per second over the seconds since the start."""
+    """Curve of rank 0's steps per second, over seconds since the request for the gang."""
     outcome: State | None = None
-    """State at the end. None before the end."""
+    """Final state of the training. None before its end."""
     failure: str = ""
-    """Reason for the end of an unfinished training. Empty for a finished one."""
+    """Message of the error that ended the training. Empty without an error."""
     _spans: list[Span] = field(default_factory=list)
     _kept: tuple[int, int] | None = None
-    """Checkpoints since the last other event: step of the first one, and their number."""
+    """Checkpoints that the newest event stands for: step of the first one, and their number. None: no checkpoints."""
     _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
-    """Curves of what the first ranks use of their machines, by chart and rank."""
+    """Curves of the first ranks' usage (CPU, memory, GPU, steps per second), by chart and by rank."""
     _paced: LogRecord | None = None
-    """Record at the newest point of the curve of the pace."""
+    """Log record at the newest point of `pace`, or the attempt's first record. None without records."""
     _spoilt: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -80,17 +80,17 @@ class Story(Observer):
 
     @property
     def now(self) -> float:
-        """Time of the end, or the present time before the end (seconds since the epoch)."""
+        """Time of the training's end, or the present time before the end, in seconds since the epoch."""
         return self.ended_at or self.clock()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the request for the gang, up to the end."""
+        """Seconds from the request for the gang to the training's end, or to the present time."""
         return self.now - self.began_at
 
     @property
     def spans(self) -> list[Span]:
-        """Past spans and the present one."""
+        """Phases of the training for the timeline: all past phases and the present one."""
         return [*self._spans, *([self._current(*self._now)] if self._now is not None else [])]
 
     @property
@@ -104,13 +104,13 @@ class Story(Observer):
 
     @property
     def usage_charts(self) -> dict[str, dict[str, Points]]:
-        """Curves of what the first ranks use of their machines over the seconds since the start, by chart and rank."""
+        """Curves of the first ranks' usage over seconds since the request for the gang, by chart and by rank."""
         charts = {what: self._lines[what] for what in (STEPS, *LABELS.values()) if what in self._lines}
         return {what: {name: lines[name].points for name in sorted(lines)} for what, lines in charts.items()}
 
     @cached_property
     def charts(self) -> Sequence[Chart]:
-        """Charts of the metrics. Cached for the page, whose copy never changes."""
+        """Charts of the logged metrics, computed once. A Deck is drawn from a copy of the story that never changes."""
         return list(self.metrics.charts())
 
     # ---- What the gang tells
@@ -136,12 +136,12 @@ class Story(Observer):
         self._enter((RANKS, "warn"))
 
     def formed(self, seconds: float) -> None:
-        """Record that all ranks have met."""
+        """Record that all ranks have joined the process group."""
         self._tell("all ranks have met", "good")
         self._enter((TRAINING, "busy"))
 
     def logged(self, record: LogRecord) -> None:
-        """Record rank 0's values."""
+        """Record the metrics of rank 0's log record. Records of other ranks are ignored."""
         if record.rank != 0:
             return
         self.record = record = record.bare()
@@ -163,11 +163,11 @@ class Story(Observer):
         self._kept = (first, count + 1)
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Record the list of kept checkpoints."""
+        """Record the list of checkpoints that the gang keeps."""
         self.checkpoints = checkpoints
 
     def used(self, usage: RankUsage) -> None:
-        """Record a rank's sample of CPU, memory and GPU."""
+        """Record a rank's newest usage of CPU, memory, GPU and time."""
         speed = self.speeds.setdefault(usage.rank, Pace())
         speed.add(usage.time - usage.seconds.get("preparing", 0.0), usage.num_steps)
         self.usages[usage.rank] = usage
@@ -203,7 +203,7 @@ class Story(Observer):
         self._tell(words)
 
     def ended(self, error: BaseException | None) -> None:
-        """Record the outcome. The first error wins over later errors and over success."""
+        """Record the training's outcome: success for None, else the error. Errors after the first one are ignored."""
         if error is None and self.outcome is None:
             self._end(State("done", "good"), "ended")
         elif error is not None and not self.failure:
@@ -220,7 +220,7 @@ class Story(Observer):
         self._enter(None)
 
     def _measure(self, record: LogRecord) -> None:
-        """Add a point to the curve of the pace, if `PACE_INTERVAL` has passed."""
+        """Add a point to the curve of steps per second, if its newest point is at least one second old."""
         self.rate.add(record.time, record.step)
         if self._paced is None or record.step < self._paced.step:
             self._paced = record
@@ -240,7 +240,7 @@ class Story(Observer):
             del self.events[MAX_EVENTS // 2]
 
     def _enter(self, now: tuple[str, Tone] | None) -> None:
-        """Begin another span. None: the gang has ended."""
+        """End the timeline's present phase, and begin one with this name and colour. None: the training has ended."""
         if self._now is not None:
             self._spans = [*self._spans, self._current(*self._now)][-MAX_SPANS:]
         self._since, self._now = self.clock(), now

@@ -22,9 +22,9 @@ from flytekitplugins.daskpytorch.protocol.observer import Training
 from flytekitplugins.daskpytorch.records import LogRecord
 
 UPLOAD_INTERVAL = 15.0
-"""Minimum number of seconds between two uploads. An upload needs new events."""
+"""Minimum number of seconds between two uploads of event files to storage."""
 UPLOAD_SHARE = 10
-"""Minimum pause between two uploads, as a multiple of the last upload's duration. Each upload sends whole files."""
+"""Minimum pause between two uploads of event files, as a multiple of the last upload's duration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,12 @@ class TensorBoard:
         checks.Problems("TensorBoard", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
-        """Return an observer of one gang."""
+        """Return a new observer that writes the event files of one gang."""
         return Tracker(_EventFiles(self, current_execution()))
 
 
 def _folder(value: object) -> str | None:
-    """Check a folder, or the URL of a file system that all ranks can open. Return the problem, or None."""
+    """Return the problem with a value of `TensorBoard.folder`. None: the value is a path or a usable URL."""
     return None if isinstance(value, os.PathLike) else checks.uri(value)
 
 
@@ -175,7 +175,10 @@ def _drawn(name: str, drawing: Histogram | Picture) -> Any:
 
 
 def _session_end(*, is_success: bool) -> Any:
-    """Return the end of the session of hyper-parameters. `hparams.summary` would need TensorFlow."""
+    """Return the summary that marks a run as succeeded or failed in TensorBoard's table of hyper-parameters.
+
+    TensorBoard's own function for this summary, `hparams.summary`, would need TensorFlow.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

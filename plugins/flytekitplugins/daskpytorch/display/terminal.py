@@ -22,36 +22,36 @@ from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import name_of
 
 PLAIN_INTERVAL = 10.0
-"""Minimum number of seconds between two plain lines. A new epoch or a metric that the last record lacked is shown at
+"""Minimum number of seconds between two plain lines with metrics. A new epoch or an additional metric is shown at
 once."""
 LIVE = ("epoch", "loss", "samples_per_second")
 """Metrics in a live line of a wide terminal. A narrow terminal shows the loss alone."""
 MAX_LINE = 2_000
-"""Maximum number of characters of a record's line."""
+"""Maximum number of characters of a line with a record's metrics."""
 MAX_METRICS = 200
-"""Maximum number of metrics whose newest values are kept for the end. Beyond, only the last record's metrics are
-kept."""
+"""Maximum number of metrics in the line at a task's end. If there are more, the line has the last record's metrics."""
 MAX_HELD = 10_000
-"""Maximum number of lines that wait until a debugger leaves the terminal. Older lines are dropped."""
+"""Maximum number of lines that wait while a rank's debugger has the terminal. Older lines are dropped."""
 LARGE = 1e15
-"""Smallest number that is shown by its power of ten."""
+"""Smallest absolute value of a whole number that is shown with an exponent, as in 1e+15."""
 WIDE = 100
-"""Minimum number of columns of a terminal for a bar, more metrics than the loss, and the time since the start."""
+"""Minimum width, in columns, of a terminal whose live lines have a progress bar, several metrics and the elapsed
+time."""
 LARGE_RATE = 10.0
-"""Minimum number of steps per second that are shown without a fraction."""
+"""Smallest rate, in steps per second, that is shown as a whole number."""
 MAX_LEFT = 1e9
-"""Maximum number of seconds of an estimate of the time left. Longer estimates are not shown."""
+"""Longest estimate of a training's remaining time, in seconds, that is shown."""
 
 
 class Board:
-    """Standard error for the displays of one gang or many: permanent lines, and live lines in a terminal."""
+    """Lines on standard error that all gangs' displays share: permanent lines, and a terminal's live lines."""
 
     def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
         """Prepare the lines.
 
         Args:
             console: Console for the lines. None: standard error. A notebook gets plain lines.
-            is_quiet: True for no values of the training, because no one asked for them or a table shows them.
+            is_quiet: True to show no metrics, because the user has not asked for them, or a notebook's table has them.
             is_plain: True for no live lines, which a debugger's prompt would collide with.
         """
         screen, is_terminal = cast("IO[str]", Screen()), False if is_plain else None
@@ -73,14 +73,14 @@ class Board:
         self.bars = Progress(*(wide if is_wide else (name, text, pace)), console=self._console, transient=True)
 
     def add(self, name: str) -> TaskID | None:
-        """Add a live line, and return its id. Return None without live lines."""
+        """Add a live line for a gang, and return the line's id. Return None if the board has no live lines."""
         with self._lock:
             if self.is_live and self._held is None:
                 self.bars.start()
             return self.bars.add_task("", name=name, text="", pace="", total=None) if self.is_live else None
 
     def update(self, line: TaskID, record: LogRecord, pace: str) -> None:
-        """Show a record's values and the pace in a live line."""
+        """Show a record's metrics and the pace in a live line."""
         text = describe_record(record, self._shown)
         self.bars.update(line, completed=num_done(record), total=record.num_steps, text=text, pace=pace)
 
@@ -92,7 +92,7 @@ class Board:
                 self.bars.stop()
 
     def print(self, text: str) -> None:
-        """Write a permanent line, at once or after the debugger's end."""
+        """Write a permanent line, at once or after a rank's debugger has left the terminal."""
         with self._lock:
             if self._held is not None:
                 self._held.append(text)
@@ -100,7 +100,7 @@ class Board:
                 self._console.print(text, markup=False, soft_wrap=True)
 
     def hold(self, *, is_held: bool) -> None:
-        """Remove the live lines and hold all others back from now on, or write the held lines and continue."""
+        """Hide live lines and hold back all others if `is_held` is True, else write the held lines and go on."""
         with self._lock:
             held, self._held = self._held or (), deque(maxlen=MAX_HELD) if is_held else None
             for text in held:
@@ -112,21 +112,22 @@ class Board:
 
 
 class Display(Observer):
-    """Display of one gang: notices, its ranks' output, the error, and rank 0's newest values unless quiet."""
+    """Observer that shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
 
     def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
         """Prepare the display.
 
         Args:
-            board: Board of the lines.
+            board: Board on which the lines are written.
             name: Name of the gang in its lines. Empty: the name of the gang's function.
-            mark: Beginning of notices and of the marks of ranks, to tell many models apart. Empty for one gang.
+            mark: Start of notices and of output lines, such as `model 3, `, to tell many models apart. Empty for one
+                gang.
         """
         self._board = board
         self._name = name
         self._mark = mark
         self._line: TaskID | None = None
-        """Live line, from the meeting of the ranks to the end of the attempt. None without a terminal."""
+        """Id of the gang's live line. None without a terminal, and before all ranks have joined the process group."""
         self._is_debugging = False
         self._pace = Pace()
         self._shown_at = 0.0
@@ -140,13 +141,13 @@ class Display(Observer):
         self._name = self._name or shape.name.rpartition(".")[2]
 
     def formed(self, seconds: float) -> None:
-        """Open the live line."""
+        """Add the gang's live line."""
         self._metrics.clear()  # the first record of an attempt is news
         if self._line is None:
             self._line = self._board.add(self._name)
 
     def accounted(self, goodput: Goodput) -> None:
-        """Keep the newest account of the gang's time for the end."""
+        """Keep the newest account of the gang's time, which is written at the end."""
         self._goodput = goodput
 
     def noted(self, text: str) -> None:
@@ -158,13 +159,13 @@ class Display(Observer):
         self._board.print("\n".join(f"[{self._mark}rank {rank}] {line}" for line in lines))
 
     def debugging(self, rank: int | None) -> None:
-        """Hold all lines while a rank's debugger has the terminal."""
+        """Hold all lines back while the debugger of `rank` has the terminal. None: write the held lines."""
         if self._is_debugging != (rank is not None):
             self._is_debugging = rank is not None
             self._board.hold(is_held=self._is_debugging)
 
     def logged(self, record: LogRecord) -> None:
-        """Show the newest values of rank 0."""
+        """Show the metrics of rank 0's newest record."""
         if record.rank != 0 or self._board.is_quiet:
             return
         self._pace.add(record.time, record.step)
@@ -185,12 +186,12 @@ class Display(Observer):
         self._board.print(f"{self._name}: {text}")
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the live line until the ranks have met again."""
+        """Remove the gang's live line until all ranks have joined the process group again."""
         self._close_line()
         self._pace.clear()
 
     def ended(self, error: Exception | None) -> None:
-        """Write the held lines, the error in one line, and the account of the time."""
+        """Write the held lines, the error in one line, and the account of the gang's time."""
         self._close_line()
         if isinstance(error, StoppedEarlyError):
             if not self._board.is_quiet:
@@ -213,14 +214,15 @@ class Display(Observer):
 
 
 class ProgressDisplay(Display):
-    """Display of a task's gang: also its start, and its outcome."""
+    """Observer that shows a task's gang on a board, including its start and the task's outcome."""
 
     def __init__(self, board: Board, name: str = "") -> None:
         """Prepare the display of the task with this name."""
         super().__init__(board, name.rpartition(".")[2])
         self._began_at = time.monotonic()
         self._newest: LogRecord | None = None
-        """Newest record, with the newest value of each metric."""
+        """Newest record of rank 0, completed by the newest values of earlier records' metrics. None before the first
+        record."""
 
     def placed(self, shape: Shape) -> None:
         """Write the gang's size, devices and backend."""
@@ -229,28 +231,28 @@ class ProgressDisplay(Display):
         self.say(f"starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
 
     def formed(self, seconds: float) -> None:
-        """Write that all ranks have met, and open the live line."""
+        """Write that all ranks have met, and add the gang's live line."""
         self.say(f"all ranks have met after {seconds:.2f} s")
         super().formed(seconds)
 
     def logged(self, record: LogRecord) -> None:
-        """Show the newest values of rank 0, and keep them for the end."""
+        """Show the metrics of rank 0's newest record, and keep them for the line at the end."""
         super().logged(record)
         if record.rank == 0:
             known = {**(self._newest.metrics if self._newest is not None else {}), **record.metrics}
             self._newest = replace(record, metrics=known if len(known) <= MAX_METRICS else record.metrics)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the live line, and forget the values, which will be logged again."""
+        """Remove the gang's live line, and forget the metrics, which will be logged again."""
         super().restarting(reason, step)
         self._newest = None
 
     def ended(self, error: Exception | None) -> None:
-        """Remove the live line and write the held lines. `conclude` follows."""
+        """Remove the gang's live line and write the held lines. `conclude` writes the outcome."""
         self._close_line()
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Write the outcome, the duration, the last values, the advice, the addresses, and the account of the time."""
+        """Write the task's outcome `how`, duration, last metrics, advice, addresses `places`, and account of time."""
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
         text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"
         self.say(text if advice is None else f"{text}; {advice}")
@@ -278,7 +280,7 @@ def describe_record(record: LogRecord, only: Collection[str] | None = None) -> s
 
 
 def _pace_in_words(record: LogRecord, speed: float | None) -> str:
-    """Return the steps per second and the time left. Empty without a pace, and after the last step."""
+    """Return steps per second and remaining time as text. Empty if the speed is unknown, and after the last step."""
     if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
         return ""
     rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
@@ -287,7 +289,7 @@ def _pace_in_words(record: LogRecord, speed: float | None) -> str:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return an error in one line. The cause of a rank's own exception is a `GangError`, which names the rank."""
+    """Return the text of an error, or of the `GangError` that caused it and names the failed rank, in one line."""
     cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
     kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
     return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)

@@ -22,22 +22,22 @@ from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
 State = Literal["finished", "failed", "killed"]
 
 CLOSE_TIMEOUT = 60.0
-"""Timeout, in seconds, for the queued jobs at the end."""
+"""Timeout, in seconds, for sending a tracker's queued records at the gang's end."""
 PREEMPTED_TIMEOUT = 3.0
-"""Timeout, in seconds, for the queued jobs at a preemption."""
+"""Timeout, in seconds, for sending a tracker's queued records after a preemption."""
 
 
 class Run:
-    """Run of a tracker. The feeder's thread makes all calls, one after the other.
+    """Base class for a tracker's run, for example in MLflow. One thread makes all calls, one after the other.
 
-    A call is repeated after a `ConnectionError`. After any other error, `open` gives up the run, and any other method
-    gives up the one call.
+    A call is repeated after a `ConnectionError`. After any other error of `open`, nothing is recorded. Any other
+    method's failed call is skipped.
     """
 
     label: str
     """Name of the tracker."""
     where: str | None = None
-    """Address of the run. None until `open` has set the address."""
+    """Address of the run, for the user. None until `open` has set the address."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         """Begin a run, or resume the run of an earlier attempt.
@@ -50,7 +50,7 @@ class Run:
         raise NotImplementedError
 
     def rewind(self, step: int | None) -> None:
-        """Prepare for the records after this step to come again. None: all records will come again."""
+        """Prepare for a restart, after which the records after `step` are logged again. None: all records."""
 
     def log(self, record: LogRecord) -> None:
         """Log a record."""
@@ -60,7 +60,7 @@ class Run:
         """Log a notice for the user."""
 
     def flush(self) -> None:
-        """Send the queued values to the server."""
+        """Send the queued values to the tracker."""
 
     def close(self, state: State, reason: str | None) -> None:
         """End the run.
@@ -73,7 +73,10 @@ class Run:
 
 
 class Tracker(Observer):
-    """Observer that feeds a gang's events to a tracker's run. Calls return at once. No error reaches the training."""
+    """Observer that records a gang's events in a tracker's run. Only `ended` waits for the tracker.
+
+    No error of the tracker reaches the training.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -85,7 +88,7 @@ class Tracker(Observer):
         self._goodput: Goodput | None = None
 
     def places(self) -> Mapping[str, str]:
-        """Return the run's address by the tracker's name, once known."""
+        """Return the address of the run, by the tracker's name. Empty until the run is open."""
         return {self._run.label: self._run.where} if self._run.where is not None else {}
 
     def begins(self, training: Training) -> None:
@@ -97,14 +100,14 @@ class Tracker(Observer):
         self._resumed_at = step
 
     def placed(self, shape: Shape) -> None:
-        """Open the run in the gang's first attempt."""
+        """Open the run in the gang's first attempt. Later calls, at restarts, do nothing."""
         if self._training is not None and not self._is_placed:
             self._is_placed = True
             config = {**self._training.inputs, "gang": gang_config(shape)}
             self._feeder.start(partial(self._run.open, self._training, config, self._resumed_at))
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Queue the run's return to the restart's step."""
+        """Queue a call of `Run.rewind` with the step of the checkpoint that the gang restarts from."""
         self._newest = None
         self._feeder.put(partial(self._run.rewind, step))
 
@@ -115,12 +118,12 @@ class Tracker(Observer):
             self._feeder.offer(partial(self._run.log, record))
 
     def used(self, usage: RankUsage) -> None:
-        """Queue a rank's CPU, memory and GPU as metrics of the newest step."""
+        """Queue a rank's usage of CPU, memory and GPU as metrics of rank 0's newest step."""
         if usage.rank < MAX_RANKS:
             self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
 
     def accounted(self, goodput: Goodput) -> None:
-        """Keep the newest account of the gang's time for the end."""
+        """Keep the newest account of the gang's time, which `ended` records."""
         self._goodput = goodput
 
     def _add(self, metrics: Mapping[str, float]) -> None:
@@ -133,7 +136,7 @@ class Tracker(Observer):
         self._feeder.offer(partial(self._run.note, text))
 
     def ended(self, error: Exception | None) -> None:
-        """Close the run, and wait until the queue is empty, the server is silent or the timeout is over."""
+        """Close the run. Wait until all records are sent, the tracker cannot be reached, or the timeout is over."""
         if not self._feeder.is_feeding:
             return
         if self._goodput is not None:

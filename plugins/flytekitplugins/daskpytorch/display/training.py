@@ -15,14 +15,14 @@ from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 MAX_CONFIG_ITEMS = 20
-"""Maximum number of items of a list or dictionary in a run's configuration. A longer one is represented by its
+"""Maximum number of items of a list or dictionary that trackers and Decks show. A longer one is represented by its
 length."""
 MAX_TEXT = 500
-"""Maximum number of characters of an input."""
+"""Maximum number of characters of a training's input that trackers and Decks show."""
 MAX_ID = 120
 LINK_VARIABLE = "FLYTE_EXECUTION_URL"
 MAX_RANKS = 8
-"""Maximum number of ranks whose usage is drawn and recorded. Larger gangs have the first ranks drawn."""
+"""Number of ranks, from rank 0 on, whose usage of CPU, memory and GPU is drawn in Decks and sent to trackers."""
 GIB = float(1 << 30)
 LABELS = {
     "cpu_cores": "CPU (cores)",
@@ -30,15 +30,15 @@ LABELS = {
     "gpu_memory_gib": "GPU memory (GiB)",
     "gpu_percent": "GPU utilization (%)",
 }
-"""Names of charts and columns, by the names of `amounts`."""
+"""Titles of charts and table columns of a rank's usage, by the names that `amounts` returns."""
 WINDOW = 10.0
-"""Seconds of reports that the pace counts. Longer if two reports are further apart."""
+"""Seconds over which `Pace` averages the steps per second. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
-"""Minimum number of seconds between two kept reports."""
+"""Minimum number of seconds between two reports that `Pace` keeps."""
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:
-    """Return the training of a task whose function runs in the ranks."""
+    """Return the name, id and inputs of the training of a task whose function runs in the ranks."""
     short = name.rpartition(".")[2]
     return _training(name, _id(short, run_id(execution, "")), inputs)
 
@@ -46,7 +46,10 @@ def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Trai
 def of_call(
     function: Callable[..., Any], key: str, execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Training:
-    """Return the training of one `dispatch.run`. The key distinguishes several calls in one task."""
+    """Return the name, id and inputs of the training of one `dispatch.run`.
+
+    The id contains `key`, which distinguishes several calls in one task.
+    """
     called = getattr(function, "_task_function", function)  # function of a Flyte task
     try:
         inputs: Mapping[str, Any] = inspect.signature(called).bind(*args, **kwargs).arguments
@@ -56,13 +59,13 @@ def of_call(
 
 
 def of_model(function: Callable[..., Any], group: str, index: int, experiment: Any) -> Training:
-    """Return the training of one model of `dispatch.map`."""
+    """Return the name, id and inputs of the training of one model of a `dispatch.map`."""
     training = _training(name_of(function), f"{group}-{index}", inputs_of(experiment))
     return dataclasses.replace(training, group=group, index=index)
 
 
 def group_of(key: str, execution: Execution) -> str:
-    """Return the group's name of the models of one `dispatch.map`. `key` is the common part of their keys."""
+    """Return the name that the tracker runs of one `dispatch.map` share. `key` is the start of all models' keys."""
     return _id(key, run_id(execution.name, ""))
 
 
@@ -75,10 +78,10 @@ def _id(what: str, run: str) -> str:
 
 
 def run_id(execution: str | None, task: str) -> str:
-    """Return an id that all attempts of one Flyte node share.
+    """Return an id for a tracker's run, the same in all attempts of a Flyte task.
 
-    The name of the job runner's pod has execution, node and attempt (`f3a-n0-1-runner`). The id is this name without
-    the attempt. Elsewhere the id consists of execution and task. Without an execution, the id is random.
+    A job runner's pod is named by execution, node and attempt (`f3a-n0-1-runner`), and the id is this name without the
+    attempt. In other processes, the id consists of execution and task. Without an execution, the id is random.
     """
     attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER")
     if attempt is not None:
@@ -102,13 +105,13 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def inputs_of(experiment: Any) -> dict[str, Any]:
-    """Return a model's inputs: the fields of its experiment, or the experiment itself."""
+    """Return a model's inputs by name: the fields of its experiment, or else the whole experiment."""
     fields = fields_of(experiment)
     return {"experiment": experiment} if fields is None else {str(name): value for name, value in fields.items()}
 
 
 def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    """Return a nested configuration as one level. An inner value has the outer names as prefix."""
+    """Return a nested dictionary as a flat one. The name of an inner value begins with all outer names."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         inner = flat(value, separator) if isinstance(value, Mapping) else None
@@ -117,7 +120,7 @@ def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
 
 
 def gang_config(shape: Shape) -> dict[str, Any]:
-    """Return a gang's shape for a run's configuration."""
+    """Return a gang's size, backend, hosts and GPUs for the configuration of a tracker's run."""
     return {
         "world_size": shape.world_size,
         "num_workers": len(shape.nodes),
@@ -128,7 +131,7 @@ def gang_config(shape: Shape) -> dict[str, Any]:
 
 
 def size_of(shape: Shape) -> str:
-    """Return the number of ranks in words, and the numbers of workers and hosts if above 1."""
+    """Return a gang's size as text, such as `4 ranks on 2 workers, 2 hosts`. Single workers and hosts are left out."""
     num_hosts = len({node.host for node in shape.nodes})
     parts = [count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
     parts += [count(num_hosts, "host")] if num_hosts > 1 else []
@@ -160,7 +163,7 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def amounts(usage: RankUsage) -> dict[str, float]:
-    """Return what a rank uses of its machine, by the names in `LABELS`. Without a GPU, the GPU's amounts are absent."""
+    """Return a rank's usage of CPU, memory and GPU, by the names in `LABELS`. Unknown GPU usage is absent."""
     found = {"cpu_cores": usage.cpu, "memory_gib": usage.memory / GIB}
     if usage.gpu_memory is not None:
         found["gpu_memory_gib"] = usage.gpu_memory / GIB
@@ -173,14 +176,17 @@ def amounts(usage: RankUsage) -> dict[str, float]:
 
 
 class Pace:
-    """Steps per second over the last `WINDOW` seconds."""
+    """Steps per second over the last 10 seconds, from reports of the number of steps."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[float, int]] = deque()
         """Reports: time (any clock, seconds) and number of steps at that time."""
 
     def add(self, moment: float, num_steps: int) -> None:
-        """Add a report. A report with fewer steps than the last one clears all earlier reports."""
+        """Add a report: a time (any clock, seconds) and the number of steps done by then.
+
+        A number below the last one, after a restart, clears all earlier reports.
+        """
         reports = self._reports
         if reports and num_steps < reports[-1][1]:
             reports.clear()
@@ -204,12 +210,12 @@ class Pace:
 
 
 def num_done(record: LogRecord) -> int:
-    """Return the number of completed steps at a record. Without `num_steps`, return the record's step."""
+    """Return the number of steps completed when a record was logged. Without `num_steps`, return the record's step."""
     return record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
 
 
 def seconds_left(record: LogRecord, per_second: float | None) -> float | None:
-    """Return the seconds for the remaining steps. None if the number of steps or the pace is unknown."""
+    """Return the estimated seconds for a training's remaining steps. None if their number or the pace is unknown."""
     if not record.num_steps or not per_second:
         return None
     return max(0.0, (record.num_steps - num_done(record)) / per_second)

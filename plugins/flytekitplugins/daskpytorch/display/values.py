@@ -16,20 +16,20 @@ from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
 from flytekitplugins.daskpytorch.report.pieces import cells_table, element, folded, text_of
 
 MAX_SHORT = 200
-"""Maximum number of characters of a text in one line."""
+"""Maximum number of characters of a text that is shown at once. Longer texts unfold at a click."""
 MAX_OPEN = 20
-"""Maximum number of rows of a table that is open at first. Longer tables unfold at a click."""
+"""Maximum number of rows of a table that is shown at once. Longer tables unfold at a click."""
 MAX_ROWS = 500
-"""Maximum number of rows that are written of a table."""
+"""Maximum number of rows that a table shows. Further rows are only counted."""
 MAX_FRAME_ROWS = 10
 MAX_FRAME_COLUMNS = 50
 MAX_DEPTH = 4
-"""Maximum number of levels of nested tables."""
+"""Maximum number of levels of nested tables. Deeper values are shown by their number of entries."""
 PLAIN = (dt.date, dt.time, dt.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 
 
 def values_table(values: Mapping[str, Any], addresses: Mapping[str, str], ready: Mapping[str, str]) -> str:
-    """Return a card with a row for each value: name, type and the value in short form.
+    """Return an HTML table with a row for each value: name, type and the value in short form.
 
     Args:
         values: Values by name. Values under a secret's name are hidden at every depth.
@@ -61,7 +61,7 @@ def _cell_or_line(value: Any) -> str:
 
 
 def _cell(value: Any, depth: int) -> str:
-    """Return the HTML of a value without secrets. Empty for values that only type and address describe."""
+    """Return a value as HTML. Empty for types without a short form, such as files. Secrets must be hidden already."""
     if isinstance(value, str):
         is_short = len(value) <= MAX_SHORT and "\n" not in value
         return text_of(value) if is_short else folded(f"{len(value):,} characters", _lines(value))
@@ -75,7 +75,7 @@ def _cell(value: Any, depth: int) -> str:
 
 
 def _line(value: Any) -> object | None:
-    """Return the line for a plain value, or for one shown by its size only. None for any other value."""
+    """Return a plain value itself, or the size of an array or model as text. None for values that need a table."""
     if value is None or isinstance(value, (bool, int, float, *PLAIN)):
         return str(value) if value is None or isinstance(value, PLAIN) else value
     if isinstance(value, enum.Enum):
@@ -101,7 +101,7 @@ def _array(value: Any) -> str:
 
 
 def _sequence(values: Collection[Any], depth: int) -> str:
-    """Return short lists of plain values as a line, records with equal fields by column, others by index."""
+    """Return a collection as HTML: a line if short and plain, else a table with a row for each item."""
     first = list(itertools.islice(values, MAX_ROWS))
     if all(each is None or isinstance(each, (bool, int, float, str)) for each in first):
         line = ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in first)
@@ -116,7 +116,7 @@ def _sequence(values: Collection[Any], depth: int) -> str:
 
 
 def _frame(frame: Any, depth: int) -> str:
-    """Return the first rows of a data frame. Columns with a secret's name are hidden."""
+    """Return the first rows of a pandas data frame as an HTML table. Columns with a secret's name are hidden."""
     head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS]
     size = text_of(f"{len(frame):,} rows, {len(frame.columns):,} columns")
     return size + folded(f"the first {len(head)}", _sequence(without_secrets(head.to_dict("records")), depth))

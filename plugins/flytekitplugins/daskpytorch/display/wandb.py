@@ -24,12 +24,15 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Train
 from flytekitplugins.daskpytorch.settings import Wandb
 
 KEYLESS = ("offline", "disabled")
-"""Modes without an API key."""
+"""Modes of wandb that need no API key."""
 OLD_MODES = {"dryrun": "offline", "run": "online"}
 """Current names of wandb's modes, by their old names."""
 TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
-"""Name of the console link in Flyte's configuration. Its template ends in {{ .executionName }}-{{ .nodeId }}."""
+"""Type of the link from Flyte's console to the run, as Flyte's configuration names it.
+
+The link's template in this configuration ends in {{ .executionName }}-{{ .nodeId }}.
+"""
 ANSWERED = (
     "mode",
     "base_url",
@@ -44,17 +47,17 @@ ANSWERED = (
     "run_notes",
     "run_tags",
 )
-"""Settings of a run, by wandb's own names (0.19 to 0.31)."""
+"""Names of the wandb settings (0.19 to 0.31) that the driver reads for a run."""
 MARK = "ANSWERS "
-"""Beginning of the line with the settings. wandb may write other lines."""
+"""Start of the output line with wandb's settings as JSON. wandb may write other lines before."""
 TIMEOUT = 60.0
-"""Timeout, in seconds, for the settings. The import of wandb takes a second on a quiet machine."""
+"""Timeout, in seconds, for the process that reads wandb's settings. The import of wandb alone takes about a second."""
 MAX_ID_PART = 60
-"""Maximum number of characters of each of the two parts of a model's run id. wandb allows 128 characters for an id."""
+"""Maximum number of characters of the sweep's id, and of the model's key, in a model's run id. wandb allows 128."""
 
 
 class WandbObserver(Observer):
-    """Observer that makes rank 0 feed a run. All attempts of the gang share the run."""
+    """Observer in the driver that makes rank 0 feed a Weights & Biases run, which all attempts of the gang share."""
 
     def __init__(self, run: Callable[[], RunSettings]) -> None:
         self._run = run
@@ -65,7 +68,7 @@ class WandbObserver(Observer):
         """URL of the run, or the command that uploads an offline run. None until rank 0 has opened the run."""
 
     def begins(self, training: Training) -> None:
-        """Keep the inputs for the run's configuration."""
+        """Keep the training's inputs for the run's configuration."""
         self._inputs = training.inputs
 
     def wrote(self, rank: int, lines: list[str]) -> None:
@@ -75,15 +78,15 @@ class WandbObserver(Observer):
                 self.where = line.removeprefix(RUN_IS)
 
     def places(self) -> Mapping[str, str]:
-        """Return the run's URL or upload command, once known."""
+        """Return the run's URL, or the command that uploads an offline run. Empty until rank 0 has opened the run."""
         return {"Weights & Biases": self.where} if self.where is not None else {}
 
     def placed(self, shape: Shape) -> None:
-        """Keep the shape of the first attempt for the run's configuration."""
+        """Keep the gang's shape in its first attempt for the run's configuration."""
         self._shape = self._shape or shape
 
     def for_rank(self) -> Callable[[], Tracker]:
-        """Return the function that opens the run in rank 0.
+        """Return the function with which rank 0 opens the Weights & Biases run.
 
         The run's configuration has the inputs, the gang's shape and the user's values.
         """
@@ -95,12 +98,15 @@ class WandbObserver(Observer):
 
 
 def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], RunSettings]:
-    """Begin to read wandb's settings, and return the function that waits for them.
+    """Start a process that reads wandb's own settings, and return a function that waits for the run's settings.
 
-    The function decides the run's id, name, mode and key.
+    Args:
+        wandb: The user's settings, which go before wandb's own.
+        task: Name of the task or function, for the run's name and id.
+        execution: Name of the Flyte execution, for the run's id. None: a random id.
 
     Raises:
-        ValueError: The Flyte secret does not exist.
+        ValueError: The Flyte secret with the API key does not exist.
     """
     needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
     key = current_execution().secret(wandb.secret) if needs_key else None
@@ -143,7 +149,9 @@ def _settled(
 
 
 def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Callable[[], RunSettings]:
-    """Begin to read wandb's settings for many models, whose runs share the settings and a group.
+    """Start a process that reads wandb's own settings. Return a function that waits for the settings of a sweep's runs.
+
+    All models' runs share these settings and a group.
 
     Raises:
         ValueError: `wandb` has an id, but only one run can have an id.
@@ -160,7 +168,7 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Cal
 
 
 def model_settings(runs: Callable[[], RunSettings], *, index: int, key: str) -> RunSettings:
-    """Return the settings of one model's run. The model's key identifies the run in all attempts of the task."""
+    """Return the settings of one model's run. Its id contains the model's key, which is the same in all attempts."""
     shared = runs()
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
@@ -180,13 +188,13 @@ def console_link(wandb: Wandb) -> dict[str, str]:
 
 
 def _ask(mode: str | None) -> dict[str, Any]:
-    """Return all of wandb's settings that have a value.
+    """Return wandb's own settings, without unset ones, as a separate process reads them.
 
     Args:
         mode: Mode of the user's `Wandb(...)`. None: wandb's own settings decide.
 
     Raises:
-        OSError: The process with wandb has failed or timed out.
+        OSError: The process that reads the settings has failed or timed out.
     """
     command = [sys.executable, "-m", __name__, mode or ""]
     try:

@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
-"""Beginning of the line in which rank 0 writes the open run's URL or upload command."""
+"""Start of the output line in which rank 0 writes the open run's URL or upload command."""
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
-"""Timeout, in seconds, for the server when the run is opened. After the timeout, the run is recorded offline."""
+"""Timeout, in seconds, for wandb's server when a run is opened. After the timeout, the run is recorded offline."""
 STOPPED_EARLY = "stopped_early"
-"""Name of the summary's entry with the reason for early stopping."""
+"""Name of the entry in the run's summary with the reason for early stopping."""
 GOODPUT = "goodput"
-"""Name of the summary's entry with the fields and the share of `Goodput`."""
+"""Name of the entry in the run's summary with the account of the gang's time, `Goodput`."""
 OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
-"""Timeout, in seconds, of the function's wait for the run. Includes wandb's import and the start of its process."""
+"""Maximum time, in seconds, that rank 0's function waits for the open run. Covers wandb's import and its process."""
 CLOSE_TIMEOUT = 60.0
-"""Timeout, in seconds, for the queued records when the run is closed."""
+"""Timeout, in seconds, for sending the queued records when a run is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings with which rank 0 opens the run."""
+    """Settings with which rank 0 opens its Weights & Biases run."""
 
     wandb: Wandb
     id: str
@@ -55,7 +55,7 @@ class RunSettings:
     """Configuration of the run: hyper-parameters and the gang's shape."""
     notes: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Settings from wandb on the driver's machine, by wandb's own names. Includes the server of the key."""
+    """Further settings of wandb on the driver's machine, by wandb's own names, such as the API key's server."""
 
 
 def _shown(value: Any) -> Any:
@@ -76,15 +76,18 @@ def _shown(value: Any) -> Any:
 
 
 class Tracker(RankObserver):
-    """Rank 0's run. A thread opens and feeds the run, so calls return at once. No error reaches the training."""
+    """Observer in rank 0 that feeds a Weights & Biases run from a thread. No error reaches the training.
+
+    Only `begins` and `close` wait for the thread.
+    """
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._shared: SharedRun | None = None
         self._histograms: dict[str, Histogram] = {}
-        """Newest histograms of gradients since the last record, by metric name."""
+        """Newest histograms of gradients since the last log record, by metric name."""
         self._num_late = 0
-        """Number of records after the user's `wandb.finish()`."""
+        """Number of records that came after the user's code had called `wandb.finish()`, and are lost."""
         self._has_refused = False
         self._feeder = Feeder(LABEL)
         self._feeder.start(self._open)
@@ -129,7 +132,7 @@ class Tracker(RankObserver):
         """Close the run.
 
         Args:
-            exit_code: Exit code of the run.
+            exit_code: Exit code that the run records. 0 means success.
             stopped_early: Reason for early stopping, for the run's summary. None: not stopped early.
         """
         self._feeder.end(functools.partial(self._end, exit_code, stopped_early), CLOSE_TIMEOUT)
@@ -216,7 +219,7 @@ class Tracker(RankObserver):
 
 
 class SharedRun:
-    """Run of the task that the user's own code may use, too."""
+    """Open run of the task, which the user's own calls of wandb join."""
 
     def __init__(self, wandb: Any, run: Any, drain: Callable[[], object]) -> None:
         """Make `wandb.init` join the run.
@@ -251,7 +254,9 @@ class SharedRun:
             self.is_finished = True
 
     def _join(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the run after adding the configuration, name, notes and tags of this `wandb.init`.
+        """Stand in for `wandb.init`: add the call's configuration, name, notes and tags to the open run, and return it.
+
+        After the run's end, or if the call's `reinit` asks for another run, call wandb's own `init`.
 
         Raises:
             ValueError: The call names another project, entity or id.
@@ -283,7 +288,7 @@ class SharedRun:
 
 
 def _with_end(kind: type[Any], end: Callable[[], object]) -> type[Any]:
-    """Return a subclass of wandb's run, which calls `end` before a run finishes."""
+    """Return a subclass of the class of wandb's runs, which calls `end` before a run finishes."""
 
     class Run(kind):  # type: ignore[misc]
         def finish(self, *args: Any, **kwargs: Any) -> None:

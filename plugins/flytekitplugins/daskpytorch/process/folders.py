@@ -86,7 +86,7 @@ def _remove(folder: Path) -> None:
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 """Mode bits that let other users write."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH
-"""Mode bits that let other users reach a folder's files."""
+"""Mode bits that let other users open the files in a folder."""
 
 
 def make_private(folder: Path) -> None:

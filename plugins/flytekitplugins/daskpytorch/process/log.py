@@ -17,20 +17,20 @@ from flytekitplugins.daskpytorch.process.streams import Screen
 
 FORMAT_VARIABLE = "DASKPYTORCH_LOG"
 LEVEL_VARIABLE = "FLYTE_SDK_LOGGING_LEVEL"
-"""Flyte's variable with the least level of log records, a number of `logging`."""
+"""Flyte's environment variable with the lowest level of log records that are written, a number of `logging`."""
 BEGINNING = '{"time": "'
-"""First characters of each JSON object."""
+"""First characters of each JSON object in this package's log."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def is_for_machines() -> bool:
-    """Return True if the user wants JSON objects."""
+    """Return True if this package logs JSON objects, as the user chooses by `DASKPYTORCH_LOG=json`."""
     return os.environ.get(FORMAT_VARIABLE) == "json"
 
 
 def set_up() -> None:
-    """Make this package's loggers write JSON objects, if the user wants them."""
+    """Make this package's loggers write JSON objects, if `DASKPYTORCH_LOG=json`."""
     if is_for_machines() and not any(isinstance(handler, _Objects) for handler in logger.handlers):
         logger.addHandler(_Objects())
         logger.propagate = False
@@ -38,7 +38,7 @@ def set_up() -> None:
 
 
 def say(text: str, level: int = logging.WARNING) -> None:
-    """Write a line to the log."""
+    """Write a text to this package's log: as a line, or as a JSON object if `DASKPYTORCH_LOG=json`."""
     if is_for_machines():
         tell("note", {"text": text}, level)
     elif level >= _least_level():
@@ -46,7 +46,7 @@ def say(text: str, level: int = logging.WARNING) -> None:
 
 
 def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:
-    """Log an event as a JSON object, if the user wants objects.
+    """Log an event as a JSON object, if `DASKPYTORCH_LOG=json`.
 
     Args:
         event: Name of the event.
@@ -59,7 +59,7 @@ def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> No
 
 
 def object_in(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in a line of another process's output. Return None for lines from elsewhere."""
+    """Return the JSON object that this package logged as `line` in another process. None for any other line."""
     if not line.startswith(BEGINNING):
         return None
     try:

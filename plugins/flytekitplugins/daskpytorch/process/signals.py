@@ -31,7 +31,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle Ctrl-C in the block, except outside the main thread and in processes that ignore Ctrl-C.
+        """Handle Ctrl-C during the context, in the main thread of a process that does not ignore Ctrl-C.
 
         After a first Ctrl-C, the handler stays until the process ends, which may take a moment. Notebooks and prompts
         get their own handler back.
@@ -50,14 +50,14 @@ class CtrlC:
 
     @contextlib.contextmanager
     def ends(self, end_gang: Callable[[], object], is_anothers: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Make the first Ctrl-C in the block end the gang, and raise the usual exception only after the block.
+        """Make the first Ctrl-C in the context end the gang, and call the usual handler only after the context.
 
-        An exception inside the block could leave half a message on an agent's connection.
+        An exception inside the context could leave half a message on an agent's connection.
 
         Args:
             end_gang: Ends the gang. Called in the signal handler.
-            is_anothers: Returns True if a debugger, for example, takes the Ctrl-C. This handler then ignores the
-                Ctrl-C. None means False.
+            is_anothers: Returns True if somebody else takes the Ctrl-C, such as a rank's debugger. This handler then
+                ignores the Ctrl-C. None: nobody else does.
         """
         self._end_gang, self._is_anothers = end_gang, is_anothers
         try:
@@ -87,13 +87,15 @@ class CtrlC:
 
 @contextlib.contextmanager
 def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
-    """Make the first Ctrl-C call `end`, and raise it only after the block. The block waits for that end.
+    """Make the first Ctrl-C in the context call `end`, and raise `KeyboardInterrupt` only after the context.
 
-    A second Ctrl-C interrupts the block itself, possibly with a lock locked for ever and a thread blocked. Outside the
-    main thread, or if Python's own handler is replaced, this context does nothing.
+    The code in the context waits until the work that `end` cancels has ended. A second Ctrl-C interrupts this code,
+    possibly with a lock locked for ever and a thread blocked. Outside the main thread, or if Python's own handler is
+    replaced, this context does nothing.
 
     Args:
-        end: Function to call. Returns False if the Ctrl-C should not be raised. None makes this context do nothing.
+        end: Function to call. Returns False if `KeyboardInterrupt` should not be raised. None: the context does
+            nothing.
 
     Yields:
         A function that returns True if Ctrl-C was pressed.
@@ -125,7 +127,7 @@ def _is_interactive() -> bool:
 
 
 def _end_process() -> None:
-    """End this process at once. All ranks end, too, and the machine's next gang removes the scratch folders."""
+    """End this process at once. Its ranks end, too, and this machine's next gang removes the scratch folders."""
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, f"{SHOW_CURSOR}\n".encode())

@@ -15,11 +15,11 @@ SECRET = re.compile(
     r"(?i)^token$|(^|[_\W])(secret|password|passwd|passphrase|credentials?|authorization|connection_string|storage_options"
     r"|(api|access|secret|private)[-_]?key([-_]?id)?|(api|auth|access|session|bearer|hf)[-_]?token)$"
 )
-"""Names of secrets. Hyper-parameters such as num_tokens or pad_token do not match."""
+"""Pattern for names of secrets, such as `api_key`. Hyper-parameters such as `num_tokens` do not match."""
 PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
-"""Password in an address: `postgres://user:password@host`."""
+"""Pattern for the password in an address: `postgres://user:password@host`."""
 SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|api_?key)|sig)=)[^&#\s]+")
-"""Signature in a signed URL, which lets every holder of the URL read the object."""
+"""Pattern for the signature in a signed URL, which lets every holder of the URL read the object."""
 HIDDEN = "(hidden)"
 """Text in place of a secret."""
 
@@ -27,8 +27,8 @@ HIDDEN = "(hidden)"
 def open_closed() -> None:
     """Open the null device in place of standard streams that are closed (`2>&-`).
 
-    Otherwise a socket, or a rank's channel, could get the descriptor 2, and C code would write its errors to it. Python
-    has None for a closed stream.
+    Otherwise a socket could get the descriptor 2, and C code would write its errors to this socket. Python has None for
+    a closed stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None:
@@ -44,23 +44,23 @@ def _nowhere(number: int, mode: str) -> object:
 
 
 class Screen:
-    """Standard error without errors: text for a closed stream, a full disk or a broken pipe is dropped.
+    """Standard error, but a write never fails: text for a closed stream, a full disk or a broken pipe is dropped.
 
-    So no training fails because of its display.
+    No training fails because of its display.
     """
 
     def __init__(self) -> None:
         self._file: IO[str] | None = sys.stderr
 
     def write(self, text: str) -> int:
-        """Write a text. Drop the text if the stream fails."""
+        """Write a text to standard error. Drop the text if the stream fails."""
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, and ignore errors."""
+        """Flush standard error, and ignore errors."""
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.flush()

@@ -12,7 +12,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
-"""Minimum limit of open files that a driver requests, for gangs side by side. Many systems begin with 1,024."""
+"""Limit of open files that a driver requests at least, enough for many gangs at once. Many systems begin with 1,024."""
 OTHERS = 256
 """Open files of a driver in addition to its agents' connections: libraries, storage, checkpoints, user code."""
 
@@ -33,7 +33,7 @@ def running_kernel() -> str:
 
 
 def check_system() -> None:
-    """Check that the system can run gangs, before a later error that mentions only a socket.
+    """Check that this system can run gangs. Without this check, a later error would mention only a socket.
 
     Raises:
         GangStartError: The system is not Linux.
@@ -78,7 +78,7 @@ def allow_files(wanted: int) -> int:
 
 
 def allow_connections(num_agents: int) -> None:
-    """Raise this process's limit of open files for the connections of all agents.
+    """Raise this process's limit of open files, so that the driver can have a connection to each agent.
 
     Raises:
         GangStartError: The system's hard limit is too low.

@@ -18,22 +18,25 @@ MAX_PAUSE = 60.0
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A call with its retries."""
+    """A call, such as an upload, that a `Worker` makes and retries."""
 
     lane: str
-    """Name of the lane."""
+    """Name of the job's lane, whose jobs run one after the other."""
     work: Callable[[], object]
     """The call. An exception means that the job has failed."""
     gives_up: Callable[[Exception, int, float], bool]
-    """Called with the error, the number of errors, and the seconds until the retry. True ends the job."""
+    """Called after a failed try with the error, the number of failed tries, and the seconds until the retry.
+
+    True ends the job without a retry.
+    """
     due: float
-    """Earliest time of the next try, on the monotonic clock."""
+    """Earliest time of the next try, in seconds on the monotonic clock."""
     num_failures: int = 0
     """Number of failed tries."""
 
 
 class Worker:
-    """Runs jobs in a thread, which starts with the first job."""
+    """Thread that runs jobs, such as uploads, with retries. The jobs of each lane run in order."""
 
     def __init__(self, retry_after: float = RETRY_AFTER, name: str = "storage") -> None:
         """Prepare the thread.
@@ -51,7 +54,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.is_urgent = False
-        """True if pauses stay short, as a caller waits for the jobs."""
+        """True if pauses between retries no longer grow, since a caller waits for the jobs."""
 
     def submit(
         self, lane: str, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = lambda *_: True
@@ -61,7 +64,8 @@ class Worker:
         Args:
             lane: Name of the lane.
             work: The call.
-            gives_up: Called after each error, see `Job`. By default, a job ends with its first error.
+            gives_up: Called after a failed try with the error, the number of failed tries, and the seconds until the
+                retry. True ends the job, which is the default.
         """
         with self._changed:
             job = Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
@@ -91,7 +95,7 @@ class Worker:
             return not self.jobs(lane)
 
     def shorten_pauses(self) -> None:
-        """Keep pauses short from now on."""
+        """Limit the pauses before retries to `retry_after` seconds from now on."""
         with self._changed:
             self.is_urgent = True
             soon = time.monotonic() + self.retry_after
@@ -101,7 +105,7 @@ class Worker:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Start no further job."""
+        """Start no further job. Queued jobs are never run."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -14,14 +14,14 @@ MAX_VALUE = 1e200
 """Largest absolute value that can be drawn."""
 NUM_COLOURS = 8
 NUM_ROWS = 12
-"""Maximum number of rows of a chart's table. Lines with at most this number of points add their own rows."""
+"""Maximum number of evenly spread rows in the table below a chart. Lines with few points add as many rows at most."""
 WIDE_RANGE = 100.0
-"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
+"""Minimum ratio of the largest to the smallest value of a chart that begins with a logarithmic axis."""
 MAX_MARKS = 100
 MAX_POINTS = 2_000
 """Maximum number of points of a curve. Longer curves are thinned."""
 Point = tuple[int, float, float]
-"""A point: step, x and y."""
+"""A point of a curve: the step at which it was logged, x and y."""
 Points = list[tuple[float, float]]
 
 
@@ -37,7 +37,7 @@ def line_chart(
     from_zero: bool = False,
     max_points: int | None = None,
 ) -> str:
-    """Return a line chart with newest and best values, and with a summary and a table for screen readers.
+    """Return a line chart as HTML, with newest and best values, and a summary and a table for screen readers.
 
     In the browser, readers see values under the pointer, and hide lines by a click on their names. A marked part is
     enlarged until a double click. If all values are positive, readers can choose a logarithmic scale.
@@ -48,7 +48,8 @@ def line_chart(
         x_label: Name of the x axis, for example "step".
         best: Lines with a ring at their lowest ("min") or highest ("max") point.
         marks: Vertical lines: x and a text for each.
-        log: True to begin with a logarithmic scale. None: if the largest value is over 100 times the smallest.
+        log: True to begin with a logarithmic scale, False with a linear one. None: logarithmic if the largest value is
+            over 100 times the smallest.
         dashed: Names of dashed lines, for example a baseline.
         from_zero: True for an axis that begins at 0, unless it is logarithmic.
         max_points: Maximum number of points of a line. Longer lines are thinned, but keep their spikes. None: 2,000.
@@ -111,7 +112,7 @@ def _best(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
 
 
 def _legend(index: int, name: str, points: Points, best: tuple[float, float] | None) -> str:
-    """Return the legend of a line: a button with its name, which hides the line, and its newest value."""
+    """Return a line's legend entry as HTML: a button that hides the line, and the newest and best value."""
     button = element("button", text_of(name_of(name)), type="button", aria_pressed="true")
     newest = text_of(points[-1][1]) if points else "no values"
     remark = f" best {text_of(best[1])} at {text_of(best[0])}" if best is not None else ""
@@ -128,7 +129,7 @@ def _summary(name: str, points: Points, x_label: str, best: tuple[float, float] 
 
 
 def _values(curves: Mapping[str, Points], x_label: str) -> str:
-    """Return a table of the lines' values at some x, always with the first and the last x."""
+    """Return an HTML table of the curves' values at a selection of x, always with the first and the last x."""
     by_x = {name: dict(points) for name, points in curves.items()}
     every = sorted({x for points in by_x.values() for x in points})
     rare = sorted({x for points in by_x.values() if len(points) <= NUM_ROWS for x in points})
@@ -162,7 +163,8 @@ class Curve:
     """A metric over the training, with a bounded number of points.
 
     The curve is thinned by min-max decimation, as in audio editors. Of each bucket of successive points, the curve
-    keeps the lowest and the highest, so no spike is lost. When there are too many buckets, each two are merged.
+    keeps the lowest and the highest, so no spike is lost. At the maximum number of buckets, neighbours are merged in
+    pairs.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -177,9 +179,9 @@ class Curve:
         self._max_buckets = (max_points or MAX_POINTS) // 2
         self._buckets: list[list[Point]] = []
         self._size = 1
-        """Number of points per bucket."""
+        """Number of added points that share a bucket, of which the curve keeps two."""
         self._room = 0
-        """Number of points that still fit into the last bucket."""
+        """Number of points that can still be added to the last bucket."""
 
     def add(self, point: Point) -> None:
         """Add the next point."""
@@ -194,7 +196,7 @@ class Curve:
             self._buckets[-1] = _extremes([*bucket, point])
 
     def cut(self, step: int) -> None:
-        """Remove the points of steps after this one."""
+        """Remove the points of steps after `step`."""
         self._buckets = [kept for bucket in self._buckets if (kept := [point for point in bucket if point[0] <= step])]
         self._room = 0
 
@@ -217,7 +219,7 @@ class Curve:
 
 
 def thinned(points: list[tuple[float, float]], max_points: int | None = None) -> list[tuple[float, float]]:
-    """Return the points, thinned to at most `max_points`."""
+    """Return a curve's points (x, y), thinned to at most `max_points` without a loss of spikes. None: 2,000."""
     if len(points) <= (max_points or MAX_POINTS):
         return points
     curve = Curve(max_points)
@@ -227,7 +229,7 @@ def thinned(points: list[tuple[float, float]], max_points: int | None = None) ->
 
 
 def _extremes(points: list[Point]) -> list[Point]:
-    """Return the first lowest and the last highest point, in their order."""
+    """Return the lowest and the highest of a bucket's points, in the order of the curve."""
     if len(points) < 3:
         return points
     lowest = min(points, key=operator.itemgetter(2))

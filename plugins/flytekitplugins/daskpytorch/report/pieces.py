@@ -16,15 +16,15 @@ from typing import Literal
 from flytekitplugins.daskpytorch.process.streams import one_line
 
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
-"""The meaning of a colour, as in `report.status("failed", "pet names", tone="bad")`."""
+"""Meaning of a colour on a page, for example `bad` for a failure."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
-"""Pattern of a cell that is aligned to the right. An empty cell matches, too."""
+"""Pattern of a table's cells that are aligned to the right: numbers, possibly with a unit, and empty cells."""
 MAX_SHARES = 8
-"""Number of colours of `shares`."""
+"""Maximum number of parts in the bar that `shares` draws. Each part has its own colour."""
 MAX_NAME = 60
-"""Maximum number of characters of a metric's name."""
+"""Maximum number of characters of a metric's name on a page."""
 MAX_TEXT = 20_000
-"""Maximum number of characters of a text. A longer text loses its middle."""
+"""Maximum number of characters of a text on a page. A longer text loses its middle."""
 URL = re.compile(r"https?://[^\s<>\"']+")
 ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
 
@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture of a page.
+    """A picture on a page of a Deck.
 
     Examples:
         >>> import io
@@ -168,7 +168,7 @@ def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done:
         title: The title of the page.
         tone: The colour of the state.
         note: A remark at the right.
-        done: The share that is done, from 0 to 1, drawn as a bar.
+        done: The share that is done, from 0 to 1, drawn as a bar. None: no bar.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -210,7 +210,7 @@ def figures(values: Mapping[str, object]) -> str:
     """Return key figures in a row.
 
     Args:
-        values: For each name a value, or a value and a remark. Numbers have four digits. NaN and infinity are red.
+        values: For each name a value, or a value and a remark. Fractions have four digits. NaN and infinity are red.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -255,7 +255,7 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     """Return the parts of a whole as a bar, with name, number and share of each part.
 
     Args:
-        values: The parts by name, each at least 0. Of more than eight, the smallest are added up as "others".
+        values: The parts by name, each at least 0. If there are more than eight, the smallest are added up as "others".
         unit: The unit behind the numbers.
 
     Examples:
@@ -280,7 +280,7 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
 
 
 def folded(summary: str, *pieces: str) -> str:
-    """Return `details` without the shared styles, which the surrounding piece brings."""
+    """Return pieces that open at a click on the summary, as HTML without the style that all pieces share."""
     return element("details", element("summary", text_of(summary)) + _bare(*pieces), "dpt-more dpt-stack")
 
 
@@ -305,7 +305,7 @@ def _figure(name: str, value: object) -> str:
 
 
 def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
-    """Return `table` without the shared styles, which the surrounding piece brings. The cells are HTML."""
+    """Return a table of cells that are HTML already, as HTML without the style that all pieces share."""
     columns = list(zip(*cells, strict=True)) if cells else []
     numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
     kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)
@@ -331,7 +331,7 @@ def _largest(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def element(tag: str, content: str = "", class_: str = "", **attributes: object) -> str:
-    """Return an element around HTML. Attributes are escaped, and None leaves an attribute out."""
+    """Return an HTML element around `content`, which is HTML already. Attributes are escaped, and None is left out."""
     named = {"class": class_ or None, **{name.rstrip("_").replace("_", "-"): at for name, at in attributes.items()}}
     written = "".join(f' {name}="{_clean(at)}"' for name, at in named.items() if at is not None)
     return f"<{tag}{written}>{content}</{tag}>"
@@ -357,13 +357,13 @@ def name_of(text: str) -> str:
 
 
 def whole(piece: str) -> str:
-    """Return a piece with the shared style and script, ready to be shown alone."""
+    """Return a piece of HTML with the style and the script that all pieces share, so that it can be shown alone."""
     return shared() + element("div", piece, "dpt")
 
 
 @functools.cache
 def shared() -> str:
-    """Return the style and the script of all pieces."""
+    """Return the style and the script that all pieces of a page need, as HTML."""
     assets = files_of(__package__) / "assets"
     styles, plot, ours = (
         (assets / name).read_text(encoding="utf-8") for name in ("report.css", "uPlot.iife.min.js", "report.js")

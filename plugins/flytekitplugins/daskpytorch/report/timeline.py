@@ -7,7 +7,7 @@ from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table, element, text_of, whole
 
 MAX_EVENTS = 300
-"""Maximum number of events that are shown. Of more, the first and the last half of this number are shown."""
+"""Maximum number of events that a timeline shows: if there are more, the first 150 and the last 150."""
 MAX_TEXT = 300
 """Maximum number of characters of an event's text that are shown."""
 MAX_DETAIL = 1_000
@@ -15,13 +15,13 @@ MAX_DETAIL = 1_000
 MAX_SPANS = 400
 NUM_TICKS = 5
 NARROW = 4.0
-"""Width in percent of the line. A narrower span is drawn without its name."""
+"""Minimum width, in percent of the timeline, of a span that is drawn with its name."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened.
+    """An event of a timeline: a text at a point in time.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -32,7 +32,7 @@ class Event:
     time: float
     """Time in seconds, on the same clock as all events and spans."""
     text: str
-    """The event, in a line."""
+    """Description of the event, in one line."""
     detail: str = ""
     """Details in one or more lines. Of long details, the end is shown."""
     tone: Tone = "idle"
@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that lasted.
+    """A span of a timeline: a named phase with a start and an end.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -63,7 +63,7 @@ class Span:
 
 
 def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
-    """Return a timeline with spans on a line, events above the line, and the events as a table.
+    """Return a timeline as HTML, with spans on a line, events above the line, and the events as a table.
 
     Args:
         spans: Spans in the order of time, without overlap.

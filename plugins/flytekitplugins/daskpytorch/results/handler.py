@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL = 0.05
-"""Seconds between looks for new results."""
+"""Seconds between two checks for files that ranks have submitted."""
 
 
 _lock = threading.Lock()
@@ -35,18 +35,18 @@ _handlers: WeakSet[DaskResultsHandler] = WeakSet()
 
 
 class DaskResultsHandler:
-    """Writes the files that ranks submit to a folder of the driver.
+    """Takes files that ranks submit, and writes them to a folder on the driver's machine.
 
-    A `DaskDDP` or `SpawnDDP` task has a folder for them, which rank 0 may return: see `directory`. For gangs of
-    `dispatch.run` and `dispatch.map`, call `process_results`.
+    The files of a `DaskDDP` or `SpawnDDP` task go to a folder that `directory` returns, and that rank 0 may return as
+    an output. For gangs of `dispatch.run` and `dispatch.map`, call `process_results`.
 
     Submitted files are kept until a handler processes their gang. A file is not lost if it was submitted before the
     call of `process_results`, or just before its rank failed.
 
-    The argument `key` tells several handlers of one gang apart. A handler keeps its key when it travels to the ranks.
-    Ranks import the function's module again, so a handler without a key at the top of that module has another key in
-    each rank. If no handler in the driver's process has a file's key, the handler that processes the gang writes the
-    file. Give fixed keys to several handlers at the top of a module.
+    The key, `pub_sub_key`, tells several handlers of one gang apart. A handler keeps its key when it travels to the
+    ranks. Ranks import the function's module again, so a handler without a fixed key at the top of that module has
+    another key in each rank. If no handler in the driver's process has a file's key, the handler that processes the
+    gang writes the file. Give fixed keys to several handlers at the top of a module.
 
     Examples:
         >>> from pathlib import Path
@@ -76,7 +76,7 @@ class DaskResultsHandler:
         whole worker. A later file of this rank with the same path replaces this one.
 
         Args:
-            path: Path relative to the `prefix` of `process_results`, or to the folder of the task's results.
+            path: Path relative to the `prefix` of `process_results`, or in a task, to the folder of `directory`.
             data: Content of the file. Text is written as UTF-8.
 
         Raises:
@@ -136,7 +136,7 @@ class DaskResultsHandler:
 
         Args:
             prefix: The folder to write to. Made if it does not exist.
-            futures: The futures of `dispatch.run`, or futures of several gangs.
+            futures: The futures that `dispatch.run` or `dispatch.map` returned, or some of them.
             raise_errors: After all files are written, raise the error of the first failed future, or else of the first
                 refused path.
 
@@ -162,7 +162,14 @@ class DaskResultsHandler:
 
 
 def write_out(received: ReceivedResults, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
-    """Write the received files, without those of the keys `others`. Return the refusals, after a line for each.
+    """Write files that ranks have submitted to a folder. Return an error for each file whose path is refused.
+
+    Each error is also written to standard error.
+
+    Args:
+        received: Files that the driver has received and not yet written.
+        folder: Folder to write to.
+        others: Keys of other handlers, whose files are left for these handlers.
 
     Raises:
         OSError: The folder cannot be written. The remaining files are kept.

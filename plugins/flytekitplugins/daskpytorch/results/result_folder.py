@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MAX_FOLDERS = 100
-"""Maximum number of folders in a path. Functions that upload and remove folders recurse once per folder, at most 1,000
-times."""
+"""Maximum number of folders in the path of a submitted file. Functions that upload and remove folders recurse once per
+folder, at most 1,000 times."""
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
     *(errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT),
 )
-"""Errors of the disk that may pass and concern every path. Other errors are caused by one path alone."""
+"""Error numbers (`errno`) of the whole disk, after which a write can be repeated. Other errors concern one path."""
 
 
 class ResultPathError(ValueError):
-    """A rank submitted a file whose path is refused.
+    """A rank submitted a file whose path is refused, for example a path that leads out of the folder for results.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import dispatch, results
@@ -45,11 +45,11 @@ class ResultPathError(ValueError):
 
 
 class ResultFolder:
-    """A folder for results, made if it does not exist."""
+    """Folder of the driver for files that ranks submit. A missing folder is made."""
 
     def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
         self.name = name or os.fspath(prefix)
-        """Name of the folder in errors."""
+        """Name of the folder in error messages."""
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"
@@ -58,7 +58,7 @@ class ResultFolder:
         """Write one file, and replace an earlier file of the same path.
 
         Raises:
-            ResultPathError: The path is not relative, leads outside, is too deep, or names a folder.
+            ResultPathError: The path is not relative, leads out of the folder, is too deep, or names a folder.
             OSError: The file cannot be written now.
         """
         if (reason := _objection(path)) is not None:

@@ -24,15 +24,15 @@ from flytekitplugins.daskpytorch.report.pieces import shared
 from flytekitplugins.daskpytorch.sweep.model import STATUSES, ModelFuture, Status, status_of
 
 COUNT_INTERVAL = 5.0
-"""Minimum number of seconds between two plain lines with the number of ended models."""
+"""Minimum number of seconds between two lines with the number of ended models."""
 MAX_LABEL = 48
-"""Maximum number of characters of an experiment in its line."""
+"""Maximum number of characters of an experiment in its model's line on standard error."""
 MAX_ROWS = 100
-"""Maximum number of models in a notebook's table."""
+"""Maximum number of models in the table that a notebook shows of a `dispatch.map`."""
 MAX_CELL = 60
-"""Maximum number of characters of a cell."""
+"""Maximum number of characters of a cell in the table that a notebook shows of a `dispatch.map`."""
 REFRESH = 0.5
-"""Seconds between two updates of a notebook's table."""
+"""Seconds between two updates of the table that a notebook shows of a `dispatch.map`."""
 
 
 class SweepDisplay:
@@ -54,14 +54,14 @@ class SweepDisplay:
         self._lock = threading.Lock()
 
     def line(self, index: int, experiment: object) -> Observer:
-        """Return the observer of one model's gang."""
+        """Return the observer that displays one model's gang."""
         if log.is_for_machines():
             return MachineLog()
         label = one_line(repr(without_secrets(experiment)), MAX_LABEL)
         return Display(self._board, f"model {index} {label}", f"model {index}, ")
 
     def restored(self, models: Iterable[ModelFuture], where: str) -> None:
-        """Count and report the models that ended in an earlier attempt."""
+        """Count the models that ended in an earlier call, and write the count with their storage folder `where`."""
         self._ended = {model.index: model.status for model in models}
         self._tell_count(f"before, as {where} has it")
 
@@ -114,7 +114,10 @@ def _in_words(statuses: Iterable[Status]) -> str:
 
 
 def as_html(models: Sequence[ModelFuture]) -> str:
-    """Return an HTML table of at most `MAX_ROWS` models, most interesting first, without secrets."""
+    """Return an HTML table of models by index, without secrets.
+
+    If there are more than 100 models, those that are training or have failed are preferred.
+    """
     chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
     rows = rows_of(sorted(chosen, key=lambda model: model.index))
     header = list(dict.fromkeys(name for row in rows for name in row))
@@ -138,7 +141,7 @@ def is_notebook() -> bool:
 
 
 def show_live(models: Sequence[ModelFuture]) -> None:
-    """Show the table in the output of a notebook's cell, and update the table until all models have ended."""
+    """Show a table of the models in a notebook, and update the table in a thread until all models have ended."""
     from IPython.display import HTML, display
 
     shown = as_html(models)

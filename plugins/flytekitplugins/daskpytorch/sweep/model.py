@@ -17,15 +17,15 @@ from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
-"""State of a model."""
+"""State of a model of a `dispatch.map`."""
 STATUSES = get_args(Status)
-"""All states, most interesting first."""
+"""All states of a model, in the order in which displays list them."""
 MAX_SHOWN = 100
-"""Maximum number of characters of an experiment in a future's representation."""
+"""Maximum number of characters of an experiment in the `repr` of its `ModelFuture`."""
 
 
 class ModelFuture(GangFuture):
-    """Future of one model. The result is rank 0's return value.
+    """Future of one model of a `dispatch.map`. The result is rank 0's return value.
 
     For a model that was stopped early, `result` raises `StoppedEarlyError` and `exception` returns that error.
     """
@@ -48,7 +48,7 @@ class ModelFuture(GangFuture):
 
     @property
     def records(self) -> list[LogRecord]:
-        """Rank 0's records so far, with numbers and strings. A restart removes the records that will come again."""
+        """Log records of rank 0, with numbers and strings. A restart removes the records that will be logged again."""
         return list(self._log.records)
 
     @property
@@ -58,15 +58,15 @@ class ModelFuture(GangFuture):
 
     @property
     def step(self) -> int | None:
-        """Step of the last record. None without records."""
+        """Step of rank 0's last log record. None without records."""
         records = self._log.records
         return records[-1].step if records else None
 
     @property
     def goodput(self) -> Goodput | None:
-        """Account of the model's time, updated every two seconds during training.
+        """Account of the time of the model's gang, updated every two seconds during training.
 
-        None before the training, and for a model that an earlier call has completed.
+        None before the training, and for a model that an earlier call of `dispatch.map` has completed.
         """
         return self._log.goodput
 
@@ -88,28 +88,31 @@ class ModelFuture(GangFuture):
 
 
 class Log(Observer):
-    """Records, newest metrics and goodput of one model."""
+    """Observer that collects the log records, newest metrics and goodput of one model."""
 
     def __init__(self, before: Sequence[LogRecord] = ()) -> None:
         self._before = before
-        """Records of the attempt before. A gang that resumes keeps them up to the resumed step."""
+        """Log records from an earlier call of `dispatch.map`.
+
+        A gang that resumes from a checkpoint restores the records up to the checkpoint's step.
+        """
         self.records: list[LogRecord] = []
         self.newest: dict[str, Any] = {}
         """Newest value of each metric, by name."""
         self.goodput: Goodput | None = None
 
     def accounted(self, goodput: Goodput) -> None:
-        """Store the newest account."""
+        """Store the newest account of the gang's time."""
         self.goodput = goodput
 
     def logged(self, record: LogRecord) -> None:
-        """Store a record of rank 0."""
+        """Store a log record of rank 0. Records of other ranks are ignored."""
         if record.rank == 0:
             self.records.append(bare := record.bare())
             self.newest = {**self.newest, **bare.metrics}  # a new dictionary, since other threads read the old one
 
     def resumed(self, step: int) -> None:
-        """Restore the records of the attempt before, up to this step."""
+        """Restore an earlier call's records up to `step`, the step of the checkpoint that the gang resumes from."""
         self.cut(self._before, step)
 
     def restarting(self, reason: str, step: int | None) -> None:
@@ -124,13 +127,13 @@ class Log(Observer):
 
 @dataclass(eq=False, kw_only=True)
 class Model:
-    """The driver's state of one model."""
+    """State of one model of a `dispatch.map`, in the driver."""
 
     index: int
     line: Observer
     """Observer that shows the model in the sweep's display."""
     kept: Kept | None = None
-    """State that an earlier call left in storage. None for a new model."""
+    """State that an earlier call of `dispatch.map` left in storage. None for a new model."""
     experiment: Any = None
     num_workers: int = 0
     storage: ModelStorage | None = None
@@ -159,7 +162,7 @@ def error_of(future: Future[Any]) -> BaseException | None:
 
 
 def status_of(error: BaseException | None) -> Status:
-    """Return the final state of a model whose future has this error, or None for a result."""
+    """Return the final state of a model, from the error of its future. None: the future has a result."""
     match error:
         case None:
             return "finished"

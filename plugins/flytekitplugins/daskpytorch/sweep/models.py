@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
-"""Seconds between two checks of the cluster's workers while models wait."""
+"""Seconds between two checks of the cluster's workers while models wait for workers."""
 
 
 def train_all(
@@ -86,17 +86,18 @@ class ModelFutures(Futures[ModelFuture]):
 
     def __init__(self, sweep: Sweep, models: Sequence[Model]) -> None:
         self.cluster = sweep.cluster
-        """Workers of the whole sweep."""
+        """Launcher for agents on all workers of the Dask cluster."""
         self._sweep = sweep
         self._changed = threading.Condition()
-        """Lock of all fields below. Wakes the thread that starts gangs."""
+        """Lock of the free workers and the waiting models. A notification wakes the thread that starts gangs."""
         self._pool = Pool(free=set(sweep.cluster.workers))
         missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
-        """Models without a gang, largest first. Models of a search without an experiment come last."""
+        """Models that wait for workers, largest first. Models for which the study has yet to suggest an experiment come
+        last."""
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
-        """Newest time (monotonic, seconds) at which the cluster had enough workers for each waiting model."""
+        """Last time (monotonic clock, seconds) at which the cluster had enough workers for each waiting model."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
             model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self._end_all)
@@ -115,8 +116,8 @@ class ModelFutures(Futures[ModelFuture]):
 
         Args:
             timeout: Seconds to wait. None: no limit.
-            return_exceptions: True to return errors in the place of results, as `asyncio.gather` does. Early stopping
-                and cancellation count as errors.
+            return_exceptions: True to return errors in the list in place of results, early stopping and cancellation
+                included. False to raise the first error.
 
         Raises:
             TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
@@ -140,7 +141,7 @@ class ModelFutures(Futures[ModelFuture]):
         return next((error for future in failed if (error := error_of(future)) is not None), None)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min", timeout: float | None = None) -> ModelFuture:
-        """Wait for all models, and return the finished one whose newest value of a metric is best.
+        """Wait for all models, and return the future of the finished model with the best newest value of a metric.
 
         Failed, cancelled and early stopped models do not count. Neither do values other than numbers.
 
@@ -188,7 +189,14 @@ class ModelFutures(Futures[ModelFuture]):
         return as_html(self)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
-        """Yield each future as soon as its model's training has ended."""
+        """Yield each future as soon as its model's training has ended.
+
+        Args:
+            timeout: Seconds to wait for all models together. None: no limit.
+
+        Raises:
+            TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
+        """
         return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
 
     def cancel(self) -> bool:
@@ -209,12 +217,15 @@ class ModelFutures(Futures[ModelFuture]):
                 raise TimeoutError(f"{len(not_done)} of {len(self)} models have not ended within {timeout:g} s")
 
     def _end_all(self) -> bool:
-        """Cancel all gangs at Ctrl-C, before the caller closes their Dask client. Return True."""
+        """Cancel all gangs at Ctrl-C, before the caller closes their Dask client.
+
+        Return True, so that `KeyboardInterrupt` is raised after their end.
+        """
         self.cancel()
         return True
 
     def _restore(self, model: Model) -> None:
-        """Settle a completed model with the records and the result that were read from storage."""
+        """Settle the future of a model that an earlier call has completed, with its stored records and result."""
         if (kept := model.kept) is not None:
             self._sweep.recall(model)
             model.log.cut(kept.records)
@@ -330,10 +341,10 @@ class ModelFutures(Futures[ModelFuture]):
     # ---- in other threads
 
     def _refill(self, model: Model) -> list[str]:
-        """Replace a gang's lost workers by free ones, and return all its workers.
+        """Replace lost workers of a model's gang by free ones, and return the gang's workers.
 
         Raises:
-            OSError: The scheduler does not answer.
+            OSError: The Dask scheduler does not answer.
         """
         present = self.cluster.present()
         with self._changed:

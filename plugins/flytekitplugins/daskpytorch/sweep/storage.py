@@ -30,20 +30,20 @@ from flytekitplugins.daskpytorch.records import LogRecord
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
-"""Number of files that are read at the same time."""
+"""Number of a sweep's files that are read from storage at the same time."""
 MAX_COMPARED = 1 << 16
-"""Maximum number of bytes of a pickled argument of a partial function. Larger arguments are not compared between
-calls."""
+"""Maximum size, in bytes, of a pickled argument of a partial function. Larger arguments are not compared with those of
+the earlier call."""
 RETRY_AFTER = (1.0, 2.0, 4.0)
-"""Seconds before each new attempt to write an outcome."""
+"""Pauses, in seconds, before the retries to write a model's result to storage."""
 MAX_TOLD = 3
-"""Maximum number of differences between two calls that an error names."""
+"""Maximum number of differences from the earlier call of `dispatch.map` that an error names."""
 ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A model's state from earlier calls, as read from storage."""
+    """A model's state from earlier calls of `dispatch.map`, as read from storage."""
 
     experiment: Any
     records: Sequence[LogRecord] = ()
@@ -52,11 +52,11 @@ class Kept:
     stopped: StoppedEarlyError | None = None
     """Error of a model that was stopped early. None for any other model."""
     trial: Any = None
-    """Optuna's trial at the time of the last write. None for an experiment from a list."""
+    """Optuna's trial of the model, as of the last write to storage. None for an experiment from a list."""
 
 
 class SweepStorage:
-    """Folder of one sweep. The user owns the folder, so pickles from this folder are trusted."""
+    """Storage folder of one `dispatch.map`. The user owns the folder, so pickles from this folder are trusted."""
 
     def __init__(self, uri: str, name: str) -> None:
         folder = f"{uri.rstrip('/')}/{name}"
@@ -64,7 +64,7 @@ class SweepStorage:
         self.folder = self.files.path(folder)
 
     def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, Kept]:
-        """Return the stored models by index. In the folder of a new sweep, write `call.pkl`.
+        """Return the models' stored states by index. In a new folder, write `call.pkl`, which describes the function.
 
         Args:
             function: Function of this call.
@@ -110,7 +110,10 @@ class SweepStorage:
             return dict(zip(names, readers.map(self._read, names), strict=True))
 
     def _read(self, name: str) -> Any:
-        """Return the object in a file. None if the file is truncated, which only stores without atomic writes do."""
+        """Return the object in a pickle file of the folder.
+
+        None if the file is truncated, which happens only in stores without atomic writes.
+        """
         data = self.files.read(f"{self.folder}/{name}")
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
@@ -125,7 +128,7 @@ class SweepStorage:
 
 @dataclass(eq=False, kw_only=True)
 class ModelStorage:
-    """Folder of one model."""
+    """Storage folder of one model of a `dispatch.map`."""
 
     files: Files
     folder: str
@@ -139,11 +142,11 @@ class ModelStorage:
         return StoragePaths(files=self.files, previous=folder, own=folder, is_claimed=True, prepare=self.note_progress)
 
     def note_progress(self) -> None:
-        """Write the model's experiment and its records so far."""
+        """Write the model's experiment and present records to `begun.pkl`."""
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
     def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
-        """Write the model's outcome. A failed write is reported and tried again, and leaves the result intact."""
+        """Write the model's result or early stopping to `outcome.pkl`. Failures are retried and reported by `say`."""
         outcome = {**self.about(), "result": result, "stopped": stopped}
         for wait_for in (*RETRY_AFTER, None):
             try:
@@ -169,9 +172,9 @@ def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, Kept]]:
 
 
 def _pickled(value: Any) -> bytes:
-    """Return a pickle with classes by reference if possible, else by value.
+    """Return a value's pickle, with classes by reference if possible, else by value.
 
-    A script that reads the pickle gets its own classes by reference, and copies by value.
+    A script that reads the pickle uses its own classes for references, and copies for classes by value.
     """
     try:
         return pickle.dumps(value)
@@ -183,7 +186,10 @@ def _pickled(value: Any) -> bytes:
 
 
 def _bound(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of partial functions by name or position, without large and unpicklable ones."""
+    """Return the arguments that `functools.partial` has bound to a function, by name or position.
+
+    Large and unpicklable arguments are left out.
+    """
     bound: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         here = {str(place): value for place, value in enumerate(function.args)} | function.keywords

@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 @dataclass(eq=False, kw_only=True)
 class Sweep:
-    """Shared state of one `dispatch.map`."""
+    """State that all models of one `dispatch.map` share."""
 
     cluster: DaskAgents
     function: Callable[..., Any]
@@ -41,12 +41,12 @@ class Sweep:
     wandb: Wandb | None
     storage: SweepStorage | None
     trials: Trials | None
-    """Trials of early stopping or of a search. None without either."""
+    """Optuna trials of the models, for early stopping or a search. None without either."""
     board: SweepDisplay
     keys: Sequence[str] = ()
-    """Keys of the models, by index. See `take_keys`."""
+    """Unique keys of the models, by index. A key names the model's checkpoints and tracker runs in all attempts."""
     execution: Execution = field(default_factory=current_execution)
-    """Flyte execution of the calling thread. Other threads may have no execution."""
+    """Flyte execution of the thread that calls `dispatch.map`. Other threads may have no execution."""
     code: Code = field(default_factory=pack_code)
     runs: Callable[[], RunSettings] | None = field(init=False)
 
@@ -81,7 +81,7 @@ class Sweep:
         """Return the number of workers for an experiment.
 
         Raises:
-            ValueError: The user's number is not a whole number above 0.
+            ValueError: The user's number of workers is not a whole number above 0.
             GangStartError: The cluster has fewer workers.
         """
         size = self.workers(experiment) if callable(self.workers) else self.workers
@@ -95,10 +95,10 @@ class Sweep:
         return size
 
     def ask(self, model: Model) -> None:
-        """Get a model's experiment from the study, and prepare the model's training.
+        """Get a model's experiment from the Optuna study, and prepare the model's training.
 
         Raises:
-            Exception: Any error of `prepare`, of the study or of the user's function.
+            Exception: The study or the user's function fails, or the experiment cannot be trained on this cluster.
         """
         if self.trials is None:
             raise TypeError("this sweep has no study to suggest experiments")
@@ -118,11 +118,11 @@ class Sweep:
             )
 
     def prepare(self, model: Model, experiment: Any) -> None:
-        """Prepare a model's training.
+        """Set a model's experiment and number of workers, and check that function and experiment can be pickled.
 
         Raises:
-            ValueError: As `size`.
-            GangStartError: As `size`.
+            ValueError: The user's number of workers is not a whole number above 0.
+            GangStartError: The cluster has fewer workers than the model takes.
             TypeError: The function or the experiment cannot be pickled.
         """
         model.experiment = experiment
@@ -130,7 +130,7 @@ class Sweep:
         pack_call(self.function, (experiment,), {}, lambda _: None)  # without a copy of large arrays
 
     def request(self, model: Model) -> Request:
-        """Return the request for a model's gang.
+        """Return the request with which the driver starts a model's gang.
 
         Build the request only when the gang starts, since a request holds the call's large arguments.
 
@@ -152,7 +152,7 @@ class Sweep:
         return replace(request, key=key, storage=paths, observers=observers, training=about)
 
     def observers(self, model: Model) -> list[Observer]:
-        """Return the sweep's observers for a model's gang."""
+        """Return the observers for a model's gang: its display, its records, and early stopping or the search."""
         observers = [model.line, model.log]
         if self.trials is not None:
             before = model.kept.records if model.kept is not None else ()
@@ -168,7 +168,7 @@ class Sweep:
         return kept is not None and kept.has_ended and (kept.stopped is None or self.trials is not None)
 
     def recall(self, model: Model) -> None:
-        """Report a completed model to the study, for comparison with other models."""
+        """Report to the study a model that an earlier call has completed, for comparison with other models."""
         if model.kept is not None and self.trials is not None:
             self.trials.recall(model.index, model.kept)
 
@@ -202,18 +202,18 @@ def _fit(settings: Gang, num_workers: int) -> Gang:
 
 @dataclass
 class Pool:
-    """Workers of a cluster and their holders. Not thread-safe."""
+    """Workers of a Dask cluster, each free or held by one model's gang, the holder. Not thread-safe."""
 
     free: set[str] = field(default_factory=set)
-    """Workers without a holder."""
+    """Addresses of the workers that no gang holds."""
     _held: dict[Hashable, set[str]] = field(default_factory=dict)
-    """Workers by holder."""
+    """Addresses of the workers that each gang holds, by holder."""
     _wanted: dict[Hashable, int] = field(default_factory=dict)
-    """Requested number of workers, by holder."""
+    """Number of workers that each gang has requested, by holder."""
 
     @property
     def num_free(self) -> int:
-        """Number of free workers for new gangs, less the replacements that older gangs wait for."""
+        """Number of workers that a new gang can get: free workers, less replacements that running gangs wait for."""
         return max(0, len(self.free) - sum(self._num_missing(holder) for holder in self._held))
 
     @property
@@ -223,25 +223,25 @@ class Pool:
 
     @property
     def is_in_use(self) -> bool:
-        """True if the pool has a holder."""
+        """True if a gang is running."""
         return bool(self._held)
 
     def update(self, present: Iterable[str]) -> None:
-        """Set the present workers. Absent workers are taken from their holders."""
+        """Set the workers that the cluster has now. Lost workers are taken from their gangs."""
         there = set(present)
         for workers in self._held.values():
             workers.intersection_update(there)
         self.free = there.difference(*self._held.values())
 
     def acquire(self, holder: Hashable, count: int) -> list[str] | None:
-        """Assign `count` workers to a new holder and return them, or return None if too few are free."""
+        """Assign `count` workers to a new holder, and return their addresses. Return None if fewer workers are free."""
         if count > self.num_free:
             return None
         self._held[holder], self._wanted[holder] = set(), count
         return self.refill(holder)
 
     def refill(self, holder: Hashable) -> list[str]:
-        """Replace a holder's lost workers by free ones, and return all its workers."""
+        """Replace a holder's lost workers by free ones, and return the addresses of the holder's workers."""
         missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
         self.free.difference_update(missing)
         self._held[holder].update(missing)
@@ -257,7 +257,7 @@ class Pool:
 
 
 class Share(DaskAgents):
-    """Starts one gang's agents on its share of the workers, and on replacements for lost workers."""
+    """Launcher that starts one gang's agents on its share of the workers, and on replacements for lost workers."""
 
     def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
         """Prepare the launcher.
@@ -265,7 +265,7 @@ class Share(DaskAgents):
         Args:
             cluster: Launcher for the whole cluster.
             workers: Workers of the gang.
-            refill: Replaces the gang's lost workers by free ones, and returns all its workers.
+            refill: Replaces the gang's lost workers by free ones, and returns all workers of the gang.
         """
         vars(self).update(vars(cluster))
         self._futures = []  # `close` ends only this gang's agents

@@ -24,35 +24,36 @@ if TYPE_CHECKING:
 
 
 MAX_NAMES = 20
-"""Maximum number of metrics in the notice of a missing metric."""
+"""Maximum number of logged metrics that the notice of a missing metric names."""
 MODEL = "model"
-"""Name of a trial's attribute with the model's index."""
+"""Name of the user attribute in which an Optuna trial has its model's index."""
 TAG = "daskpytorch"
-"""Name of the attribute that identifies a newly added trial."""
+"""Name of the user attribute by which an Optuna trial that was just added to the study is found again."""
 
 
 class Trials:
-    """Study of one `dispatch.map`, and the trials of its models."""
+    """Optuna study of one `dispatch.map`, and the trials of its models."""
 
     def __init__(self, asked: EarlyStopping | Search, num_models: int) -> None:
         self.asked = asked
         self.num_models = num_models
         self.suggests = isinstance(asked, Search)
-        """True if the study suggests the experiments."""
+        """True for a search, whose study suggests the experiments. False for early stopping alone."""
         self.study = asked.study if isinstance(asked, Search) else _new_study(asked)
         self.metric = asked.metric if len(self.study.directions) == 1 else None
-        """Metric for early stopping. None if the study has several directions, since Optuna prunes by one only."""
+        """Metric for early stopping. None without one, or if the study has several directions, by which Optuna cannot
+        prune."""
         self._lock = threading.Lock()
-        """Lock of the study and all fields below. A report and the comparison with other trials are one step."""
+        """Lock of the study and the trials. No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
-        """Trials of the models that have begun, by model index."""
+        """Optuna trials of the models that have begun, by model index."""
         self._last_epochs: dict[int, int] = {}
-        """Newest reported epoch of models that began in an earlier attempt, by model index."""
+        """Newest epoch that the study knows of models that began in an earlier call, by model index."""
         self.is_metric_known = self.suggests
-        """True if a model has logged the metric, or the notice of a missing metric was shown or is unnecessary."""
+        """False while a notice of a missing metric may be needed: in early stopping, until a model logs the metric."""
 
     def ask(self, index: int) -> Any:
-        """Return the study's experiment for a model. Raises any error of the user's function."""
+        """Return the experiment that the study suggests for a model, and raise any error of the user's `suggest`."""
         if not isinstance(self.asked, Search):
             raise TypeError("early stopping suggests no experiments")
         with self._lock:
@@ -61,7 +62,10 @@ class Trials:
         return self.asked.suggest(trial)
 
     def attach(self, index: int, kept: Kept) -> None:
-        """Resume the trial of a model that began in an earlier attempt, or add an equal trial."""
+        """Resume the Optuna trial of a model that began in an earlier call.
+
+        If this trial has ended or is missing in the study, add a copy.
+        """
         from optuna import Trial
 
         with self._lock:
@@ -72,7 +76,7 @@ class Trials:
             self._last_epochs[index] = -1 if trial.last_step is None else trial.last_step
 
     def recall(self, index: int, kept: Kept) -> None:
-        """Report to the study a model that ended in an earlier attempt."""
+        """Report the result of a model that ended in an earlier call of `dispatch.map` to the study."""
         if not self.suggests:
             self.watch(index, lambda _: None, kept.records).take_before(math.inf)
             return
@@ -85,7 +89,7 @@ class Trials:
                 self._tell(trial.number, kept.stopped, kept.result, metrics)
 
     def trial(self, index: int) -> optuna.trial.FrozenTrial:
-        """Return a model's trial in its present state."""
+        """Return a model's Optuna trial in its present state."""
         with self._lock:
             return self.study.get_trials(deepcopy=False)[self._trials[index].number]
 
@@ -95,7 +99,8 @@ class Trials:
         Args:
             index: Index of the model.
             say: Shows a notice about the model.
-            before: Records of an earlier attempt. Records up to the resumed step are reported first.
+            before: Records from an earlier call of `dispatch.map`. If the gang resumes from a checkpoint, the records
+                up to the checkpoint's step are reported first.
         """
         if not self.suggests:  # a search has asked for the trial already
             with self._lock:
@@ -103,16 +108,16 @@ class Trials:
         return _Judge(self, self._trials[index], index, say, before, self._last_epochs.get(index, -1))
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
-        """Report a model's value, and return True if the pruner stops the model."""
+        """Report a model's value of the metric to the study, and return True if the study's pruner stops the model."""
         with self._lock:
             trial.report(value, epoch)
             return trial.should_prune()
 
     def next_rung(self, epoch: int) -> int:
-        """Return the next epoch whose value is reported to the study.
+        """Return the first epoch after `epoch` whose value is reported to the study.
 
         Optuna copies all reports of a trial at each report, so the time grows with the square of the reports. Early
-        stopping therefore reports at rungs only. A user's study receives every epoch.
+        stopping therefore reports only the epochs at which it compares models. A user's study receives every epoch.
         """
         if isinstance(self.asked, Search):
             return epoch + 1
@@ -122,7 +127,7 @@ class Trials:
         return rung
 
     def why(self, value: float) -> str:
-        """Return the reason for stopping a model with this value."""
+        """Return the reason for stopping a model with this value of the metric, as the last clause of a message."""
         if isinstance(self.asked, Search):
             return f"and the study's {type(self.study.pruner).__name__} wants it to end"
         if math.isnan(value):
@@ -175,22 +180,22 @@ class _Judge(Observer):
     _say: Callable[[str], None]
     _before: Sequence[LogRecord]
     _last_epoch: int
-    """Newest reported epoch of the model. -1 without reports."""
+    """Newest epoch of the model that was reported to the study. -1 without reports."""
     _names: set[str] = field(default_factory=set)
-    """Names of metrics in records that came before the compared metric."""
+    """Names of metrics in the model's records that lack the metric for early stopping."""
     _first_epoch: int | None = None
-    """First epoch of a record without the metric."""
+    """Epoch of the first record that lacks the metric for early stopping. None without a record of this kind."""
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
         self._rung = self._trials.next_rung(self._last_epoch)
-        """First epoch whose value is reported next. Earlier epochs come again after a restart."""
+        """Next epoch whose value is reported to the study. A restarted gang logs earlier epochs again."""
 
     def resumed(self, step: int) -> None:
         self.take_before(step)
 
     def take_before(self, step: float) -> None:
-        """Report the records of an earlier attempt, up to this step. Earlier values stop no model again."""
+        """Report an earlier call's records up to `step` to the study. Their values do not stop the model again."""
         for record in self._before:
             if record.step <= step:
                 self._falls_behind(record)
@@ -214,7 +219,7 @@ class _Judge(Observer):
             self._complain()
 
     def _falls_behind(self, record: LogRecord) -> bool:
-        """Report a record's value if due, and return True if the model must stop."""
+        """Report a record's value to the study if its epoch is due, and return True if the model must stop."""
         if self._trials.metric is None:
             return False
         epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
@@ -229,7 +234,7 @@ class _Judge(Observer):
         return self._trials.falls_behind(self._trial, epoch, value)
 
     def _miss(self, epoch: int | None, record: LogRecord) -> None:
-        """Note a record without the compared metric. Show the notice once a rung has passed."""
+        """Note a record that lacks the metric for early stopping. Show a notice once a comparison was due."""
         if self._trials.is_metric_known:
             return
         if len(self._names) < MAX_NAMES:
@@ -273,5 +278,5 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
 
 
 def _is_last(record: LogRecord) -> bool:
-    """Return True for the last step's record. Stopping the model now would save no time and lose the result."""
+    """Return True for the record of the training's last step. Stopping the model then would only lose its result."""
     return record.num_steps is not None and record.step + 1 >= record.num_steps
