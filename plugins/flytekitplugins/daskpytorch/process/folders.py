@@ -25,11 +25,11 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.system import running_kernel
 
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
-"""Seconds before each retry to remove a folder in use."""
+"""Pauses, in seconds, before the retries to remove a scratch folder to which a process still writes."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
-"""Part of this machine's folder names. On a shared disk, the locks of other machines may be invisible."""
+"""Id of this machine in the names of its scratch folders. On a shared disk, other machines' locks may be invisible."""
 NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
-"""Name of a scratch folder of this machine."""
+"""Pattern for the name of a scratch folder that a process of this machine has made."""
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     """Make an empty folder in the system's temporary folder, and remove it at the end of the context.
 
     Args:
-        prefix: Start of the folder's name: `daskpytorch-`, or with a word `daskpytorch-results-`.
+        prefix: Start of the folder's name, such as `daskpytorch-` or `daskpytorch-results-`.
     """
     place = tempfile.gettempdir()
     _tidy(place)
@@ -61,7 +61,7 @@ def _tidy(place: str) -> None:
 
 
 def remove_abandoned(place: str) -> None:
-    """Remove scratch folders in `place` that ended processes of this user have left."""
+    """Remove the scratch folders that this user's killed processes have left in the folder `place`."""
     for entry in os.scandir(place):
         if NAME.fullmatch(entry.name):
             with contextlib.suppress(OSError):  # a process holds the lock, or another user owns the folder
@@ -75,7 +75,7 @@ def remove_abandoned(place: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, with retries: dying ranks or abandoned threads may still write files."""
+    """Remove a scratch folder, with retries, since dying ranks or abandoned threads may still write files."""
     for wait_for in (*RETRY_AFTER, 0.0):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -84,7 +84,7 @@ def _remove(folder: Path) -> None:
 
 
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-"""Mode bits that let other users write."""
+"""Mode bits that let other users write to a file or folder."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH
 """Mode bits that let other users open the files in a folder."""
 

@@ -122,7 +122,7 @@ def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
 
 
 def _is_interactive() -> bool:
-    """Return True if a user goes on with this process, in a notebook or at Python's prompt."""
+    """Return True if this process is a notebook's kernel or has Python's prompt, so that a user goes on with it."""
     return hasattr(sys, "ps1") or ("IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None)
 
 
@@ -136,7 +136,7 @@ def _end_process() -> None:
 
 _is_registered = False
 _forking = threading.local()
-"""Signal mask of the thread that forks, from before the fork."""
+"""Signal mask that the forking thread had before the fork, and gets again after the fork."""
 
 
 @contextlib.contextmanager
