@@ -35,14 +35,15 @@ from flytekitplugins.daskpytorch.protocol.orders import RankOrder, WorkerData
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds between heartbeats."""
+"""Seconds between two heartbeats of an agent to its driver."""
 MAX_HEARTBEATS = 5_000
-"""Maximum number of heartbeats per second of all agents of a gang together. The agents of larger gangs send fewer
-each."""
+"""Maximum number of heartbeats per second that a driver gets from all agents together. Each agent of a larger gang
+sends fewer."""
 MAX_HEARTBEAT_INTERVAL = 3.0
-"""Maximum number of seconds between heartbeats: a fifth of the driver's timeout for silent agents."""
+"""Maximum number of seconds between two heartbeats of an agent in a very large gang. The driver counts an agent as lost
+after five times as long."""
 DUMP_TIME = 0.3
-"""Seconds in which signal handlers of silent ranks write their stacks."""
+"""Seconds that an agent waits for silent ranks to write their stacks after it has signalled them."""
 
 
 def run(
@@ -52,13 +53,14 @@ def run(
     *,
     start_method: str = "forkserver",
 ) -> None:
-    """Serve the driver until the gang or the driver ends. Kill the remaining ranks before the return.
+    """Run an agent until its gang or driver ends, and kill the remaining ranks before the return.
 
     Args:
         order: The driver's address, and the agent's settings.
-        leaving: A file descriptor that becomes readable when the worker is closing. None without a worker.
-        data: Connection details of this node's Dask worker, for the ranks. None without a worker.
-        start_method: Start method of ranks (see `fork_client.connect`).
+        leaving: A file descriptor that becomes readable when the Dask worker is closing. None without a Dask worker.
+        data: Connection details of this node's Dask worker, for the ranks. None without a Dask worker.
+        start_method: `forkserver` forks ranks from a process that has imported torch. `spawn` starts ranks as fresh
+            interpreters.
 
     Raises:
         ConnectionError: This node cannot reach the driver.
@@ -81,7 +83,7 @@ def run(
 
 
 class OwnNode(AgentLauncher):
-    """Launcher of one agent, for the ranks of a `SpawnDDP` task. `dask.agents.DaskAgents` is the launcher for Dask."""
+    """Launches one agent in the task's own process, for gangs without Dask workers, such as those of `SpawnDDP`."""
 
     num_wanted = 1
     host = "127.0.0.1"
@@ -91,7 +93,7 @@ class OwnNode(AgentLauncher):
         self._start_method = start_method
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start the agent in a thread."""
+        """Start the agent in a thread of this process. `on_failure` gets the agent's error, if any."""
         for order in orders:
             serve = functools.partial(self._serve, order, on_failure)
             threading.Thread(target=serve, name="daskpytorch-agent", daemon=True).start()
@@ -111,10 +113,12 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._archive = b""
-        """Archive of the sources from the driver. A later attempt unpacks the archive if the user's files change."""
+        """Archive of the user's source files that the driver has sent. A later attempt unpacks the archive if the files
+        on this machine have changed."""
         self._server = fork_client.connect(start_method)
         self._meeting: socket.socket | None = None
-        """Listening socket of the rendezvous store, for rank 0 on this node. Early connections wait in its queue."""
+        """Listening socket of this node, which the rendezvous store uses if rank 0 runs here. Early connections wait in
+        the socket's queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._num_kills_for_memory = 0
@@ -122,9 +126,9 @@ class _Agent:
         self._heartbeat_at = 0.0
         self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[Rank] = []
-        """Ranks that were signalled to write their stacks."""
+        """Ranks without signs of life that the agent has signalled to write their stacks."""
         self._stacks_at: float | None = None
-        """Time at which the agent reads the stacks of silent ranks, on the monotonic clock. None without a request."""
+        """Time at which the agent reads the stacks of silent ranks, on the monotonic clock. None while none are due."""
         self._lock = threading.Lock()
         self._transfers = Transfers(order, scratch, self._say)
 
@@ -152,10 +156,10 @@ class _Agent:
             self._keep_time()
 
     def _await_server(self) -> None:
-        """Wait until the fork server can fork. The driver refuses a worker whose agent fails before its `Hello`.
+        """Wait until the fork server can start ranks. The driver refuses a worker whose agent fails during this wait.
 
         Raises:
-            ForkServerFailedError: The server has failed.
+            ForkServerFailedError: The fork server has failed.
             EOFError: The driver has ended.
         """
         if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
@@ -164,7 +168,7 @@ class _Agent:
             self._server.take_readiness()
 
     def _due(self) -> list[Callable[[], None]]:
-        """Wait for events or the next deadline, and return the handlers of all events."""
+        """Wait for events of driver, fork server and ranks, or for the next deadline. Return the events' handlers."""
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
@@ -288,7 +292,7 @@ class _Agent:
     # ---- stacks
 
     def _dump(self, ranks: list[int]) -> None:
-        """Ask silent ranks for their stacks, by a signal."""
+        """Signal these ranks, which have given no signs of life, to write their stacks to files."""
         self._silent = [rank for rank in self._ranks.values() if rank.place.rank in ranks]
         for rank in self._silent:
             rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
@@ -365,8 +369,8 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
     """Return the seconds between an agent's heartbeats.
 
     Args:
-        place: Place of any rank of the agent.
-        pulse: Seconds between a rank's signs of life. None if ranks send none.
+        place: Place in the gang of any of the agent's ranks, which tells the number of agents.
+        pulse: Seconds between two reports of a rank's signs of life. None if ranks send no reports.
     """
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
@@ -374,6 +378,6 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
 
 
 def _listen_at(address: str) -> socket.socket:
-    """Return a socket that listens at a port of the system's choice, with the longest queue that the system allows."""
+    """Return a TCP socket that listens at any free port of this address, with the longest queue that Linux allows."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)

@@ -1,6 +1,6 @@
 """Starts or finds this process's fork server, and asks the fork server for ranks. Runs in a Dask worker or in the task.
 
-The server lives as long as this process. So later gangs start in 0.1 s.
+The fork server lives as long as this process, so later gangs start in 0.1 s.
 """
 
 import atexit
@@ -23,19 +23,19 @@ from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.protocol.orders import NANNYS_MARK, without_nannys
 
 END_TIMEOUT = 10.0
-"""Timeout, in seconds, for a fork server to end its ranks after the order. A suspended server is killed then."""
+"""Seconds that a fork server gets to end its ranks and itself, when told to end. Then the fork server is killed."""
 
 
 class ForkServerLostError(ConnectionError):
-    """The fork server was killed, or its owner is ending."""
+    """The fork server was killed, or the Dask worker or task that it belongs to is ending."""
 
 
 class ForkServerFailedError(RuntimeError):
-    """The fork server could not start ranks, or has crashed. Another server would fail in the same way."""
+    """The fork server could not start ranks, or has crashed. A new fork server would fail in the same way."""
 
 
 class ForkServerClient:
-    """An agent's connection to the fork server: starts and kills ranks, and receives their exits.
+    """An agent's connection to the fork server: starts and kills ranks, and receives their exit codes.
 
     `close` kills the client's remaining ranks.
     """
@@ -43,19 +43,19 @@ class ForkServerClient:
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket = sock
         self._process = process
-        """Process of the fork server. None if another process has started the fork server."""
+        """Process of the fork server. None if a killed predecessor of this process has started the fork server."""
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the fork server sends an event or ends."""
+        """Return a file descriptor, readable when the fork server reports an event, such as a rank's exit, or ends."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, output: int) -> None:
-        """Fork a rank.
+        """Make the fork server start a rank.
 
         Args:
-            key: Name of the rank among this client's ranks.
-            channel: File descriptor of the rank's end of its channel.
-            output: File descriptor of the rank's standard output and error.
+            key: Number of the rank among this client's ranks.
+            channel: File descriptor of the rank's end of the pipe to its agent.
+            output: File descriptor that becomes the rank's standard output and error.
         """
         _ranks.add((id(self), key))
         try:
@@ -65,31 +65,31 @@ class ForkServerClient:
                 self._next_event()
 
     def kill(self, key: int, signum: int) -> None:
-        """Signal a running rank and all processes of its session."""
+        """Send a signal to the running rank with this key, and to all processes of the rank's session."""
         self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
 
     def signal(self, key: int, signum: int) -> None:
-        """Signal a running rank without its child processes."""
+        """Send a signal to the running rank with this key, but not to its child processes."""
         self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
 
     def take_readiness(self) -> None:
-        """Wait for the server's first event, which comes once its imports are done.
+        """Wait for the fork server's first event, which says that the fork server can start ranks.
 
         Raises:
-            ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
-            ForkServerLostError: The server was killed or closed, and every rank with it.
+            ForkServerFailedError: The fork server has ended by an error of its own, and all ranks with it.
+            ForkServerLostError: The fork server was killed or closed, and all ranks with it.
         """
         self._next_event()
 
     def next_exit(self) -> tuple[int, int]:
-        """Wait for a rank's end.
+        """Wait until one of this client's ranks ends, and return its exit code.
 
         Returns:
-            The rank's key and its exit code. A negative code is the number of the signal that ended the rank.
+            The rank's key and its exit code. Code -N: signal N has ended the rank.
 
         Raises:
-            ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
-            ForkServerLostError: The server was killed or closed, and every rank with it.
+            ForkServerFailedError: The fork server has ended by an error of its own, and all ranks with it.
+            ForkServerLostError: The fork server was killed or closed, and all ranks with it.
         """
         while not (event := self._next_event()):
             pass  # nobody has taken the readiness
@@ -109,7 +109,7 @@ class ForkServerClient:
         return event
 
     def _ended(self) -> Exception:
-        """Return the error for a server that ended without an error event."""
+        """Return the error to raise for a fork server that has ended without reporting one."""
         exitcode = None
         if self._process is not None and _owned is not None:  # else this process ends the fork server without a wait
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,35 +129,36 @@ class ForkServerClient:
 @dataclass
 class _Owned:
     process: subprocess.Popen[bytes] | None
-    """Process of the fork server. None if the previous owner has started the fork server."""
+    """Process of the fork server. None if a killed predecessor of this process has started the fork server."""
     control: socket.socket
 
     def has_ended(self) -> bool:
-        """Return True if the fork server has ended. The control socket may tell a little late during a fork."""
+        """Return True if the fork server has ended. A rank that is being forked may delay the answer a little."""
         if self.process is not None and self.process.poll() is not None:
             return True
         return bool(wait([self.control], 0))  # readable only at its end, since the fork server sends nothing
 
 
 _ranks: set[tuple[int, int]] = set()
-"""Client's ID and key of each rank whose exit no client has received."""
+"""Ranks that count as running: the `id` of the rank's `ForkServerClient`, and the rank's key there."""
 _owned: _Owned | None = None
 _hand_over: str | None = None
-"""Name of the abstract socket at which the next owner finds the fork server. None without a hand-over."""
+"""Name of the abstract Unix socket at which a successor of this process finds the fork server. None: the fork server
+ends with this process."""
 _imported_ahead: list[str] = []
 _lock = threading.Lock()
 
 
 def connect(start_method: str = "forkserver") -> ForkServerClient:
-    """Return a new client of this process's fork server, and start the fork server if it does not run.
+    """Return a new client of this process's fork server, and start the fork server if none runs.
 
-    A running server answers in milliseconds. Otherwise the first rank waits for the fork server's imports.
+    A running fork server answers in milliseconds. Otherwise the first rank waits for the fork server's imports.
 
     Args:
         start_method: `forkserver` forks ranks. `spawn` starts ranks as fresh interpreters, which import all modules.
 
     Raises:
-        GangStartError: This is not Linux.
+        GangStartError: The operating system is not Linux.
     """
     check_system()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -175,16 +176,17 @@ def start_ahead() -> None:
 
 
 def import_ahead(module: str) -> None:
-    """Add a module to the imports of this process's later fork servers. Of `module:function` they call the function."""
+    """Make fork servers that this process starts later import a module. For `module:function`, they also call it."""
     if module not in _imported_ahead:
         _imported_ahead.append(module)
 
 
 def hand_over(key: str) -> None:
-    """Let this process's fork server survive a kill of this process, for the successor that its parent starts.
+    """Let this process's fork server survive a kill of this process, and serve a successor.
 
-    The successor calls this function with the same key, and finds the fork server with its imports done. Without a
-    successor the fork server ends after a minute, or at once if the parent ends or this process exits normally.
+    A successor is a process that the same parent starts, such as the next worker of a Dask nanny. The successor calls
+    this function with the same key, and finds the fork server with its imports done. Without a successor, the fork
+    server ends after a minute, or at once if the parent ends or this process exits normally.
 
     Without a hand-over, a gang whose worker was killed needs 15 times as long to resume after the new worker registers.
 
@@ -197,7 +199,7 @@ def hand_over(key: str) -> None:
 
 
 def shutdown() -> None:
-    """End this process's fork server and all of its ranks. A later `connect` starts a new server."""
+    """End this process's fork server and all of its ranks. A later `connect` starts a new fork server."""
     global _owned
     with _lock:
         ended, _owned = _owned, None
@@ -220,7 +222,10 @@ def _shutdown_at_exit() -> None:
 
 
 def _let_go() -> None:
-    """Close a forked child's copy of the control socket. Otherwise the fork server would outlive this process."""
+    """In a forked child of this process, close the copy of the connection to the fork server.
+
+    Otherwise the fork server would outlive the child's parent, its owner.
+    """
     global _owned, _lock
     if _owned is not None:
         _owned.control.close()
@@ -231,7 +236,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _running() -> _Owned:
-    """Return this process's fork server, and start the fork server if it does not run. The caller holds the lock."""
+    """Return this process's fork server, and start the fork server if none runs. The caller must hold `_lock`."""
     global _owned
     if _owned is None or _owned.has_ended():
         control = _inherit()
@@ -240,7 +245,7 @@ def _running() -> _Owned:
 
 
 def _inherit() -> socket.socket | None:
-    """Return a control socket to the previous owner's fork server. None if no server runs there."""
+    """Return a connection to the fork server of a killed predecessor of this process. None if there is none."""
     if _hand_over is None:
         return None
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -271,10 +276,10 @@ def _start() -> _Owned:
 
 
 def _refuse_script_without_guard() -> None:
-    """Check that this process does not import the script of the process that has spawned it.
+    """Check that no script starts a gang while `multiprocessing` imports the script in a spawned process.
 
     Raises:
-        RuntimeError: The script starts gangs at import, so that each spawned process would train, too.
+        RuntimeError: The script starts a gang at its import, so each spawned process would train, too.
     """
     main = sys.modules["__main__"]
     # During the import `__main__` is `multiprocessing`'s own program. Afterwards both names have the same module.
@@ -287,9 +292,10 @@ def _refuse_script_without_guard() -> None:
 
 @contextlib.contextmanager
 def _open_hand_over() -> Iterator[list[int]]:
-    """Open the descriptors that a server needs to survive this process: a socket for the next owner, and its parent.
+    """Open the descriptors with which a fork server survives this process: a listening socket and the parent's pidfd.
 
-    The list is empty without a hand-over, before Linux 5.3, or if another process uses the socket's name.
+    A successor of this process connects to the socket. The list is empty without a hand-over, before Linux 5.3, or if
+    another process uses the socket's name.
     """
     with contextlib.ExitStack() as stack:
         descriptors: list[int] = []

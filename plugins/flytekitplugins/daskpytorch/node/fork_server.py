@@ -1,8 +1,10 @@
 """The fork server: a process with torch imported that forks ranks in milliseconds, and never touches CUDA.
 
 `multiprocessing`'s fork server does not fit. Under a nanny, a Dask worker is a daemonic process, which
-`multiprocessing` forbids to start children. Every child imports the parent's `__main__`, and ranks survive the kill of
-their parent.
+`multiprocessing` forbids to start children. Children of `multiprocessing` import the parent's `__main__`, and survive
+a kill of their parent.
+
+The owner is the process that has started the fork server: a Dask worker, or the task's process.
 
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
                                                    another owner may come
@@ -46,16 +48,19 @@ BOOTSTRAP = (
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
 HAND_OVER_TIMEOUT = 60.0
-"""Timeout, in seconds, after the owner's end, after which a fork server without a next owner ends."""
+"""Seconds that a fork server waits for a new owner after its owner process was killed. Then the fork server ends."""
 PR_SET_PDEATHSIG = 1
-"""Option of linux/prctl.h that sets the signal for the end of the process's parent thread."""
+"""Option of `prctl` (linux/prctl.h) that sets the signal which a process gets when its parent thread ends."""
 
 
 # ---- Shared with the fork server's clients --------------------------------------------------------------------------
 
 
 def is_of_this_user(sock: socket.socket) -> bool:
-    """Return True if this user runs the process at the other end. Abstract socket names have no file permissions."""
+    """Return True if the process at the other end of a Unix socket runs as the same user as this process.
+
+    Abstract sockets have no file permissions, so any user's process may connect.
+    """
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.getuid())
 
@@ -66,7 +71,13 @@ def path_here() -> list[str]:
 
 
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
-    """Return the command of a fresh interpreter that calls one of this module's main functions."""
+    """Return the command line of a fresh Python interpreter that calls one of this module's main functions.
+
+    Args:
+        main: Name of the function.
+        arguments: Command-line arguments.
+        path: The interpreter's `sys.path`.
+    """
     return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
 
 
@@ -77,19 +88,19 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 class _Client:
     sock: socket.socket
     spawns: bool
-    """True if the client's ranks are fresh interpreters."""
+    """True if the client's ranks start as fresh interpreters, False if they are forked."""
     ranks: dict[int, int] = field(default_factory=dict)
-    """Rank's key -> process ID."""
+    """Process ID of each running rank, by the rank's key."""
 
 
 @dataclass(frozen=True)
 class _HandOver:
-    """Descriptors with which a server survives its owner."""
+    """Descriptors with which a fork server survives its owner process."""
 
     listener: socket.socket
-    """Listening socket for the next owner."""
+    """Listening Unix socket to which a new owner process connects."""
     parent: int
-    """File descriptor that becomes readable when the owner's parent ends. No next owner can come then."""
+    """File descriptor that becomes readable when the owner process's parent ends. No new owner can come then."""
 
     def close(self) -> None:
         self.listener.close()
@@ -97,12 +108,15 @@ class _HandOver:
 
 
 class _Server:
-    """The server. One thread makes all forks, so that PR_SET_PDEATHSIG in the ranks means the end of this process."""
+    """The fork server's event loop.
+
+    One thread makes all forks, so PR_SET_PDEATHSIG kills the ranks only at the end of the whole fork server.
+    """
 
     def __init__(self, control: socket.socket, hand_over: _HandOver | None, imported_ahead: Sequence[str]) -> None:
         self._hand_over = hand_over
         self._imported_ahead = imported_ahead
-        """Modules that the ranks need in addition to those of every rank."""
+        """Modules to import before the first fork, in addition to those that every rank needs."""
         self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
@@ -123,20 +137,20 @@ class _Server:
             self._selector.register(hand_over.listener, selectors.EVENT_READ, welcome)
             self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
         self._has_imports = False
-        """True once the server can fork ranks."""
+        """True once the modules are imported that every forked rank needs."""
         self._to_import: deque[str] = deque()
-        """Modules for later ranks. The server imports one module at a time, and forks between imports. All imports
-        together take seconds, during which no gang could start. A fork during an import has a half-imported module."""
+        """Modules that the fork server imports for later ranks, one at a time, with forks between. All imports together
+        take seconds, during which no gang could start. A fork during an import has a half-imported module."""
         self._import_at: float | None = None
         """Time of the next import, on the monotonic clock. None while ranks run or no module is left to import.
 
-        Running ranks import these modules themselves. The server's imports would take the same memory once more. A
+        Running ranks import these modules themselves. The fork server's imports would take the same memory once more. A
         first gang of four workers would take 1.32 x `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26)."""
         self._trains, self._says_that_it_trains = os.pipe()
         self._selector.register(self._trains, selectors.EVENT_READ, self._prepare_for_training)
 
     def serve(self) -> None:
-        """Serve owner and clients until the owner orders the end, or ends without a next owner."""
+        """Handle requests of owner process and agents until the owner orders the end, or ends without a successor."""
         while self._running:
             requests = self._selector.select(self._patience())
             for key, _ in requests:
@@ -161,7 +175,7 @@ class _Server:
     # ---- the owner
 
     def _obey(self, control: socket.socket | None) -> None:
-        """Serve the owner at the other end of a socket. None waits for the next owner."""
+        """Follow the owner process at the other end of a control socket. None: wait for a new owner, with a timeout."""
         self._control = control
         if control is None:
             self._end_at = time.monotonic() + HAND_OVER_TIMEOUT
@@ -242,7 +256,7 @@ class _Server:
         self._use_leisure()
 
     def _watch_for_training(self) -> None:
-        """In a rank: tell the server when the rank begins to train."""
+        """In a forked rank: tell the fork server once the rank begins to train."""
         from wrapt import register_post_import_hook
 
         def note(_: object) -> None:
@@ -287,7 +301,7 @@ class _Server:
 
     @staticmethod
     def _tell(client: _Client, event: dict[str, int | str]) -> bool:
-        """Send an event. Return False if the client has closed the connection."""
+        """Send an event to an agent. Return False if the agent has closed the connection."""
         try:
             client.sock.send(json.dumps(event).encode())
         except OSError:  # the agent has ended, and the end-of-file that follows drops the client
@@ -295,7 +309,7 @@ class _Server:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Tell all clients the error that ends the server. Print the error if the server has no client."""
+        """Tell all agents the error that ends the fork server. Print the error if no agent is connected."""
         text = "".join(traceback.format_exception_only(error)).strip()[-MAX_PACKET // 4 :]
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
@@ -321,7 +335,10 @@ class _Server:
         _be_rank(channel)
 
     def _close_inherited(self) -> None:
-        """Close a rank's copies of the server's sockets. Open copies would hide the server's end from its peers."""
+        """In a forked rank, close the copies of the fork server's sockets.
+
+        Open copies would hide the fork server's end from its owner and agents.
+        """
         self._selector.close()  # without unregister, since parent and child share the selector
         for end in (self._control, self._hand_over, *(client.sock for client in self._clients)):
             if end is not None:
@@ -371,10 +388,10 @@ def _kill_session(pid: int, signum: int) -> None:
 
 
 def main() -> None:
-    """Serve the owner of a socket.
+    """Run the fork server until its end, and then exit.
 
-    The first command-line argument is the socket's descriptor. Two more numbers are the descriptors of the hand-over.
-    Other arguments name modules to import ahead.
+    The first command-line argument is the descriptor of the control socket to the owner process. Two more numbers are
+    the descriptors with which the fork server survives its owner. Other arguments name modules to import ahead.
     """
     inherited.watch_generators()
     control, *hand_over = (int(argument) for argument in sys.argv[1:] if argument.isdecimal())
@@ -392,6 +409,6 @@ def main() -> None:
 
 
 def main_of_spawned_rank() -> None:
-    """Run a rank. The command-line argument is its channel's descriptor."""
+    """Run a rank in a fresh interpreter. The command-line argument is the descriptor of the pipe to the agent."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _be_rank(int(sys.argv[1]))

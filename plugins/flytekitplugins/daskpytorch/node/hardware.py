@@ -1,4 +1,4 @@
-"""Resources of a worker's node: cores, GPUs, network interface and versions. Runs on the workers."""
+"""Finds a node's resources: cores, GPUs, network interface and versions of packages. Runs on that node."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Device files, one per kind of GPU driver: Linux's own, and that of WSL."""
+"""Device files that exist if a GPU driver is present: NVIDIA's for Linux, or that of WSL."""
 LOOK_TIMEOUT = 60.0
-"""Timeout, in seconds, for torch's import and count of the GPUs. A broken GPU driver may never answer."""
+"""Timeout, in seconds, for a process that imports torch and counts the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
-"""Timeout of nvidia-smi in seconds."""
+"""Timeout, in seconds, for the output of `nvidia-smi`."""
 QUESTION = """
 import json, torch
 found, problem = [], ""
@@ -39,11 +39,12 @@ except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 print(json.dumps([found, problem]))
 """
-"""Program whose last line of output has the GPUs' names and UUIDs, and torch's error."""
+"""Python program that prints, as JSON in its last line, the GPUs' names and UUIDs, and torch's error ("" if none)."""
 ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Variables that list GPUs: a container's from Kubernetes' device plugin, and a process's from its user."""
+"""Environment variables that list GPUs. Kubernetes' device plugin sets the first for a container, and users set the
+second for a process."""
 NO_LIST = ("all", "none", "void")
-"""Values of `NVIDIA_VISIBLE_DEVICES` that name no GPU."""
+"""Values of `NVIDIA_VISIBLE_DEVICES` that are words instead of a list of GPUs."""
 
 _logger = logging.getLogger(__name__)
 
@@ -53,9 +54,9 @@ class FoundGpus:
     """GPUs that this process may use."""
 
     names: dict[str, str] = field(default_factory=dict)
-    """GPU's name in `CUDA_VISIBLE_DEVICES` -> model, in that variable's order."""
+    """Model of each GPU, by the GPU's index or UUID as `CUDA_VISIBLE_DEVICES` has it, and in that variable's order."""
     uuids: tuple[str, ...] = ()
-    """UUID of each GPU or MIG instance. "" if unknown."""
+    """UUID of each GPU or MIG instance, in the order of `names`. An unknown UUID is ""."""
     problem: str = ""
     """Reason why no GPU was found, or why the count failed. Empty after a successful count."""
 
@@ -88,13 +89,13 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
 
 @functools.cache  # the metadata takes 8 ms to read
 def local_versions() -> dict[str, str]:
-    """Return the versions that driver and workers must share, by package."""
+    """Return the versions of Python, torch and this package here, which must be the same on driver and workers."""
     packages = ("flytekitplugins-daskpytorch", "torch")
     return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address, or None."""
+    """Return the name of this host's network interface with this IP address. None if no interface has the address."""
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
@@ -104,7 +105,10 @@ def interface_of(address: str) -> str | None:
 
 
 def num_kills_for_memory() -> int:
-    """Return the number of out-of-memory kills in this process's control group (version 1 or 2). 0 if unknown."""
+    """Return the number of processes in this process's control group that the kernel has killed for lack of memory.
+
+    Reads control groups of version 1 and 2. Returns 0 if the number is unknown.
+    """
     for file in _memory_records():
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text().splitlines():
@@ -115,9 +119,9 @@ def num_kills_for_memory() -> int:
 
 
 def _memory_records() -> Iterator[Path]:
-    """Yield the files that may have the number of kills.
+    """Yield the kernel's files that may have the number of out-of-memory kills in this process's control group.
 
-    Each lies below the group's own path, or at the root, where containers see their own group.
+    Each file lies below the group's own path, or at the root of the control groups, where containers see their own.
     """
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
@@ -170,11 +174,11 @@ def _look() -> FoundGpus:
 
 
 def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
-    """Return this node's GPUs, and check their number.
+    """Return this node's GPUs, and check that there are as many as were asked for.
 
     Args:
-        num_gpus: Number of GPUs in the limits of the worker or task. 0 if unknown. The variables that list the GPUs of
-            a container or process count, too.
+        num_gpus: Number of GPUs in the resource limits of the worker or task. 0 if unknown. A longer list of GPUs in
+            `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead.
         worker: The worker's address, for the error.
 
     Raises:
@@ -207,8 +211,8 @@ def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:
     """Return the number of ranks on this node for `SpawnDDP(nproc=...)`.
 
     Args:
-        nproc: The user's number. "auto" means one rank per GPU, or one rank without GPUs.
-        backend: The user's backend of the process group.
+        nproc: Number of ranks that the user asks for. "auto" means one rank per GPU, or one rank without GPUs.
+        backend: Backend of the gang's process group that the user asks for.
         num_gpus: Number of GPUs in the task's resource limits. 0 if unknown.
 
     Raises:
@@ -241,7 +245,10 @@ def _driver_says() -> str:
 
 
 def _listed(variable: str) -> list[str]:
-    """Return the GPUs that a variable names. As in CUDA, the list ends at -1 or at an empty name."""
+    """Return the GPUs that an environment variable lists. The list ends at the first entry that names no GPU.
+
+    Entries without a GPU are an empty name and -1, as in CUDA, and `all`, `none` and `void`.
+    """
     listed: list[str] = []
     for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
         if gpu in ("", "-1", *NO_LIST):
@@ -251,7 +258,9 @@ def _listed(variable: str) -> list[str]:
 
 
 def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Run a command, and return its exit code and its errors and output. The exit code is None after the timeout.
+    """Run a command. Return its exit code, and its standard error and output as one text.
+
+    After a timeout of `seconds`, the process is killed, the exit code is None and the text is empty.
 
     A process that hangs in a GPU driver cannot be killed, so this function waits at most 1 s more for its end.
     """

@@ -19,8 +19,10 @@ from typing import Any
 from flytekitplugins.daskpytorch.process.system import optional
 
 TRAINS = "torch._dynamo"
-"""Module that every optimizer imports, and other code does not. The server imports the module only after a rank has
-done so. Without training, the import would waste two seconds of processor time."""
+"""Module that every optimizer imports, and other code does not. Its import shows that a rank trains.
+
+The fork server imports the module too once a rank has done so, or if no rank has started for some seconds. For ranks
+that do not train, the import would waste two seconds of processor time."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -28,15 +30,17 @@ TRAINING_IMPORTS = (
     "torch.distributed.fsdp",
     "torch._dynamo",
 )
-"""Modules that the first optimizer imports, one by one. The optimizer imports the last, which imports the others.
-Without these imports in the server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed,
-2026-11-23).
+"""Modules that the first optimizer of a process imports: the last one directly, and by way of that one the others.
+
+The fork server imports them one by one. Without these imports in the fork server, a warm gang's first step comes 20
+times as late (`recovery.py`, rank killed, 2026-11-23).
 
 wandb is left out. The import of wandb makes a media folder, which the first rank to end would remove for all ranks."""
 
 _seed = random.Random.seed
 _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
-"""Generators of imported modules that took their seeds from the operating system, such as flytekit's."""
+"""Random generators that took their seeds from the operating system at import, such as flytekit's. A forked rank seeds
+them anew."""
 
 
 # ---- Modules
@@ -44,7 +48,7 @@ _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _without_finalizers() -> Iterator[None]:
-    """Switch the exit calls of finalizers off that modules make in the block.
+    """During the block, keep each new `weakref.finalize` from running its callback at the process's exit.
 
     Torch's finalizers free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with them, and 2
     to 7 ms without (2026-11-26). Sweeps of small models have many exits (`many.py --trivial`).
@@ -64,7 +68,7 @@ def _without_finalizers() -> Iterator[None]:
 
 @_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
-    """Import the modules that every rank needs, and these others. Of `module:function` also call the function."""
+    """Import the modules that every rank needs, and the named others. For `module:function`, also call the function."""
     import torch.distributed  # noqa: F401
 
     from flytekitplugins.daskpytorch.rank import loaders, main, process_group  # noqa: F401
@@ -92,7 +96,10 @@ def _remember_plugins() -> None:
 
 
 def leisure() -> float:
-    """Return the seconds after which a server without ranks imports the modules for training."""
+    """Return the seconds after which a fork server without ranks imports the modules for training.
+
+    The environment variable `DASKPYTORCH_LEISURE` sets the number. The default is 3.
+    """
     text = os.environ.get("DASKPYTORCH_LEISURE", "3")
     try:
         return float(text)
@@ -109,7 +116,7 @@ def import_quietly(name: str) -> None:
 
 
 def _settle() -> None:
-    """Make the imported modules cheap to inherit. A rank copies each page of memory that it touches."""
+    """Make the imported modules cheap for forked ranks, as a rank copies each page of memory that it writes to."""
     from flytekitplugins.daskpytorch.protocol import program
 
     # Otherwise a rank's first full garbage collection takes 0.33 s, and copies 90 MiB of shared pages (2026-11-23).
@@ -122,7 +129,7 @@ def _settle() -> None:
 
 
 def watch_generators() -> None:
-    """Note which of Python's generators seed themselves from now on. Generators with fixed seeds keep their seeds."""
+    """Record which `random.Random` generators seed themselves from now on. Forked ranks seed only these anew."""
     random.Random.seed = _noted_seed  # type: ignore[method-assign]
 
 
@@ -134,7 +141,7 @@ def _noted_seed(self: random.Random, a: int | float | str | bytes | bytearray | 
 def seed_anew() -> None:
     """Seed all generators in this forked process that a fresh process would seed for itself. Takes 0.1 ms.
 
-    Python itself seeds `random` and the names of temporary files after a fork. The rank makes CUDA's generators.
+    Python itself seeds `random` and the names of temporary files after a fork. CUDA's generators begin in the rank.
     """
     random.Random.seed = _seed  # type: ignore[method-assign]
     for generator in list(_self_seeded):

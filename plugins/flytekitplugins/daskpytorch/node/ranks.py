@@ -13,11 +13,11 @@ from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 TAIL_LINES = 40
-"""Maximum number of lines of a rank's log in an error."""
+"""Maximum number of log lines of a rank, the last ones, that the error of its failure shows."""
 TAIL_SIZE = 16 << 10
-"""Maximum number of characters of a rank's log in an error."""
+"""Maximum number of characters of a rank's log that the error of its failure shows."""
 MAX_LINE = 64 << 10
-"""Maximum number of characters of a line. A longer line becomes several lines of this size."""
+"""Maximum number of characters of a line of a rank's output. A longer line becomes several lines of this size."""
 
 
 class Lines:
@@ -29,7 +29,7 @@ class Lines:
         """Start of the last line, whose end has not arrived."""
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the lines that end in these bytes, without blank lines. Empty `data` ends the stream."""
+        """Add bytes to the stream, and return the newly complete lines, without blank lines. b"" ends the stream."""
         # Carriage returns end lines, too: each state of a progress bar becomes a line.
         text = self._decoder.decode(data, final=not data).replace("\r", "\n")
         *lines, self._unfinished = (self._unfinished + text).split("\n")
@@ -41,29 +41,29 @@ class Lines:
 
 @dataclass
 class Rank:
-    """A rank's process, started by the fork server for this agent."""
+    """An agent's record of one of its ranks, which the fork server has started."""
 
     place: Place
-    """Place of the rank. The local rank is the rank's key at the fork server."""
+    """Place of the rank in the gang. The local rank, its index on the node, is the rank's key at the fork server."""
     channel: Channel
     output: int | None
     """Descriptor of the read end of the rank's standard output and error. None after the rank has closed both."""
     num_moves: int | None = None
-    """Number of signs of life that the rank has reported. None before the first report."""
+    """Number of signs of life, such as optimizer steps, in the rank's newest report. None before the first report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     watchdog: str = ""
-    """Newest log line in which torch's NCCL watchdog reports that it aborts the process. Empty without any."""
+    """Newest log line in which torch's NCCL watchdog reports that it aborts the process. Empty without one."""
     kill_at: float | None = None
-    """Time on the monotonic clock at which the agent kills the rank. None before an order to stop."""
+    """Time on the monotonic clock at which the agent kills the rank. None before an order to stop the rank."""
     _lines: Lines = field(default_factory=Lines)
 
     @property
     def log_tail(self) -> str:
-        """End of the rank's log, for an error."""
+        """Last lines of the rank's log, for the error of a failed rank."""
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def read_lines(self) -> list[str]:
-        """Return the lines of output that have arrived since the last call."""
+        """Return the lines of the rank's output that have arrived since the last call."""
         if self.output is None:  # the rank's exit was handled a moment ago
             return []
         try:
@@ -76,13 +76,16 @@ class Rank:
         return self._lines.feed(data)
 
     def note(self, lines: list[str]) -> None:
-        """Add lines to the tail of the log, and note a line of the NCCL watchdog."""
+        """Add lines to the stored end of the rank's log, and store the newest line of torch's NCCL watchdog."""
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         # Stacks of all threads follow the watchdog's line, and push that line out of the tail.
         self.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), self.watchdog)
 
     def take_stacks(self, scratch: Path) -> str:
-        """Return the rank's stacks from its file in this folder, and empty the file."""
+        """Return the stacks that the rank has written to its file in the agent's folder, and empty the file.
+
+        "" if the rank has written none.
+        """
         path = orders.stacks_path(scratch, self.place)
         with contextlib.suppress(OSError):  # a starting rank has no file yet
             if text := path.read_text(errors="replace")[: orders.MAX_STACKS]:
@@ -91,7 +94,7 @@ class Rank:
         return ""
 
     def close(self) -> None:
-        """Close the agent's ends of channel and output."""
+        """Close the agent's ends of the rank's channel and output."""
         self.channel.close()
         if self.output is not None:
             os.close(self.output)
