@@ -46,10 +46,10 @@ class Checkpoint:
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """Description of the checkpoint that was loaded last.
+        """Description of the checkpoint that this rank has loaded last, by `load` or `load_sharded`.
 
         None before the first load, and if the last load found no checkpoint. `load_sharded` without `best` and `step`
-        leaves the description as it is.
+        does not count.
         """
         return None
 
@@ -158,26 +158,31 @@ class Progress:
     """This rank's progress, by which the driver tells a slow rank from a rank that hangs."""
 
     step: int | None = None
-    """Newest step that the function gave to `log` or to a checkpoint. None before the first."""
+    """Newest training step that the rank's function gave to `log` or to a checkpoint. None before the first."""
     num_moves: int = 0
-    """Number of signs of life: optimizer steps, log records, checkpoints, results, calls of `should_stop`."""
+    """Number of the rank's signs of life: optimizer steps, log records, checkpoints, results, `should_stop` calls."""
     num_moves_since: int = 0
-    """Number of signs of life after `step` was given."""
+    """Number of the rank's signs of life since its function gave the newest `step`."""
 
     def move(self) -> None:
-        """Count a sign of life."""
+        """Count a sign of life of this rank."""
         self.num_moves += 1
         self.num_moves_since += 1
 
     def reach(self, step: int, *, anew: bool = False) -> None:
-        """Set the newest step and count a sign of life. `anew`: reset `num_moves_since` even for the same step."""
+        """Set the newest training step, and count a sign of life.
+
+        Args:
+            step: The step.
+            anew: True to reset `num_moves_since` even if the step is the same as before.
+        """
         self.num_moves += 1
         if anew or step != self.step:
             self.step, self.num_moves_since = step, 0
 
 
 class StopSignal:
-    """Answers `should_stop`, so that the same call is the first to return True on every rank.
+    """Answers calls of `should_stop`, so that the n-th call is the first to return True on every rank, for the same n.
 
     Each rank counts its calls. To stop the gang, the driver asks every rank for its count, and the rank holds back its
     next call. The driver then sends the greatest count to all ranks. Each rank's first call beyond the greatest count
@@ -190,10 +195,10 @@ class StopSignal:
         self._is_held = False
         self._last_call: int | None = None
         self.has_fired = False
-        """True once a call has returned True."""
+        """True once a call of `should_stop` has returned True on this rank."""
 
     def __call__(self) -> bool:
-        """Count this call, and return True if the rank has to stop."""
+        """Count this call of `should_stop`, and return True if the rank has to stop."""
         # The call counts itself before it reads `_is_held`, so `hold` cannot miss a call that was let through. `hold`
         # may miss or count a call that is held back: that call is answered by its own number. Taking the lock here
         # would double the cost of a call.
@@ -206,34 +211,34 @@ class StopSignal:
             return self.has_fired
 
     def hold(self) -> int:
-        """Hold back later calls of `should_stop`. Return the number of calls so far, a held one included."""
+        """Let later calls of `should_stop` wait for `release`. Return the number of calls, a waiting one included."""
         self._is_held = True
         return self._num_calls
 
     def release(self, last_call: int) -> None:
-        """Answer held calls of `should_stop`: False up to call number `last_call`, then True (stop)."""
+        """Answer waiting and later calls of `should_stop`: False up to call number `last_call`, then True (stop)."""
         with self._lock:
             self._last_call, self._is_held = last_call, True  # held, so that the next call reads `_last_call`
             self._lock.notify_all()
 
 
 class Link:
-    """A rank's link to its driver. This class serves processes outside a gang, which have no driver."""
+    """A rank's link to its driver. This base class serves processes outside a gang, which have no driver."""
 
     takes_results = False
-    """True if a driver receives the results that `submit` sends."""
+    """True if a driver receives the files (results) that `submit` sends."""
     worker_data: Any = None
     """The rank's access to the data of its Dask worker (`WorkerData`). None without a Dask worker."""
 
     def log(self, record: LogRecord) -> None:
-        """Report a log record."""
+        """Report a log record to the driver. Outside a gang, write it to the `logging` module's log."""
         logger.info("step %d: %s", record.step, ", ".join(f"{n}={v}" for n, v in record.metrics.items()))
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Have the trackers in rank 0 record the gradients of a model."""
 
     def submit(self, key: str, path: str, data: bytes) -> None:
-        """Send a result to the driver. Outside a gang, discard the result.
+        """Send a file (result) to the driver. Outside a gang, discard the file.
 
         Args:
             key: `key` of the `DaskResultsHandler` that receives the result.
@@ -246,11 +251,15 @@ class Link:
         return None
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a `with` block under this field of `Goodput`."""
+        """Count the time of a `with` block in the gang's account of time.
+
+        Args:
+            part: Name of the field of `Goodput` for this time, for example `evaluation`.
+        """
         return contextlib.nullcontext()
 
     def goodput(self) -> Goodput:
-        """Return the account of the gang's time so far."""
+        """Return how much time the gang has spent on what until now. Outside a gang, all fields are 0."""
         return Goodput()
 
 
@@ -280,7 +289,7 @@ class RankContext:
     # CUDA index of the rank's own GPU, for `device`.
     device_index: int = field(default=0, repr=False)
     checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
-    """Saves and loads the training's state."""
+    """Saves and loads the training's checkpoints."""
     # Progress that the hang detector reads.
     progress: Progress = field(default_factory=Progress, repr=False)
     # Link for reports and questions to the driver.
@@ -340,11 +349,11 @@ class RankContext:
         self.link.watch(model, log_freq)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a `with` block as `Goodput.evaluation`."""
+        """Count the time of a `with` block as evaluation in the gang's account of time (`Goodput.evaluation`)."""
         return self.link.spending("evaluation")
 
     def goodput(self) -> Goodput:
-        """Return the driver's account of the gang's time so far, which a task may return as its output.
+        """Return the driver's account of the gang's time until now, which a task may return as its output.
 
         Every rank may call `goodput`. The n-th call of each rank gets the same account. Outside a gang, all fields are
         0.

@@ -24,25 +24,25 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 CLAIM = "claim.json"
 RENEW_EVERY = 10.0
-"""Seconds between two renewals."""
+"""Seconds between two renewals of a claim on a checkpoint folder by its owner."""
 STALE_AFTER = 60.0
-"""Seconds without renewal after which another gang takes over a claim."""
+"""Seconds without a renewal after which another gang takes over a claim on a checkpoint folder."""
 ANCIENT = 3600.0
-"""Age of a renewal, in seconds by two machines' clocks, that makes a claim stale at once."""
+"""Age of a claim's last renewal, in seconds, from which another gang takes over the claim without waiting."""
 FIRST_LOOK = 1.0
-"""Seconds until an owner's first check of its claim. Without exclusive creation, some stores accept two owners."""
+"""Seconds until a new owner checks that the claim is its own. Stores without exclusive creation may accept two."""
 POLL_INTERVAL = 1.0
 JOBS = (
     ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER"),
     ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
 )
-"""Environment variables that name a job, its part and its attempt. Two attempts of one job never run together."""
+"""Environment variables with a Flyte or Slurm job, its part and its attempt. No two attempts of a job run together."""
 _held: set[str] = set()
 """Identities of the claims that this process holds."""
 
 
 class Claim:
-    """One owner's claim on a folder."""
+    """A gang's claim on its checkpoint folder, which keeps other gangs from using the folder."""
 
     def __init__(self, files: Files, folder: str, name: str) -> None:
         self._files = files
@@ -62,17 +62,15 @@ class Claim:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="daskpytorch-claim", daemon=True)
         self.on_loss: Callable[[], object] = lambda: None
-        """Called in the claim's thread when another owner has taken over the claim."""
+        """Called in the thread that renews the claim, when another gang has taken over the claim."""
         self.loss: GangStartError | None = None
-        """Error that the gang raises once the claim is lost. None: the claim is not lost."""
+        """Error that the gang raises after another gang has taken over the claim. None: no other gang has."""
 
     def take(self, is_over: Callable[[], bool]) -> None:
-        """Claim the folder and begin renewals.
-
-        Waits until an earlier owner is known to be dead or alive.
+        """Claim the folder, and begin to renew the claim. First wait until an earlier owner is known dead or alive.
 
         Args:
-            is_over: Returns True if the wait should end.
+            is_over: Returns True if the wait for an earlier owner should end.
 
         Raises:
             GangStartError: Another live gang uses the folder, or `is_over()` returned True.
@@ -107,7 +105,7 @@ class Claim:
             time.sleep(POLL_INTERVAL)
 
     def release(self) -> None:
-        """Stop the renewals and remove the claim, so that the next owner need not wait."""
+        """Stop the renewals and remove the claim, so that another gang can claim the folder at once."""
         if self._about["id"] not in _held:
             return
         self._over.set()
@@ -141,7 +139,7 @@ class Claim:
         return json.dumps({**self._about, "number": self._number, "renewed": time.time()}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the claim's content. None: no claim exists."""
+        """Return the content of the folder's claim, perhaps of another gang. None: there is no claim."""
         self._files.fs.invalidate_cache()
         try:
             content = json.loads(self._files.read(self._path))
@@ -159,10 +157,10 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
-    """Hold a claim on a gang's own checkpoint folder, if other gangs may use it.
+    """Hold a claim on a gang's checkpoint folder during a `with` block, if other gangs may get the same folder.
 
     Args:
-        paths: Storage of the gang's checkpoints. None: no claim is needed.
+        paths: Folders of the gang's checkpoints in storage. None: no storage, and so no claim.
         name: Name of the gang in other gangs' messages.
         is_over: Returns True if the wait for an earlier owner should end.
 
@@ -193,7 +191,11 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
 
 
 def _is_alive(holder: Mapping[str, Any]) -> bool | None:
-    """Return True for a live owner, False for a dead one, None if this machine cannot tell at once."""
+    """Return True if the owner of a claim is alive, False if dead, None if this machine cannot tell at once.
+
+    Args:
+        holder: Content of the claim.
+    """
     if holder.get("machine") == _machine() and holder["machine"]:
         if holder["pid"] == os.getpid():
             return holder["id"] in _held
@@ -212,9 +214,9 @@ def _told(holder: Mapping[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Return an identity of the machine's boot and of its process namespace. Empty if unknown.
+    """Return an identity of this machine since its boot, and of this process's PID namespace. Empty if unknown.
 
-    In two processes with the same identity, a process number means the same process.
+    In two processes with the same identity, a PID means the same process.
     """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
@@ -223,7 +225,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return a process's start time, to detect reused process numbers.
+    """Return a process's start time in clock ticks since the boot, to tell it from later processes of the same PID.
 
     Returns:
         None if the process has ended.

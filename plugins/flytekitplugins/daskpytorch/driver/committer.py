@@ -37,20 +37,20 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_COMMIT_ATTEMPTS = 10
-"""Maximum number of tries to commit a checkpoint, over some five minutes."""
+"""Maximum number of tries to commit a sharded checkpoint, over about five minutes."""
 LANE = "shards"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """Outcome of a sharded checkpoint's commit."""
+    """Success or failure of a sharded checkpoint's commit."""
 
     attempt: int
     number: int
-    """Number of the save in the attempt, from 0."""
+    """Number of the attempt's `save_sharded` call, from 0."""
     step: int
     error: Exception | None
-    """Reason for giving up the checkpoint. None: committed."""
+    """Error for which the driver has given up the checkpoint. None: the checkpoint is committed."""
 
 
 class Committer:
@@ -72,11 +72,11 @@ class Committer:
 
         Args:
             settings: The gang's settings.
-            paths: Storage of the gang's checkpoints. None: a folder in `scratch`.
-            vault: Writes the manifest.
-            scratch: The driver's own folder, removed at its end.
+            paths: Folders in storage for the gang's checkpoints. None: a folder in `scratch`.
+            vault: Keeps the gang's checkpoints, and writes the manifest.
+            scratch: Temporary folder of the driver, removed with the driver's end.
             filesystem: Returns the file system of a path or fsspec URL.
-            say: Called with each commit's outcome in the thread of the vault's worker.
+            say: Called with each commit's outcome, in the thread that writes to storage.
         """
         self.vault = vault
         self._filesystem = filesystem
@@ -84,11 +84,11 @@ class Committer:
         self._cache = settings.shard_cache
         self._nonce = secrets.token_hex(4)
         self.base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
-        """Path or fsspec URL of the folder that contains a folder for each checkpoint."""
+        """Path or fsspec URL of the folder that contains a folder for each sharded checkpoint."""
         self.previous = paths.previous_shards or paths.previous if paths is not None else None
-        """`base` of the previous attempt or call, perhaps the same folder. None: no previous attempt."""
+        """Folder with the sharded checkpoints of the task's previous attempt or call, perhaps `base`. None: none."""
         self.token: Path | None = None
-        """File by which ranks check that they see the driver's folder `base`. None: `base` is a URL."""
+        """File by which ranks check that they share the driver's folder `base`. None: `base` is a URL."""
         if "://" not in self.base or self.base.startswith("file://"):
             self.base, self.previous = full_path(self.base), self.previous and full_path(self.previous)
             users = settings.checkpoint_uri is not None  # perhaps on a disk that the ranks' machines share
@@ -96,11 +96,13 @@ class Committer:
 
     @functools.cached_property
     def files(self) -> Files:
-        """File system of `base`, opened at the first use: opening takes time, and most gangs save no shards."""
+        """File system of the folder `base`, opened at its first use, since most gangs save no sharded checkpoints."""
         return Files(self._filesystem(self.base))
 
     def begin(self) -> None:
-        """Write the token, and remove the uncommitted files of earlier drivers. Call after `Vault.restore`.
+        """Write the token file, and queue the removal of earlier drivers' uncommitted saves.
+
+        Call after the vault has read the previous attempt's manifest (`Vault.restore`).
 
         Raises:
             OSError: The folder that the user has named cannot be written.
@@ -110,7 +112,7 @@ class Committer:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
 
     def sharding(self) -> Sharding:
-        """Return storage and start checkpoints for the ranks of a new attempt."""
+        """Return, for the ranks of a new attempt, the storage of shards and the checkpoints to start from."""
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start, cache=self._cache)
@@ -137,11 +139,11 @@ class Committer:
         self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
-        """Queue the removal of outdated checkpoints and of uncommitted saves, this driver's and those before.
+        """Queue the removal of outdated sharded checkpoints and of uncommitted saves, also those of earlier drivers.
 
         Args:
-            attempt: Number of an attempt. Saves of earlier attempts are removed, too.
-            number: Number of the attempt's last save to remove.
+            attempt: Number of an attempt. Saves of this driver's earlier attempts are removed, too.
+            number: Number of the attempt's newest save to remove. -1: only saves of earlier attempts.
         """
 
         def is_over(save: tuple[int, int], nonce: str) -> bool:
@@ -150,20 +152,20 @@ class Committer:
         self._submit_removal(self.base, is_over)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all commits are done and all uncommitted saves are removed.
+        """Wait until all commits have ended and all uncommitted saves are removed.
 
         Args:
-            timeout: Most seconds to wait.
+            timeout: Maximum number of seconds to wait.
 
         Returns:
-            True if all was done in time.
+            True if commits and removals have ended in time.
         """
         if self.vault.worker.has_begun(LANE):
             self.sweep(sys.maxsize)
         return self.vault.worker.flush(LANE, timeout)
 
     def close(self) -> None:
-        """Stop the vault's worker, which commits no more checkpoints, and remove the token."""
+        """Stop the thread that writes to storage, so that nothing more is committed, and remove the token file."""
         self.vault.worker.close()
         if self.token is not None:
             with contextlib.suppress(OSError):
@@ -204,11 +206,12 @@ class Committer:
         self._say(Committed(first.attempt, first.number, first.step, None))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
-        """Remove saves that the manifest does not name.
+        """Remove sharded saves that the manifest does not name.
 
         Args:
-            base: Folder or URL with the saves.
-            is_over: Returns True for saves that no rank writes any more. Called with (attempt, number) and the nonce.
+            base: Path or URL of the folder with the saves.
+            is_over: Returns True for saves that no rank writes any more. Called with (attempt number, save number) and
+                the driver's nonce.
         """
         if self.vault.is_in_doubt:  # storage may hold the new or the old manifest: a later removal will know
             return
@@ -219,7 +222,7 @@ class Committer:
                     self.files.remove(f"{base}/{name}", is_object)
 
     def _saves(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """Yield each save below `base`: its name, its attempt and number, and its driver's nonce."""
+        """Yield each sharded save below `base`: its path, (attempt number, save number), and its driver's nonce."""
         for step in self.files.folders(base):
             for save in self.files.folders(f"{base}/{step}"):
                 if (found := save_of(name := f"{step}/{save}")) is not None:
@@ -227,7 +230,7 @@ class Committer:
 
 
 def _name_of(entry: ShardedCheckpoint) -> str:
-    """Return the last two parts of a checkpoint's folder, unique among all drivers' saves."""
+    """Return the last two parts of the path of a sharded checkpoint's folder, unique among all drivers' saves."""
     return "/".join(entry.uri.split("/")[-2:])
 
 

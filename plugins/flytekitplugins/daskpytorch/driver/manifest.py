@@ -17,11 +17,11 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
-"""Whole and sharded checkpoints of a manifest, each with the newest first."""
+"""The whole checkpoints and the sharded checkpoints in a manifest. In each list, the newest comes first."""
 
 
 class Entry(Protocol):
-    """A checkpoint of any kind."""
+    """A checkpoint, whole or sharded."""
 
     @property
     def step(self) -> int:
@@ -36,9 +36,9 @@ E = TypeVar("E", bound=Entry)
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
-    """Return entries whose metric is a number, best first, with only the newest entry per step.
+    """Return the checkpoints whose metric is a number, the best first, and only the newest of each step.
 
-    Among equal entries the earlier comes first.
+    Among equally good checkpoints, the earlier comes first.
 
     Args:
         entries: Checkpoints in the order in which they were kept.
@@ -52,15 +52,22 @@ def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
 
 
 def find(entries: Sequence[E], keep: Keep, step: int | None) -> E | None:
-    """Return a step's newest entry, or with None the best entry. None if no entry matches."""
+    """Return the newest checkpoint of a step, or the best checkpoint.
+
+    Args:
+        entries: Checkpoints in the order in which they were kept.
+        keep: Retention policy, whose `metric` and `mode` define the best.
+        step: Training step. None: the best checkpoint.
+
+    Returns:
+        None if no checkpoint matches.
+    """
     found = best_first(entries, keep) if step is None else [entry for entry in entries[::-1] if entry.step == step]
     return found[0] if found else None
 
 
 def retained(entries: Sequence[E], keep: Keep) -> list[E]:
-    """Return the entries that stay, in their given order.
-
-    The newest entry always stays.
+    """Return the checkpoints that the retention policy keeps, in their given order. The newest always stays.
 
     Args:
         entries: Checkpoints in the order in which they were kept.
@@ -71,12 +78,12 @@ def retained(entries: Sequence[E], keep: Keep) -> list[E]:
 
 
 def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
-    """Return the checkpoints of all kinds, sorted by step, as users receive them."""
+    """Return the whole and the sharded checkpoints in one tuple, sorted by step."""
     return tuple(sorted((saved for kind in kinds for saved in kind), key=lambda saved: saved.step))
 
 
 def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
-    """Return a hint if checkpoints have metrics, but all lack the policy's metric. Otherwise return None."""
+    """Return a hint for the user if checkpoints have metrics, but all lack the one of `keep`. Otherwise None."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None
@@ -87,16 +94,21 @@ def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
 
 
 def content_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpoint]) -> bytes:
-    """Return the content of a manifest. The newest of `files` comes first, the newest of `sharded` last."""
+    """Return the content of a manifest that names these checkpoints.
+
+    Args:
+        files: Whole checkpoints, the newest first.
+        sharded: Sharded checkpoints, the newest last.
+    """
     named = {"checkpoints": [asdict(entry) for entry in files]}
     named |= {"sharded": [asdict(entry) for entry in reversed(sharded)]} if sharded else {}
     return json.dumps(named).encode()
 
 
 def read(files: Files, folder: str) -> Named | None:
-    """Return the checkpoints named by a folder's manifest. Without a manifest, return empty lists.
+    """Return the whole and sharded checkpoints in a folder's manifest, the newest first.
 
-    None for an incomplete or newer manifest.
+    Without a manifest, both lists are empty. None: the manifest is incomplete, or from a newer version of this package.
 
     Raises:
         Exception: Any error of the storage's client but `FileNotFoundError`.
@@ -109,7 +121,14 @@ def read(files: Files, folder: str) -> Named | None:
 
 
 def named_in(manifest: bytes) -> Named | None:
-    """Return the checkpoints in a manifest, the newest first. None for an incomplete or newer manifest."""
+    """Return the whole and sharded checkpoints in a manifest, the newest first.
+
+    Args:
+        manifest: Content of the manifest.
+
+    Returns:
+        None if the manifest is incomplete, or from a newer version of this package.
+    """
     try:
         named = json.loads(manifest)
         return (

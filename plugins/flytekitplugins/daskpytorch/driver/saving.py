@@ -21,11 +21,11 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
-"""Maximum number of retries of a checkpoint's fetch whose connection broke."""
+"""Maximum number of retries of a checkpoint's fetch from an agent, if the connection broke."""
 
 
 class Saving:
-    """Handles one gang's checkpoints, across all attempts."""
+    """Fetches, commits and hands out the checkpoints of one gang, across all attempts."""
 
     def __init__(
         self,
@@ -39,19 +39,19 @@ class Saving:
         self._observers = observers
         self._fetches = Fetches(self._vault.keep, self._vault.entries)
         self.has_news = False
-        """True if a checkpoint has been kept since `Brain` last reset this."""
+        """True if the driver has kept another checkpoint since `Brain` has last set this to False."""
         self.commits: dict[tuple[int, int], int] = {}
-        """Attempt number and save number -> step of a sharded checkpoint during its commit."""
+        """Steps of sharded checkpoints that are being committed, by (attempt number, save number)."""
 
     # ---- what happens
 
     def note_saved(self, peer: Peer, attempt: Attempt, rank: int, file: CheckpointFile) -> None:
-        """Record that a rank wrote a whole checkpoint, and request the file from its agent."""
+        """Record that a rank has written a whole checkpoint, and queue the file's fetch from the rank's agent."""
         attempt.steps[rank] = file.step
         self._fetches.fetch(peer, file)
 
     def note_sent(self, peer: Peer, attempt: Attempt | None, sent: messages.Sent) -> None:
-        """Keep a whole checkpoint that an agent has linked into the driver's folder, or record the agent's failure."""
+        """Keep a whole checkpoint that an agent has linked into the driver's folder, or record a failure."""
         error: Exception | None = None
         if sent.failure is not None:
             error = OSError(f"{peer.node.worker} could not send it: {sent.failure}")
@@ -63,7 +63,7 @@ class Saving:
         self.note_kept(attempt, sent.file, error)
 
     def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
-        """Record the arrival of a whole checkpoint in the driver, or its failed transfer."""
+        """Record that a whole checkpoint has arrived in the driver, or that its transfer has failed with `error`."""
         if error is None:
             self._fetches.note_end(file)
             self._count_as_kept(attempt, file.attempt, file.step)
@@ -74,7 +74,7 @@ class Saving:
             )
 
     def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
-        """Record a rank's written shards or failure. After the last rank, commit or discard the checkpoint."""
+        """Record that a rank has written its shards, or failed. After all ranks, commit or discard the checkpoint."""
         if isinstance(said, WrittenShards) and said.attempt != attempt.number:
             return
         attempt.steps[rank] = said.step
@@ -94,7 +94,7 @@ class Saving:
         attempt.tell(messages.Tell(orders.Settled(said.number)))
 
     def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
-        """Record the commit of a sharded checkpoint, or its failure."""
+        """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.error is None:
             self._count_as_kept(attempt, commit.attempt, commit.step)
@@ -108,7 +108,7 @@ class Saving:
             attempt.tell(messages.Tell(orders.Settled(commit.number)))
 
     def forget(self, peer: Peer) -> None:
-        """Cancel fetches from a lost agent."""
+        """Cancel all fetches of checkpoints from a lost agent."""
         self._fetches.forget(peer)
 
     def _count_as_kept(self, attempt: Attempt | None, number: int, step: int) -> None:
@@ -133,39 +133,39 @@ class Saving:
 
     @property
     def is_committing(self) -> bool:
-        """True during commits of sharded checkpoints."""
+        """True while a sharded checkpoint is being committed."""
         return bool(self.commits)
 
     @property
     def is_busy(self) -> bool:
-        """True during fetches and commits."""
+        """True while a checkpoint is being fetched from an agent or committed."""
         return self.is_fetching or self.is_committing
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return all kept checkpoints of both kinds, as users receive them."""
+        """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
         return listed(self._vault.saved(), (entry.saved for entry in self._vault.sharded))
 
     def sharding(self) -> Sharding:
-        """Return the folder for new shards, and the sharded checkpoints available to ranks."""
+        """Return the storage for new shards, and the sharded checkpoints from which a new attempt may start."""
         return self._committer.sharding()
 
     @property
     def newest(self) -> CheckpointFile | None:
-        """Whole checkpoint from which the next attempt starts, or None."""
+        """The whole checkpoint from which the gang's next attempt starts, or None."""
         return self._vault.newest()
 
     @property
     def newest_step(self) -> int | None:
-        """Step of the newest checkpoint of both kinds. None without checkpoints."""
+        """Step of the newest checkpoint, whole or sharded. None without checkpoints."""
         newest = [self.newest, *self._vault.sharded[-1:]]
         return max((one.step for one in newest if one is not None), default=None)
 
     # ---- what is done
 
     def give_wanted(self, attempt: Attempt) -> None:
-        """Answer ranks' requests for checkpoints, once all fetches, commits and sharded writes have ended.
+        """Answer ranks' requests to load the best or a certain checkpoint, once no checkpoint is being saved.
 
-        Other ranks get the checkpoint that rank 0's request with the same number has got.
+        Other ranks get the same checkpoint as rank 0's request with the same number.
         """
         if not attempt.wanted or self.is_busy or attempt.shards:
             return
@@ -188,23 +188,23 @@ class Saving:
         return orders.Arrived(attempt.number, wanted.number, found)
 
     def give_up_fetches(self) -> None:
-        """Cancel the current fetch and all waiting fetches."""
+        """Cancel all running and waiting fetches of checkpoints from agents."""
         self._fetches.clear()
 
     def begin(self, number: int) -> None:
-        """Begin an attempt. Accept only this attempt's checkpoints from now on."""
+        """Begin attempt `number`. From now on, accept no checkpoints that earlier attempts have written."""
         self._vault.fence(number)
         self._committer.sweep(number)
 
     def shorten_pauses(self) -> None:
-        """Keep the pauses before storage retries short, as no other attempt follows."""
+        """Shorten the pauses before retries of writes to storage, as no other attempt of the gang follows."""
         self._vault.worker.shorten_pauses()
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
-        """Wait until storage has the newest checkpoint. Return a message about the next attempt's start.
+        """Wait until storage has the newest checkpoint. Return a message about where the next attempt will start.
 
         Args:
-            storage: Folders of the checkpoints. None without storage.
+            storage: Folders of the checkpoints in storage. None without storage.
             timeout: Longest wait, in seconds.
         """
         step = self.newest_step
@@ -229,16 +229,16 @@ class Saving:
 
 @dataclass
 class Fetches:
-    """Fetches checkpoints from the agents' nodes, one at a time.
+    """Fetches whole checkpoints from the agents' nodes to the driver, one at a time.
 
-    Newer checkpoints replace older ones in the queue, except the best.
+    In the queue, newer checkpoints replace older ones, except the best.
     """
 
     keep: Keep = field(default_factory=Keep)
     kept: Callable[[], Sequence[CheckpointFile]] = tuple
-    """Returns the checkpoints on the driver's disk."""
+    """Function that returns the whole checkpoints on the driver's disk."""
     _queue: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
-    """Fetches in the order of writing. The first one is running."""
+    """Agents and the checkpoints to fetch from them, in the order in which ranks wrote them. The first is running."""
     _num_retries: int = 0
     """Number of retries of the running fetch."""
 
@@ -248,7 +248,7 @@ class Fetches:
         return bool(self._queue)
 
     def fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        """Queue a checkpoint's fetch. Older checkpoints in the queue are skipped, except the best."""
+        """Queue the fetch of a checkpoint from an agent. Drop older checkpoints from the queue, except the best."""
         self._queue.append((peer, file))
         stay = retained([*self.kept(), *(queued for _, queued in self._queue)], replace(self.keep, last=1))
         self._queue = [*self._queue[:1], *(queued for queued in self._queue[1:] if queued[1] in stay)]
@@ -256,19 +256,19 @@ class Fetches:
             self._request()
 
     def note_end(self, file: CheckpointFile) -> None:
-        """Record that a checkpoint has arrived, and begin the next fetch."""
+        """Record that a checkpoint has arrived in the driver, and begin the next fetch."""
         if self._is_running(file):
             self._turn()
 
     def note_failure(self, file: CheckpointFile, *, is_worth_a_retry: bool) -> bool:
-        """Record that a checkpoint's fetch has failed, and begin a retry or the next fetch.
+        """Record that the fetch of a checkpoint has failed, and begin a retry or the next fetch.
 
         Args:
             file: The checkpoint.
-            is_worth_a_retry: True if a retry may succeed.
+            is_worth_a_retry: True if a retry may succeed, as after a broken connection.
 
         Returns:
-            True if the checkpoint is given up. False after the start of a retry, or for a fetch that had already ended.
+            True if the checkpoint is given up. False if a retry has begun, or if the fetch had already ended.
         """
         if not self._is_running(file):
             return False
@@ -280,14 +280,14 @@ class Fetches:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Drop the fetches from a lost agent."""
+        """Cancel all fetches from a lost agent, and begin the next fetch."""
         is_running = bool(self._queue) and self._queue[0][0] is peer
         self._queue[1:] = [queued for queued in self._queue[1:] if queued[0] is not peer]
         if is_running:
             self._turn()
 
     def clear(self) -> None:
-        """Drop the running fetch and the queue."""
+        """Cancel the running fetch and all waiting fetches."""
         self._queue.clear()
 
     def _is_running(self, file: CheckpointFile) -> bool:

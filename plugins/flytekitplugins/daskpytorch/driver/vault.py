@@ -34,22 +34,22 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_READ_ATTEMPTS = 5
-"""Maximum number of tries per object of the previous attempt. Afterwards training starts without this object."""
+"""Maximum number of tries to read the previous attempt's manifest or one of its checkpoints from storage."""
 LANE = "files"
-"""Lane of the vault's jobs in the `Worker`."""
+"""Name of the queue (lane) for the vault's jobs in the thread for writes to storage."""
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class _Whole:
-    """A whole checkpoint: on the driver's disk, in storage, or both."""
+    """A whole (not sharded) checkpoint: on the driver's disk, in storage, or both."""
 
     file: CheckpointFile
     state: tuple[int, ...] | None
-    """Inode, size and modification time of the file on the driver's disk when its digest was right. Unless these
-    change, the digest is still right. None: the driver's disk has no such file."""
+    """Inode, size and modification time of the file on the driver's disk when its digest was right. While these stay
+    the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
     folder: str | None = None
-    """Folder in storage, perhaps an earlier attempt's. None: storage has no such file."""
+    """Folder of the checkpoint's file in storage, perhaps an earlier attempt's. None: storage has no copy."""
 
 
 class Vault:
@@ -59,50 +59,50 @@ class Vault:
         """Make a gang's vault.
 
         Args:
-            paths: Folders of the previous attempt's and this attempt's checkpoints. None disables storage.
+            paths: Folders in storage of the previous attempt's and this attempt's checkpoints. None: no storage.
             keep: Retention policy.
             disk: Folder on the driver's disk for whole checkpoints.
-            worker: Makes all writes to storage. None creates a new worker.
+            worker: Thread that makes all writes to storage. None: a new thread.
         """
         self._paths = paths
         self.own = paths.own if paths is not None else None
-        """This attempt's folder in storage. None without storage."""
+        """Folder in storage for the checkpoints of this attempt of the task. None without storage."""
         self.keep = keep
-        """Retention policy."""
+        """Retention policy, which decides the checkpoints that stay."""
         self._disk = disk
         self.worker = worker or Worker()
-        """Makes all writes to storage."""
+        """Thread that makes all writes to storage."""
         self._lock = threading.RLock()
         self._attempt = 0
         self._whole: dict[str, _Whole] = {}
-        """Name -> whole checkpoint, in the order of arrival."""
+        """File name -> whole checkpoint, in the order in which checkpoints arrived in the driver."""
         self._copying: str | None = None
-        """Name of the checkpoint being copied to storage, or None."""
+        """File name of the whole checkpoint that is being copied to storage, or None."""
         self._is_turn_of_best = False
         self._is_at_work = False
-        """True while the worker has a vault job."""
+        """True while a job of this vault waits or runs in `worker`. A vault submits one job at a time."""
         self.sharded: list[ShardedCheckpoint] = []
-        """Kept sharded checkpoints, in commit order."""
+        """The sharded checkpoints that stay, in the order of their commits."""
         self._written = manifest.content_of([], [])
-        """Content of the last manifest whose write has succeeded. An empty manifest before the first write."""
+        """Content of the manifest whose write to storage succeeded last. An empty manifest before the first write."""
         self._stored: frozenset[str] = frozenset()
-        """Names of the whole checkpoints in `_written`."""
+        """File names of the whole checkpoints in the manifest whose write succeeded last."""
         self._leftovers: set[str] = set()
-        """Names of files to remove from this attempt's folder: damaged files, and files that left the manifest."""
+        """Names of files to remove from this attempt's folder: damaged ones, and those no longer in the manifest."""
         self.is_known = False
-        """True after reading the previous attempt's manifest. Otherwise the driver cannot tell which old files to
-        keep."""
+        """True once the driver has read the previous attempt's manifest. Otherwise the driver cannot tell which older
+        checkpoints to keep."""
         self.is_in_doubt = False
-        """True from the start of a manifest write until its success. Meanwhile storage may hold either manifest."""
+        """True from the start of a manifest's write until its success: storage may hold the old one or the new one."""
         self._has_complained = False
 
     # ---- the previous attempt
 
     def restore(self) -> CheckpointFile | None:
-        """Fetch the previous attempt's newest undamaged whole checkpoint and its best to the driver's disk.
+        """Copy the previous attempt's newest undamaged whole checkpoint and its best ones to the driver's disk.
 
-        The next manifest repeats the previous manifest's sharded checkpoints. After a successful fetch, the next
-        manifest also repeats undamaged whole checkpoints.
+        The next manifest repeats the previous manifest's sharded checkpoints. If a whole checkpoint was copied, the
+        next manifest also repeats the undamaged whole checkpoints.
 
         Returns:
             The newest whole checkpoint, from which the gang starts, or None.
@@ -158,16 +158,16 @@ class Vault:
     # ---- on the driver's disk
 
     def fence(self, attempt: int) -> None:
-        """Refuse checkpoints of earlier attempts from now on."""
+        """Refuse whole checkpoints that were written by attempts of the gang before this one, from now on."""
         with self._lock:
             self._attempt = attempt
 
     def serve(self, connection: Connection, request: Upload | Download) -> None:
-        """Receive or send a whole checkpoint, in a thread of the listener.
+        """Receive a whole checkpoint from an agent, or send one to it. Runs in a thread of the driver's listener.
 
         Raises:
             OSError: The connection broke, or the disk is full.
-            ValueError: The file is damaged, or an older attempt wrote it.
+            ValueError: The received file is damaged, or an earlier attempt wrote it.
         """
         if isinstance(request, Download):
             connection.send_file(self._disk / request.file.name)
@@ -178,11 +178,11 @@ class Vault:
         self.add(request.file)
 
     def add(self, file: CheckpointFile) -> None:
-        """Keep a file on the driver's disk instead of outdated ones, and queue its copy to storage.
+        """Keep a whole checkpoint that is on the driver's disk, remove outdated ones, and queue a copy to storage.
 
         Raises:
-            OSError: The disk has no such file.
-            ValueError: The file was cut short, or an older attempt wrote it. The file is then removed.
+            OSError: The driver's disk does not have the file.
+            ValueError: The file was cut short, or an earlier attempt wrote it. The file is then removed.
         """
         path = self._disk / file.name
         with self._lock:
@@ -212,7 +212,7 @@ class Vault:
         return f"a checkpoint of attempt {file.attempt} came when attempt {self._attempt} was running"
 
     def newest(self) -> CheckpointFile | None:
-        """Return the newest undamaged checkpoint on the driver's disk, or None. Damaged newer ones are removed."""
+        """Return the newest undamaged whole checkpoint on the driver's disk, or None. Remove damaged newer ones."""
         with self._lock:
             for whole in self._here()[::-1]:
                 if self._is_intact(whole):
@@ -227,7 +227,7 @@ class Vault:
             return [whole.file for whole in self._here()]
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return the whole checkpoints on the driver's disk as the user sees them."""
+        """Return descriptions, for the user, of the whole checkpoints on the driver's disk."""
         return tuple(file.saved(self.own) for file in self.entries())
 
     def intact(self) -> list[CheckpointFile]:
@@ -259,14 +259,18 @@ class Vault:
     # ---- to storage
 
     def flush(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for all copies. Return True if storage has the newest whole checkpoint."""
+        """Wait up to `timeout` seconds for all copies to storage.
+
+        Returns:
+            True if the newest whole checkpoint is in the manifest in storage, or if there is no whole checkpoint.
+        """
         self.worker.flush(LANE, timeout)
         with self._lock:
             newest = next(reversed(self._whole), None)
             return newest is None or newest in self._stored
 
     def name(self, sharded: list[ShardedCheckpoint]) -> None:
-        """Write a manifest that names these sharded checkpoints.
+        """Write a manifest to storage that names these sharded checkpoints, and the stored whole ones.
 
         Args:
             sharded: All sharded checkpoints to keep, in commit order.
@@ -284,9 +288,9 @@ class Vault:
             self.worker.submit(LANE, functools.partial(self._work, self._paths), self._tell_failure)
 
     def _next(self) -> _Whole | None:
-        """Return the checkpoint to copy next, or None: the newest and the best belong in this attempt's folder.
+        """Return the whole checkpoint to copy next to this attempt's folder in storage, or None.
 
-        Both take turns. Otherwise frequent saves would keep the best out of storage.
+        The newest and the best checkpoints take turns. Otherwise frequent saves would keep the best out of storage.
         """
         newest = [*self._whole.values()][-1:]
         best = best_first([whole.file for whole in self._whole.values()], self.keep)[: self.keep.best]
@@ -308,7 +312,7 @@ class Vault:
     # ---- in the worker's thread
 
     def _work(self, paths: StoragePaths) -> None:
-        """Write a changed manifest, or else copy one file."""
+        """Write the manifest if its content has changed, else copy one whole checkpoint to storage."""
         with self._lock:
             has_news, whole = self._has_news(), self._next()
             self._copying = None if has_news or whole is None else whole.file.name
@@ -361,9 +365,9 @@ class Vault:
 
     @contextlib.contextmanager
     def removing(self, folder: str) -> Iterator[None]:
-        """Suppress errors when removing files from a folder, and log the first error.
+        """Suppress errors in a `with` block that removes files from a folder in storage, and log the first error.
 
-        New checkpoints do not need the removal.
+        New checkpoints can be kept without the removal.
         """
         try:
             yield
@@ -387,13 +391,13 @@ class Vault:
 
 
 def _fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
-    """Download a checkpoint, and return True if the file exists and its digest matches."""
+    """Copy a checkpoint's file from storage to `target`. Return True if the file exists and its digest is right."""
     with contextlib.suppress(FileNotFoundError):
         files.get(f"{file.folder}/{file.name}", target)
     return target.is_file() and digest_of(target) == file.digest
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """Return the file's inode, size and modification time, which change with each write to the file."""
+    """Return a file's inode, size and modification time. A write to the file changes at least one."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: it changes when the agent removes its link

@@ -19,13 +19,13 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 
 NUM_FILES_KEPT = 3
-"""Number of checkpoints kept on this node, to spare restarts a download."""
+"""Number of newest whole checkpoints that an agent keeps on its node, so that a restart needs no download."""
 REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Seconds before each retry if the driver closes a connection during the handshake."""
+"""Seconds before each retry to connect to the driver, if the driver has closed a connection in the handshake."""
 DIAL_TIMEOUT = 30.0
-"""Timeout of a connection to the driver, in seconds."""
+"""Timeout for opening a connection to the driver, in seconds."""
 DIAL_WAITS = (0.5, 1.0, 2.0)
-"""Seconds before each retry to connect to the driver for a transfer."""
+"""Seconds before each retry of a failed connection to the driver for a transfer."""
 
 
 class Transfers:
@@ -39,37 +39,38 @@ class Transfers:
         """File name of a checkpoint -> time of its last request, in seconds since the epoch. The file's own times stay
         unchanged, since the driver may share the file."""
         self._large: SharedMemory | None = None
-        """This agent's copy of the call's large arguments, for all attempts. None on the driver's machine."""
+        """This agent's copy of the call's large arguments, for all attempts. None before the download, and on the
+        driver's machine."""
         self._large_lock = threading.Lock()
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
         self._outcome_lock = threading.Lock()
 
     def close(self) -> None:
-        """Drop outcomes of transfers in progress, and free the large arguments."""
+        """Ignore transfers in progress, and free this node's copy of the call's large arguments."""
         self._outcomes.close()
         self._outcome_from_thread.close()
         if self._large is not None:
             self._large.close()
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when a transfer to this node has an outcome."""
+        """Return a file descriptor that becomes readable when a download has succeeded or failed."""
         return self._outcomes.fileno()
 
     def next_outcome(self) -> orders.Arrived:
-        """Wait for the next outcome of a download, and return the ranks' message."""
+        """Wait until a download has succeeded or failed, and return the message about it for the ranks."""
         outcome: orders.Arrived = self._outcomes.recv()
         return outcome
 
     def bring(self, wanted: orders.Arrived) -> None:
-        """Download a checkpoint or large arguments in a thread. `next_outcome` returns the message for the ranks."""
+        """Download a checkpoint or a call's large arguments in a thread. `next_outcome` returns the outcome."""
         self._in_background(self._bring, wanted)
 
     def send(self, file: CheckpointFile) -> None:
-        """Upload a checkpoint to the driver in a thread."""
+        """Upload a whole checkpoint from this node to the driver, in a thread."""
         self._in_background(self._send, file)
 
     def _find_large(self, original: Address) -> Address:
-        """Return the large arguments' address on this machine. Download the arguments once per node."""
+        """Return the address of the call's large arguments in this node's memory. Download them at the first call."""
         with self._large_lock:  # the previous attempt may still be downloading them
             if original.is_here:
                 return original
@@ -102,7 +103,7 @@ class Transfers:
                 take_file(connection, file, self._scratch)
 
     def _send(self, file: CheckpointFile) -> None:
-        """Upload or link a checkpoint, or report the failure. The driver requests no other checkpoint before."""
+        """Link a checkpoint into the driver's folder, else upload it. The driver requests one checkpoint at a time."""
         path = self._scratch / file.name
         with contextlib.suppress(OSError):  # the driver has ended
             if self._order.folder is not None and link_file(path, self._order.folder):
@@ -120,7 +121,7 @@ class Transfers:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
 
     def _dial_with_retries(self) -> Connection:
-        """Connect to the driver, with retries. A driver without free descriptors, for example, may have some soon."""
+        """Connect to the driver, with retries: it may have run out of file descriptors for a moment, for example."""
         for wait_for in DIAL_WAITS:
             with contextlib.suppress(ConnectionError):
                 return dial(self._order)
@@ -128,7 +129,7 @@ class Transfers:
         return dial(self._order)
 
     def _drop_older_than(self, newest: Path) -> None:
-        """Delete this node's checkpoints before `newest`, except the last few. The driver may still request later ones.
+        """Delete old checkpoints on this node. Keep the last three up to `newest`, and all later ones for the driver.
 
         Args:
             newest: The newest checkpoint that the driver has requested.
@@ -147,7 +148,7 @@ class Transfers:
 
 
 def dial(order: AgentOrder) -> Connection:
-    """Connect to the driver and do the handshake. Retry if the driver closes the connection, as under many strangers.
+    """Connect to the driver and do the handshake. Retry if a driver with too many callers closes the connection.
 
     Raises:
         ConnectionError: This node cannot reach the driver, or the peer is not the gang's driver.

@@ -13,12 +13,12 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
 CHUNK = 1 << 20
-"""Maximum number of bytes per read from a connection."""
+"""Maximum number of bytes per read from a connection that brings a checkpoint file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """Description of a whole checkpoint, a file written by `torch.save`."""
+    """Description of a whole (not sharded) checkpoint, which is one file written by `torch.save`."""
 
     attempt: int
     """Number of the gang's attempt that wrote the file."""
@@ -31,15 +31,15 @@ class CheckpointFile:
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
     """Metrics that the checkpoint was saved with."""
     folder: str | None = field(default=None, compare=False)
-    """Folder of the file in storage. None: the manifest's folder."""
+    """Folder of the file in storage. None: the folder of the manifest that lists the checkpoint."""
 
     @property
     def name(self) -> str:
-        """File name, equal on all hosts and in storage."""
+        """Name of the file, the same on all hosts and in storage."""
         return f"step-{self.step}-{self.digest[:16]}.pt"
 
     def saved(self, folder: str | None) -> SavedCheckpoint:
-        """Return the checkpoint as the user sees it.
+        """Return the checkpoint's description for the user: step, metrics, size and place in storage.
 
         Args:
             folder: Folder in storage to which the gang's checkpoints go. None: no storage.
@@ -55,10 +55,10 @@ def digest_of(path: Path) -> str:
 
 
 def link_file(file: Path, folder: Path) -> bool:
-    """Link a file into another folder under the same name (hard link).
+    """Make a hard link to a file in another folder, under the same name.
 
     Returns:
-        False if the folder's machine or disk does not permit a link.
+        False if no link can be made, for example because the folder is on another disk.
     """
     unfinished = folder / f"unfinished-{file.name}-{uuid.uuid4().hex}"
     try:

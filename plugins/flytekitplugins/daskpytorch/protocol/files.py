@@ -14,7 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 from flytekitplugins.daskpytorch.process.folders import WRITABLE, refuse_foreign
 
 CHUNK = 25 << 20
-"""Bytes in one request of an upload to S3 or Google Cloud. Clients hold ten requests in memory (default: 50 MB each).
+"""Bytes per request of an upload to S3 or Google Cloud Storage, about half of the clients' default.
+
+The clients, s3fs and gcsfs, hold ten requests in memory.
 """
 
 
@@ -22,9 +24,9 @@ def unusable(setting: str, folder: str, error: OSError) -> OSError:
     """Return an error for a storage address that cannot be used.
 
     Args:
-        setting: The user's setting with the address.
-        folder: The address.
-        error: The cause, whose type the new error keeps.
+        setting: The setting with the address, as text for the message.
+        folder: The address: a folder or a URL.
+        error: The cause. The new error has the same type.
     """
     kind = next(kind for kind in (FileNotFoundError, PermissionError, OSError) if isinstance(error, kind))
     return kind(
@@ -34,35 +36,35 @@ def unusable(setting: str, folder: str, error: OSError) -> OSError:
 
 
 def full_path(folder: str) -> str:
-    """Return the absolute path of a path or `file://` URL."""
+    """Return the absolute path of a local path or a `file://` URL."""
     return str(strip_protocol(folder))
 
 
 class Files:
-    """Reads and writes whole files of one file system."""
+    """Reads and writes whole files of one fsspec file system."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
         self.is_local = isinstance(fs, LocalFileSystem)
-        """True for a disk, on which finished files get their name by renaming. Object stores show finished files
-        only."""
+        """True for a disk. There, a file gets its name once it is complete, while object stores never show incomplete
+        files."""
 
     def refuse_foreign(self, folder: str, *, with_folders: bool = False) -> None:
         """Check that no other user can have written a folder's files. Folders of a URL are not checked.
 
         Args:
             folder: The folder.
-            with_folders: True to check the folders in the folder, too.
+            with_folders: True to check the files of its sub-folders, too.
 
         Raises:
-            PermissionError: Another user owns or can write a folder or file.
+            PermissionError: Another user owns a folder or file, or can write to one.
         """
         for each in (Path(folder), *(Path(folder).glob("*") if with_folders else ())) if self.is_local else ():
             if each.is_dir():
                 refuse_foreign(each)
 
     def path(self, folder: str) -> str:
-        """Return a folder's full path or URL, without a slash at its end."""
+        """Return a folder's absolute path or its URL, without a slash at the end."""
         return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:
@@ -72,7 +74,7 @@ class Files:
         return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders in a folder. Empty if the folder does not exist."""
+        """Return the names of a folder's sub-folders. Empty if the folder does not exist."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return [
@@ -87,7 +89,7 @@ class Files:
         return bytes(self.fs.cat_file(path))
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file with this content."""
+        """Write a file with this content, in place of an older file."""
         if self.is_local:
             _rename_into(path, lambda unfinished: unfinished.write_bytes(data))
         else:
@@ -116,10 +118,10 @@ class Files:
 
         Args:
             folder: The folder.
-            is_ours: Returns True for the relative paths of files to remove.
+            is_ours: Called with each file's path, relative to the folder. Returns True for files to remove.
 
         Raises:
-            OSError: Some files remain. For example, s3fs skips objects without a permission to delete.
+            OSError: Some of the files remain. For example, s3fs skips objects that it may not delete.
         """
         if paths := self._ours(folder, is_ours):
             self.fs.rm(paths)
@@ -134,11 +136,11 @@ class Files:
         return [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
 
     def get(self, path: str, to: Path) -> None:
-        """Download a file."""
+        """Download a file from storage to the path `to`."""
         self.fs.get_file(path, str(to))
 
     def put(self, source: Path, path: str) -> None:
-        """Upload a file that does not change afterwards. On the same disk, `path` may become a hard link."""
+        """Upload a file that does not change afterwards. If storage is the same disk, `path` may become a hard link."""
         if self.is_local:
             _rename_into(path, lambda unfinished: _link_or_copy(source, unfinished))
         elif {"s3", "gs"} & {self.fs.protocol, *self.fs.protocol}:
@@ -173,9 +175,13 @@ def _link_into(target: Path, data: bytes) -> bool:
 
 
 def _rename_into(path: str, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, flush data to disk, and rename the file to `path`.
+    """Write a file under another name, flush its data to disk, and rename the file to `path`.
 
-    So the file appears whole, and a later power failure does not damage it.
+    So the file is never seen incomplete, and a power failure after the call does not damage the file.
+
+    Args:
+        path: Path of the finished file.
+        write: Function that writes the file at the path that is given to it.
     """
     target = Path(path)
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StoragePaths:
-    """Folders that a gang loads checkpoints from and saves checkpoints to."""
+    """Folders in storage from which a gang loads its start checkpoint, and to which the gang saves checkpoints."""
 
     files: "Files"
     """File system of `previous` and `own`."""
     previous: str | None
-    """Folder of the task's attempt before this one. None without any."""
+    """Folder with the checkpoints of the task's previous attempt or call. None: there was none."""
     own: str
-    """Folder of this attempt of the task."""
+    """Folder for the checkpoints of this attempt of the task."""
     is_claimed: bool = False
-    """True if two concurrent gangs may get the same folder."""
+    """True if two gangs at the same time may get the same folder, which a gang therefore has to claim."""
     prepare: Callable[[], object] = lambda: None
-    """Function to call before each write of a checkpoint or the manifest."""
+    """Function that the driver calls before each write of a whole checkpoint or the manifest."""
     shards: str | None = None
-    """Folder or fsspec URL below which this attempt's ranks write sharded checkpoints. None means `own`."""
+    """Folder or fsspec URL to which this attempt's ranks write sharded checkpoints. None: to `own`, as whole ones."""
     previous_shards: str | None = None
-    """Folder or fsspec URL with the sharded checkpoints of the attempt before. None means `previous`."""
+    """Folder or fsspec URL with the previous attempt's sharded checkpoints. None: `previous`, as for whole ones."""
 
 
 class Execution:
-    """The host's execution that this process is part of. This base class stands for a process without a host."""
+    """Execution on a host, such as Flyte, that this process is part of. This base class: a process without a host."""
 
     name: str | None = None
-    """Name of the execution. `local` in local runs, None without a host."""
+    """Name of the execution on the host. `local` in local runs, None without a host."""
     task: object = None
-    """Token of the running task, the same object for the task's whole run. None outside a task."""
+    """Object that identifies the running task, the same one during the task's whole run. None outside a task."""
 
     def checkpoint_paths(self, key: str) -> StoragePaths | None:
-        """Return the checkpoint folders of the gang with this key. None if no later attempt needs them."""
+        """Return the checkpoint folders of the gang with this key. None if the host keeps no checkpoints."""
         return None
 
     def filesystem(self, uri: str) -> Any:
@@ -54,7 +54,7 @@ class Execution:
         return open_filesystem(uri)
 
     def new_folder(self) -> str | None:
-        """Return the URI of a new folder among the task's outputs. None if the host stores no outputs."""
+        """Return the URI of a new folder among the task's outputs. None if the host stores no outputs here."""
         return None
 
     def put_folder(self, folder: "Path", uri: str) -> None:
@@ -66,7 +66,10 @@ class Execution:
         raise NotImplementedError
 
     def in_ranks(self) -> "Execution | None":
-        """Return the execution to pickle for ranks without a `RankHost`. None if those ranks need none."""
+        """Return the execution that the driver pickles for ranks without a `RankHost`. None if these ranks need none.
+
+        The ranks of `dispatch.run` have no `RankHost`, while the ranks of a task have one.
+        """
         return None
 
     def secret(self, name: Any) -> str:
@@ -84,23 +87,28 @@ class Execution:
 
 
 class RankHost(Protocol):
-    """The host's part in a rank. The driver makes and pickles the object, and the rank unpickles it."""
+    """Access to the task's host, such as Flyte, in a rank. The driver pickles the object, and the rank unpickles it."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Return a context in which the host's functions work like in any task. All other methods need this context."""
+        """Return a context manager in which the host's functions work as in a task. Other methods need the context."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the task's inputs as values of this rank, by name."""
+        """Return the task's inputs by name, converted to Python values for this rank's function."""
 
     def outputs(self, returned: Any) -> object:
         """Convert rank 0's return value to the object that is pickled for the driver."""
 
     def results_folder(self) -> object:
-        """Return the folder of all submitted results, as an object that a task may return."""
+        """Return the folder of the files that ranks submit, as an object that a task may return."""
 
 
 def open_filesystem(uri: str, **options: Any) -> Any:
-    """Return the fsspec file system of a folder or an fsspec URL (see `url_to_fs`)."""
+    """Return the fsspec file system of a folder or an fsspec URL. Works beside Flyte 2's SDK, too.
+
+    Args:
+        uri: A path, or an fsspec URL such as `s3://bucket/prefix`.
+        options: The file system's own options, in addition to its settings in the environment.
+    """
     return url_to_fs(uri, **options)[0]
 
 
@@ -139,7 +147,7 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
 
 
 def current_execution() -> Execution:
-    """Return the host's execution that this process is part of. Imports no host, and is cheap without one."""
+    """Return the execution on a host, such as Flyte, that this process is part of. Imports no host's package."""
     executions = [current() for current in _hosts]
     in_task = [each for each in executions if each.task is not None]
     return next(iter([*in_task, *reversed(_known), *executions]), Execution())
@@ -147,7 +155,10 @@ def current_execution() -> Execution:
 
 @contextlib.contextmanager
 def known_to_threads() -> Iterator[None]:
-    """Let threads that a task's function starts find the task. Threads do not inherit the host's context variables."""
+    """Let `current_execution` find the task from any thread of this process, during a `with` block.
+
+    Threads do not inherit the context variables in which the host keeps the task.
+    """
     known = current_execution()
     _known.append(known)
     try:
@@ -157,13 +168,13 @@ def known_to_threads() -> Iterator[None]:
 
 
 def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
-    """Register a host. Each host calls this function when it is imported.
+    """Register a host of tasks, such as Flyte. Each host's module calls this function when it is imported.
 
     If several hosts are registered, `current_execution` takes the one whose task runs here, else the newest.
 
     Args:
         current: Returns the host's current execution.
-        is_last: True replaces all other hosts, earlier and later ones.
+        is_last: True if this host replaces all other hosts, those registered before and those that register later.
     """
     global _has_last
     if is_last:
@@ -174,23 +185,27 @@ def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
 
 
 _known: list[Execution] = []
-"""Executions in blocks of `known_to_threads`, the newest last."""
+"""Executions whose `with known_to_threads()` block is running, the newest last."""
 _hosts: list[Callable[[], Execution]] = []
 _has_last = False
 
 
 class Preemptible(Protocol):
-    """A gang of this process that ends early if the task is preempted."""
+    """A gang whose driver is in this process, and which ends early if the task is preempted."""
 
     def preempt(self, reason: str) -> None:
-        """Save a checkpoint and end. A signal handler calls this method."""
+        """Make the gang save a checkpoint and end. A signal handler calls this method.
+
+        Args:
+            reason: Reason for the end, as text for messages.
+        """
 
 
 running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
 
 
 def preempt_all(reason: str) -> bool:
-    """Make all gangs of this process save a checkpoint and end. Return True if this process has any."""
+    """Make all gangs whose driver is in this process save a checkpoint and end. Return True if there are any."""
     present = list(running)
     for preemptible in present:
         preemptible.preempt(reason)

@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 LAYOUT = "layout.json"
-"""Object that lists the items in the checkpoint's other objects."""
+"""Name of the object that lists the tensors and values in a sharded checkpoint's other objects."""
 METADATA = ".metadata"
-"""Object that plain `torch.distributed.checkpoint.load` reads. No code of this package reads the object."""
+"""Name of the object that only plain `torch.distributed.checkpoint.load` reads. Gangs read `layout.json` instead."""
 OBJECT = re.compile(r"(__\d+_\d+\.distcp|layout\.json|\.metadata)(\.[0-9a-f]{32})?")
-"""Matches the objects of a checkpoint's folder. The name of an unfinished object ends in 32 hexadecimal digits."""
+"""Matches names of a sharded checkpoint's objects. The name of an unfinished one ends in 32 hexadecimal digits."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
-"""Matches a checkpoint's folder: the attempt's number, the save's number and the driver's nonce."""
+"""Matches a sharded checkpoint's folder. Groups: the attempt's number, the save's number, and the driver's nonce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPart:
-    """One object that a rank has written."""
+    """One object in storage that a rank has written for a sharded checkpoint."""
 
     name: str
-    """Name in the checkpoint's folder."""
+    """Name of the object in the checkpoint's folder."""
     size: int
-    """Size in bytes. The object contains only items, each with a digest."""
+    """Size of the object, in bytes. The object needs no digest, since each tensor or value in it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredItem:
-    """Position of a tensor's chunk, or of another value. Items are read whole, and only with the right digest."""
+    """Position of a tensor's chunk, or of another value, in storage. Items are read whole, and digests are checked."""
 
     key: str
     """Key of the value in the flattened state."""
@@ -58,17 +58,17 @@ class StoredItem:
     length: int
     """Length of the item, in bytes."""
     digest: str
-    """XXH3 of the item's bytes, 128 bits in hexadecimal digits. XXH3 shows damage, 20 times as fast as SHA-256."""
+    """XXH3 digest (128 bits) of the item's bytes, in hexadecimal digits. XXH3 is 20 times as fast as SHA-256."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """One rank's part of a checkpoint, as written to storage."""
+    """A rank's report that it has written its part of a sharded checkpoint to storage."""
 
     attempt: int
     """Number of the gang's attempt that wrote the checkpoint."""
     number: int
-    """Number of the attempt's call of `save_sharded`, from 0. A step may have several saves."""
+    """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
     step: int
     parts: tuple[StoredPart, ...]
     items: tuple[StoredItem, ...]
@@ -79,7 +79,7 @@ class WrittenShards:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCheckpoint:
-    """Committed checkpoint, as listed in the manifest and sent to ranks of a later attempt."""
+    """Committed sharded checkpoint, as listed in the manifest and sent to ranks of a later attempt."""
 
     attempt: int
     """Number of the gang's attempt that wrote the checkpoint."""
@@ -97,54 +97,61 @@ class ShardedCheckpoint:
 
     @property
     def saved(self) -> SavedCheckpoint:
-        """The checkpoint as the user sees it."""
+        """The checkpoint's description for the user: step, metrics, size and folder."""
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=self.uri)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Storage for an attempt's shards, and checkpoints from which the attempt may start."""
+    """Storage for the shards that an attempt saves, and sharded checkpoints from which the attempt may start."""
 
     base: str
-    """Path or fsspec URL of the folder that contains a folder for each checkpoint."""
+    """Path or fsspec URL of the folder that contains a folder for each sharded checkpoint."""
     nonce: str
     """Random digits of the driver in the names of its checkpoints' folders. No other driver writes there."""
     token: str | None = None
-    """Path of a file on the driver's disk. A rank that sees the file shares the local `base`. None: `base` is a URL."""
+    """Path of the driver's token file. A rank that sees the file shares the folder `base`. None: `base` is a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
-    """Committed checkpoints, the newest first."""
+    """Committed checkpoints from which the attempt may start, the newest first."""
     cache: str | None = None
     """Folder on each node for copies of the newest shards. None: no copies."""
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
-    """Return the folder of one save, relative to `Sharding.base`. Each save has its own folder."""
+    """Return the path of a save's own folder, relative to the folder of all sharded checkpoints.
+
+    Args:
+        attempt: Number of the gang's attempt.
+        nonce: Random digits of the driver.
+        step: Training step of the save.
+        number: Number of the attempt's `save_sharded` call, from 0.
+    """
     return f"step-{step}/{attempt}-{number}-{nonce}"
 
 
 def is_object(name: str) -> bool:
-    """Return True for the name of an object that this package writes into a checkpoint's folder."""
+    """Return True for the name of an object that this package writes into a sharded checkpoint's folder."""
     return OBJECT.fullmatch(name) is not None
 
 
 def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
-    """Return attempt, number and driver's nonce of a save, from its folder.
+    """Return attempt number, save number and driver's nonce, as read from the path of a save's folder.
 
     Args:
-        folder: Folder, relative to `Sharding.base`.
+        folder: Path of a folder, relative to the folder of all sharded checkpoints.
 
     Returns:
-        None for other folders.
+        ((attempt number, save number), nonce). None: the folder is not a save's.
     """
     found = FOLDER.fullmatch(folder)
     return None if found is None else ((int(found[1]), int(found[2])), found[3])
 
 
 def layout_of(written: Sequence[WrittenShards]) -> bytes:
-    """Return the content of `layout.json`.
+    """Return the content of `layout.json`, which lists all objects, tensors and values of a sharded checkpoint.
 
     Args:
-        written: Parts of all ranks, in rank order.
+        written: Reports of all ranks about their parts, in rank order.
     """
     first = written[0]
     content = {
@@ -164,7 +171,11 @@ def layout_of(written: Sequence[WrittenShards]) -> bytes:
 
 
 def state_of(metadata: Metadata) -> str:
-    """Return JSON with each key's path in the nested state, and the shape, dtype and chunks of each tensor."""
+    """Return JSON with each key's path in the nested state, and the shape, dtype and chunks of each tensor.
+
+    Args:
+        metadata: Torch's metadata of the whole state.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     keys: dict[str, dict[str, Any]] = {}
@@ -201,7 +212,11 @@ def metadata_of(layout: bytes) -> bytes:
 
 
 def from_layout(layout: Mapping[str, Any]) -> Metadata:
-    """Return torch's metadata of the keys in a parsed layout, without the positions of their bytes."""
+    """Return torch's metadata of a sharded checkpoint's keys, without positions in storage.
+
+    Args:
+        layout: The parsed content of the checkpoint's `layout.json`.
+    """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     keys = layout["state"]

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 NCCL_BACKENDS = ("nccl-legacy", "nccl2", "nccl-lazy")
-"""Names of the backend `nccl` in flight records. Torch 2.15's `nccl` is `nccl2`, unless TORCH_DIST_USE_NCCL2 is 0."""
+"""Names of NCCL backends in torch's flight recorder.
+
+In torch 2.15, the backend `nccl` is `nccl2`, unless the environment variable TORCH_DIST_USE_NCCL2 is 0.
+"""
 
 
 def _world() -> Any:
@@ -39,7 +42,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def names_of_backends(group: Any) -> list[str]:
-    """Return the names of a group's backends, such as gloo and nccl. `pg_map` has only one name."""
+    """Return the names of a process group's backends, such as gloo and nccl. Torch's own table has one per group."""
     from torch import distributed
 
     config = distributed.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
@@ -47,25 +50,25 @@ def names_of_backends(group: Any) -> list[str]:
 
 
 def backend_on(group: Any, device: str) -> Any:
-    """Return a group's backend for a device type."""
+    """Return a process group's backend for a type of device, such as `cuda`."""
     import torch
 
     return group._get_backend(torch.device(device))  # noqa: SLF001
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """Return the timeout of a backend's collectives."""
+    """Return the timeout of the collectives of a process group's backend."""
     timeout: timedelta = backend.options._timeout  # noqa: SLF001
     return timeout
 
 
 def num_collectives(group: Any) -> int:
-    """Return the number of a group's collectives so far, including those of DistributedDataParallel."""
+    """Return the number of collectives that this rank has begun in a process group, including those of DDP."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001
 
 
 def name_default_group(backend: str) -> None:
-    """Set the default group's backend name, so that `get_backend` returns it. Gloo remains for tensors on the CPU.
+    """Set the backend name that `get_backend` returns for the default process group. CPU tensors still go through gloo.
 
     `new_group` then makes groups with the same backend, as under torchrun.
     """
@@ -77,7 +80,7 @@ def name_default_group(backend: str) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the default group's collectives."""
+    """Set the timeout of the default process group's collectives."""
     from torch import distributed
 
     if hasattr(distributed, "set_timeout"):
@@ -87,7 +90,11 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
-    """Yield the pickled records of torch's flight recorders."""
+    """Yield the pickled records of collectives that torch's flight recorders hold in this rank.
+
+    Args:
+        has_nccl: True for a rank that uses NCCL, whose recorders are then read besides gloo's.
+    """
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
@@ -103,7 +110,7 @@ def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Keep torch from importing its compiler. A dump with stacks would import it, for seconds, to map compiled code."""
+    """Keep torch from importing its compiler, which takes seconds. A dump of flight records with stacks would do so."""
     import torch
 
     lazy: set[str] = getattr(torch, "_lazy_modules", set())
@@ -117,7 +124,7 @@ def _without_compiler() -> Iterator[None]:
 
 
 def loader_iterator() -> Any:
-    """Return the class whose `__next__` returns each batch of a `DataLoader`. Torch has no public hook for batches."""
+    """Return the class whose `__next__` returns each batch of a `DataLoader`. Torch has no public name for it."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -131,13 +138,17 @@ def loader_iterator() -> Any:
 
 
 def reduce_storage(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Return how to pickle a storage in main memory without copies, as `__reduce_ex__` does. None leaves it to torch.
+    """Return a function and arguments, as `__reduce_ex__` does, that pickle a tensor's storage without copying it.
 
-    Torch alone copies each storage twice per side. The unpickled storage cannot be resized.
+    Torch's own pickling copies each storage twice when it writes, and twice when it reads. The unpickled storage cannot
+    be resized.
 
     Args:
-        storage: Any object. Storages of GPUs, and other objects, give None.
-        at_least: Least bytes of a storage. Smaller storages give None.
+        storage: A storage in main memory. GPUs' storages and other objects give None.
+        at_least: Minimum size of a storage, in bytes. Smaller storages give None.
+
+    Returns:
+        None for objects that torch's own pickling, or Python's, should handle.
     """
     import torch
 
@@ -159,7 +170,7 @@ def _untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
 
 
 def _raw(memory: bytearray | memoryview) -> torch.TypedStorage:
-    """Make a storage of bytes, from which torch rebuilds tensors of untyped storages, as from its own pickles."""
+    """Return a storage of the bytes in `memory`, in the form from which torch rebuilds an unpickled tensor."""
     import torch
 
     tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
