@@ -13,11 +13,12 @@ from flytekitplugins.daskpytorch.media import Histogram, Picture
 __all__ = ["MIN_TOTAL", "Goodput", "LogRecord", "RankUsage", "SavedCheckpoint", "numbers"]
 
 MIN_TOTAL = 60.0
-"""Minimum number of seconds of a gang whose goodput is shown. A shorter gang spends most of its time on the start."""
+"""Minimum duration, in seconds, of a gang whose goodput is shown to the user. A shorter gang spends most of its time on
+the start."""
 MAX_BITS = sys.float_info.max_exp
 """Maximum number of bits of a whole number that a float can hold."""
 PLAIN = frozenset((int, float, bool, str))
-"""Types of a metric's value that every process can unpickle."""
+"""Types of metric values that every process can unpickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class LogRecord:
     step: int
     """The call's `step`, by default the number of earlier calls."""
     num_steps: int | None
-    """Total number of steps of the training. None if the call did not give it."""
+    """Total number of steps of the training. None if the call did not give the number."""
     time: float
     """Seconds since the epoch, on the rank's clock."""
     metrics: Mapping[str, Any]
@@ -70,7 +71,7 @@ class LogRecord:
 
     @property
     def epoch(self) -> int | None:
-        """The metric `epoch` as a whole number. None without a finite number."""
+        """The metric `epoch` as a whole number. None if `epoch` is missing or not a finite number."""
         value = self.metrics.get("epoch")
         return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
 
@@ -80,7 +81,10 @@ class LogRecord:
         return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
 
     def sent(self) -> Self:
-        """Return the record without values of the user's classes, and without drawings unless from rank 0."""
+        """Return the record as a rank sends it to the driver: with plain numbers and strings.
+
+        Only rank 0's record keeps its histograms and pictures.
+        """
         if PLAIN.issuperset(map(type, self.metrics.values())):
             return self
         bare = self.bare()
@@ -126,7 +130,8 @@ class SavedCheckpoint:
 class Goodput:
     """Account of a gang's wall time, in seconds. All fields but `total` add up to `total`.
 
-    `current_rank().goodput()` returns it. A task may return it, too, as Flyte accepts dataclasses.
+    `current_rank().goodput()` returns a `Goodput`. A Flyte task may return a `Goodput`, too, as Flyte accepts
+    dataclasses.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Goodput
@@ -138,7 +143,7 @@ class Goodput:
     """
 
     total: float = 0.0
-    """Seconds since the gang was asked for."""
+    """Seconds since the call that asked for the gang."""
     starting: float = 0.0
     """Seconds until all ranks have met: workers, ranks and rendezvous. Counts again after each restart."""
     preparing: float = 0.0
@@ -152,7 +157,8 @@ class Goodput:
     saving: float = 0.0
     """Seconds in calls of `checkpoint.save` and `checkpoint.save_sharded`."""
     waiting: float = 0.0
-    """Seconds waiting for workers to come back, for other ranks to finish, and for the work at the end."""
+    """Seconds waiting for lost workers to come back, for other ranks to finish, and for the last checkpoint at the
+    end."""
     lost: float = 0.0
     """Seconds of work that was in no checkpoint when an attempt ended. The next attempt repeats the work, and the
     repetition counts as `stepping`, `data` and so on. `stepping` is therefore the time of an undisturbed gang."""
@@ -163,7 +169,7 @@ class Goodput:
         return self.stepping / self.total if self.total else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Return the seconds by the name of their field, `total` first."""
+        """Return the seconds by field name, `total` first."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -198,7 +204,7 @@ class RankUsage:
     """Seconds of the main thread in this attempt since the ranks met, by the field's name in `Goodput`: `preparing`,
     `stepping`, `data`, `evaluation`, `saving`, `waiting`."""
     cpu: float
-    """Number of processor cores that the rank's process keeps busy, on average since the sample before."""
+    """Number of processor cores that the rank's process keeps busy, on average since the rank's previous report."""
     memory: int
     """Main memory of the rank's process, in bytes."""
     gpu_memory: int | None

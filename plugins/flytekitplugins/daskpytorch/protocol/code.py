@@ -27,13 +27,13 @@ from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Maximum number of bytes of a sent file other than code, from a package or beside a script. Data belongs in
-storage."""
+"""Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
+in storage."""
 MAX_BESIDE_BYTES = 4 << 20
-"""Maximum number of bytes, in total, of sent files other than code beside a script or another module without a
-package."""
+"""Maximum total size, in bytes, of the data files that the driver sends from the folder of a script, or of another
+module outside a package."""
 MAX_LEFT = 1000
-"""Maximum number of files in `Code.left`."""
+"""Maximum number of files listed in `Code.left`: files that are too large to send to ranks."""
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
@@ -41,29 +41,32 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The project's sources, and the state of the driver's program."""
+    """The project's sources and the state of the driver's program, as the driver sends both to agents."""
 
     archive: bytes
-    """Tar file of the modules, in folders that match their names. Empty if the receiver already has the archive."""
+    """Tar archive of the project's files, at paths that match the modules' names. Empty if the agent already has the
+    archive."""
     digest: str
     """SHA-256 of the archive, in hexadecimal digits."""
     script: str | None = None
-    """Path in the archive of the file of `__main__`. None if `__main__` has no file or is no user program."""
+    """Path, in the archive, of the user's script. None if the driver's `__main__` has no file, or is a tool such as
+    pyflyte."""
     folders: Sequence[str] = ()
     """Source folders on the driver's machine, in the order of the driver's `sys.path`. Empty if imports from these
     folders would not find exactly the archive's files."""
     originals: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
-    """Path of a module in the archive -> path on the driver's machine, and the file's identity (see `_identity`)."""
+    """Path of a module in the archive -> its path on the driver's machine, and the file's device, inode, size and time
+    of change."""
     machine: str = ""
     """Boot ID of the driver's kernel, which identifies the driver's machine."""
     left: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """Files that are too large to send -> their sizes in bytes."""
+    """Path of a file that is too large to send -> its size in bytes."""
     program: Program = field(default_factory=Program, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The project's sources on a node."""
+    """Location of the project's sources on a node."""
 
     folders: Sequence[str]
     """Folders to put on `sys.path`."""
@@ -86,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _ByName:
-    """A function's module and name. The name may hold the function itself, or a Flyte task around the function."""
+    """Reference to a function by module and name. If the name belongs to a Flyte task, the task's function is meant."""
 
     module: str
     qualname: str
@@ -113,8 +116,9 @@ def pack_call(
         function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        put_aside: Receives the memory of each large array and tensor, which the pickle then lacks. Receives the rest of
-            the pickle, too, if large. The result is empty then. None keeps everything in the pickle.
+        put_aside: Function that takes the memory of each large array and tensor, which the pickle then lacks. If the
+            remaining pickle is large, the function takes the pickle last, and `pack_call` returns empty bytes. None
+            keeps everything in the pickle.
 
     Raises:
         TypeError: The function or an argument cannot be pickled. The message names the part.
@@ -194,13 +198,13 @@ class _Project:
     files: dict[str, Path] = field(default_factory=dict)
     """Name in the archive -> path of the file."""
     roots: set[Path] = field(default_factory=set)
-    """Folders that modules are imported from."""
+    """Folders from which this process imports the project's modules."""
     left: dict[str, int] = field(default_factory=dict)
     script: str | None = None
 
     @classmethod
     def loaded(cls) -> Self:
-        """Return the project of this process."""
+        """Return the project's files: packages and neighbour files of this process's modules, except installed ones."""
         project = cls()
         companions: set[tuple[Path, str | None]] = set()
         for module in _modules_not_installed():
@@ -226,10 +230,9 @@ class _Project:
                 self.left[name] = size
 
     def folders(self) -> Sequence[str]:
-        """Return the value of `Code.folders`.
+        """Return the project's source folders in `sys.path` order. Return none if a module in one hides another's.
 
-        With several folders, one folder's module may hide another's. The result is empty then. Files other than code do
-        not count, since code finds data files beside its modules.
+        Data files do not count, since code finds data files beside its modules.
         """
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
         roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
@@ -241,7 +244,8 @@ class _Project:
 
 
 _installed_modules: dict[str, ModuleType] = {}
-"""Installed modules by name. A check of thousands of modules per gang would dominate packing time."""
+"""Cache of modules that are known to be installed, by name. Repeated checks of thousands of modules would dominate
+packing time."""
 
 
 def _modules_not_installed() -> Iterator[ModuleType]:
@@ -281,7 +285,7 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return the module's name. For the script, return its name in other modules' imports."""
+    """Return a module's name. For the script, return the name under which other modules import the script."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -358,7 +362,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def place_code(code: Code, folder: Path) -> Sources:
-    """Return the driver's own files if this machine has them unchanged, else copies, unpacked once below `folder`."""
+    """Return the location of the project's sources on this node.
+
+    The sources are the driver's own files if this machine has them unchanged. Otherwise they are copies, unpacked once
+    below `folder`.
+    """
     if _are_here(code):
         script = code.originals[code.script][0] if code.script else None
         return Sources(folders=code.folders, script=Path(script) if script else None)
@@ -378,7 +386,10 @@ def _are_here(code: Code) -> bool:
 
 
 def _unpacked(code: Code, folder: Path) -> Path:
-    """Return the folder below `folder` with the unpacked archive. Only the caller may use `folder`."""
+    """Unpack the archive below `folder`, unless unpacked before, and return the archive's folder.
+
+    Two processes must not use the same `folder`.
+    """
     target = folder / code.digest[:16]
     if not target.exists():
         target.mkdir()
@@ -390,6 +401,11 @@ def _unpacked(code: Code, folder: Path) -> Path:
 
 
 def unpack_call(data: bytes, aside: Sequence[memoryview] = ()) -> Call:
-    """Unpickle the call from `pack_call`. `sys.path` must contain the sources."""
+    """Unpickle a call that `pack_call` has pickled. `sys.path` must contain the project's sources.
+
+    Args:
+        data: The pickle. Empty if the pickle is the last item of `aside`.
+        aside: Memory that `pack_call` has put aside, in order.
+    """
     function, args, kwargs = pickling.loads(data or aside[-1], aside)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

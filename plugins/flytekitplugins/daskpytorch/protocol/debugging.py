@@ -14,10 +14,10 @@ PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
 RANK_AND_PORT = re.compile(r"\s*(\d{1,6}):(\d{1,5})\s*", re.ASCII)
 MAX_PORT = 65_535
 AT_TERMINAL = timedelta(hours=1)
-"""Timeout of collectives in a run at a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a prompt. A
-longer timeout would hide a real hang."""
+"""Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
+debugger's prompt. A longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
-"""Timeout of collectives if a rank waits for an editor."""
+"""Timeout of collectives if a rank waits for an editor's debugger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +26,22 @@ class Terminal:
 
     path: str
     identity: tuple[int, ...]
-    """Device numbers and inode. Terminals of different containers differ here, even with equal paths."""
+    """Device numbers and inode of the terminal. Terminals of different containers differ in these numbers, even with
+    equal paths."""
     settings: list[Any] = field(compare=False, repr=False)
-    """Terminal settings before the gang. A rank that ends at its prompt leaves the terminal in another mode."""
+    """Mode settings of the terminal before the gang's start. A rank that ends at its debugger's prompt leaves the
+    terminal in another mode."""
 
     @classmethod
     def here(cls) -> Self | None:
-        """Return this process's terminal. None without a terminal, or in the background."""
+        """Return this process's terminal. None without a terminal, or if this process runs in the background."""
         with contextlib.suppress(OSError, termios.error, ValueError):
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 return cls(path=os.ttyname(0), identity=_identity(0), settings=termios.tcgetattr(0))
         return None
 
     def open(self) -> int | None:
-        """Return a descriptor to read from and write to. None on another machine or container."""
+        """Open the terminal and return the file descriptor. Return None on another machine or in another container."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:
@@ -66,10 +68,10 @@ class Debugging:
 
     @classmethod
     def here(cls) -> Self:
-        """Return the terminal of this process, and the ports in its environment.
+        """Return this process's terminal, and the editors' ports from the environment variable `DASKPYTORCH_DEBUGPY`.
 
         Raises:
-            ValueError: The environment variable has a wrong format.
+            ValueError: `DASKPYTORCH_DEBUGPY` has a wrong format.
         """
         return cls(terminal=Terminal.here(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 

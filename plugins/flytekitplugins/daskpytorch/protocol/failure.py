@@ -44,7 +44,7 @@ GPU_FAULT = re.compile(
     r"|nvml\w+\([^)]*\) failed|(Failed to|Can't) initialize NVML|NVML_SUCCESS == (?!.*CachingAllocator)",
     re.IGNORECASE,
 )
-"""Texts of errors that only a failed GPU, link, fabric or GPU driver causes.
+"""Texts of errors that only a failed GPU, NVLink connection, GPU fabric or GPU driver causes.
 
 Errors that code may cause, too, are left out: "unspecified launch failure", "hardware stack error" and "initialization
 error". Torch's allocator queries NVML only if memory is short, so its failed query is left out as well.
@@ -64,13 +64,14 @@ WATCHDOG = re.compile(
     r"atchdog (caught collective operation timeout|got stuck|thread terminated with exception: (?!.*(?i:CUDA error)))"
     r"|Aborting process on rank .*due to (timeout|error - nccl)"
 )
-"""Log lines in which torch's NCCL backends (2.6 to 2.15, both of 2.15) give the reason to abort the process.
+"""Log lines in which torch's NCCL watchdog gives the reason to abort the process (torch 2.6 to 2.15, both NCCL backends
+of 2.15).
 
 CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first.
 """
 MAX_COLLECTIVES = 32
-"""Maximum number of collectives that a rank reports, the newest. Ranks that differ stop at once, or a few collectives
-later."""
+"""Maximum number of collectives in a rank's report, which holds the newest. Ranks block within a few collectives after
+a mismatch."""
 
 Shape = tuple[int, ...]
 
@@ -80,7 +81,7 @@ class Collective:
     """One call of a collective operation."""
 
     group: str
-    """Name of the process group, such as `the default group (gloo)`. One of `Recalled.groups`."""
+    """Name of the process group, such as `the default group (gloo)`."""
     number: int
     """Number of the collective in its group, from 1. Ranks that run the same code count alike."""
     operation: str
@@ -88,9 +89,9 @@ class Collective:
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
     dtypes: Sequence[str]
-    """Types of the inputs. A call without inputs has its output types here."""
+    """Dtypes of the inputs. For a call without inputs, dtypes of the outputs."""
     is_done: bool
-    """True if the other ranks have taken part."""
+    """True if the collective has completed on this rank."""
     frames: Sequence[str] = ()
     """Stack of the call in the format of `faulthandler`, the innermost frame first."""
 
@@ -104,13 +105,13 @@ class Recalled:
     collectives: Sequence[Collective]
     """The rank's newest collectives, oldest first."""
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Group name -> ranks, for groups of gloo with a timeout of 120 s or more. Empty if the ranks' numbers of
-    collectives are not comparable."""
+    """Name of a gloo group with a timeout of 120 s or more -> the group's ranks. Empty if ranks may number the same
+    collective differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception of a rank."""
+    """Record of an exception in a rank."""
 
     type_name: str
     message: str
@@ -123,13 +124,14 @@ class Failure:
     is_consequence: bool
     """True if the exception reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
-    """Progress of the rank: newest logged or saved step, and number of later signs of life."""
+    """Progress of the rank: newest logged or saved step, and number of signs of life since then. None: unknown."""
     place: str = ""
     """File and line that raised the exception."""
     is_final: bool = False
-    """True if each attempt would fail alike: the function returned a useless value, or the code is wrong."""
+    """True if every attempt would fail in the same way: the code is wrong, or the driver cannot get the return
+    value."""
     recalled: Recalled | None = None
-    """The rank's last collectives, if the exception reads like the loss of a peer."""
+    """The rank's last collectives, if the exception reads like the loss of a peer. None for other exceptions."""
     gpu_fault: str = ""
     """Line of the exception's text that reports a failed GPU. Empty for other exceptions."""
 
@@ -142,7 +144,14 @@ class Failure:
         *,
         is_final: bool = False,
     ) -> Failure:
-        """Record an exception, in the rank that raised it."""
+        """Return the record of an exception. Called in the rank that raised the exception.
+
+        Args:
+            error: The exception.
+            time: Time of the exception, in seconds since the epoch.
+            position: Newest logged or saved step, and number of signs of life since then. None: unknown.
+            is_final: True if every attempt would fail in the same way.
+        """
         name = type(error).__name__
         text = _shortened(_text_of(error))
         # The first frame is the rank's own call of the function.
@@ -208,11 +217,12 @@ class RankExit:
     hang: str | None = None
     """Text about the rank's hang: its duration, its evidence and the stacks of all ranks. None without a hang."""
     is_deadlock: bool = False
-    """True if the hang is proven to return in each attempt."""
+    """True if the hang is a proven deadlock, which would recur in each attempt."""
     difference: str | None = None
-    """Text about differences in the ranks' collectives, which may have caused the failure. None without any."""
+    """Text about differences in the ranks' collectives, which may have caused the failure. None if no difference was
+    found."""
     step: int | None = None
-    """Newest step that the rank had logged or saved, or None."""
+    """Newest step that the rank had logged or saved. None without a step."""
     agent_traceback: str | None = None
     """Traceback of the rank's agent, if the agent failed."""
     watchdog: str = ""
@@ -222,7 +232,7 @@ class RankExit:
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Progress of the rank: newest logged or saved step, and number of later signs of life, if known."""
+        """Progress of the rank: newest logged or saved step, and number of signs of life since then. None: unknown."""
         return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
@@ -322,13 +332,16 @@ def _is_of_group(error: BaseException) -> bool:
 
 
 def _gpu_fault_of(error: BaseException) -> str:
-    """Return the line that reports a failed GPU, or "". Torch raises a `RuntimeError`, nvidia-ml-py its own class."""
+    """Return the line of an exception's text that reports a failed GPU. Return "" for other exceptions.
+
+    Torch raises a `RuntimeError` for a failed GPU, and nvidia-ml-py raises its own class.
+    """
     is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
     return _find_gpu_fault(_text_of(error)) if is_of_gpu else ""
 
 
 def _caller_of(error: BaseException) -> str:
-    """Return the file of the innermost frame outside Python's standard library, or ""."""
+    """Return the file of an exception's innermost frame outside Python's standard library. Return "" without one."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((file for file in reversed(files) if "-packages/" in file or not file.startswith(STANDARD)), "")
 

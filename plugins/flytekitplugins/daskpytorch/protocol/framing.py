@@ -27,17 +27,18 @@ from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
-"""Maximum number of bytes of one read, so that all peers get their turn."""
+"""Maximum number of bytes of one read from a connection. The limit keeps one peer from delaying the others."""
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
-"""Timeout for the driver's proof, in seconds. The driver may have thousands of agents and some strangers to answer."""
+"""Timeout, in seconds, for the driver's proof that it knows the gang's token. The driver may have thousands of agents
+to answer."""
 BEAT = b"\0"
 """First byte of a heartbeat. No pickle begins with this byte."""
 RANK = struct.Struct("!IQ")
-"""A rank, and its number of signs of life so far."""
+"""Format of a rank's entry in a heartbeat: the rank, and its number of signs of life so far."""
 
 
 class Frames:
@@ -50,7 +51,7 @@ class Frames:
 
     @property
     def wanted(self) -> int:
-        """Bytes to read next. A longer read could take bytes beyond this frame."""
+        """Number of bytes to read next. A longer read could take bytes beyond the current frame."""
         return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
 
     def take(self, data: bytes) -> Iterator[bytes]:
@@ -70,7 +71,7 @@ class Frames:
             yield frame
 
     def _end(self) -> int | None:
-        """Return the first frame's end in the buffer. None before its size arrives."""
+        """Return the offset of the first frame's end in the buffer. None until the frame's size has arrived."""
         if len(self._buffer) < SIZE.size:
             return None
         (size,) = SIZE.unpack_from(self._buffer)
@@ -143,13 +144,16 @@ class Connection:
             self._sock.sendfile(file)
 
     def read(self, size: int) -> bytes:
-        """Wait for bytes, and return at most `size`. Return none after the peer has closed the connection."""
+        """Wait for bytes, and return at most `size` of them.
+
+        Return empty bytes after the peer has closed the connection.
+        """
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data
 
     def hang_up(self) -> None:
-        """Shut the connection down for both ends. A thread that reads wakes up, unlike after `close`."""
+        """Shut the connection down for both ends. A thread that waits in `read` wakes up, unlike after `close`."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -193,7 +197,7 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
-    """Do the agent's side of the handshake. Return a connection that owns the socket.
+    """Do the agent's part of the handshake with the driver, and return a connection that owns the socket.
 
     Raises:
         ConnectionAbortedError: The peer closed the connection before its proof. The socket is closed.
@@ -235,7 +239,7 @@ def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> byte
 
 
 def heartbeat(num_moves: Mapping[int, int]) -> bytes:
-    """Return an agent's heartbeat.
+    """Return the frame of an agent's heartbeat, with the ranks' numbers of signs of life.
 
     Args:
         num_moves: Rank -> number of signs of life so far. Ranks without a report so far are left out.

@@ -16,15 +16,16 @@ class AgentOrder:
     """Settings with which an agent starts and finds its driver."""
 
     worker: str
-    """Worker that the agent runs on, by its name for users, which is its address except for local workers."""
+    """Name of the agent's worker for users. The name is the worker's address, except for local workers."""
     driver: tuple[str, int]
     """Host and port of the driver."""
     token: bytes = field(repr=False)
-    """Secret of the gang, by which agent and driver recognise each other (see `framing`)."""
+    """Secret of the gang, by which agent and driver authenticate each other."""
     num_gpus: int = 0
     """Number of GPUs in the worker's resource limits. 0 if unknown."""
     folder: Path | None = None
-    """The driver's folder for checkpoints. An agent that can reach the folder need not send them."""
+    """The driver's folder for checkpoints. An agent that can reach the folder puts checkpoints there instead of sending
+    them. None: no folder."""
 
 
 OnFailure = Callable[[str, Exception], None]
@@ -42,10 +43,15 @@ class AgentLauncher(Protocol):
     num_wanted: int
     """Number of workers that the gang should have."""
     host: str
-    """IP address at which the workers can reach this process."""
+    """IP address at which the workers can reach the driver."""
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start an agent for each order, without a wait for the agents."""
+        """Start an agent for each order, and return without waiting for the agents.
+
+        Args:
+            orders: One order per agent.
+            on_failure: Callback for each agent that fails to start or raises an error.
+        """
 
     def present(self) -> Sequence[str]:
         """Return all present workers (names for users), including workers outside the gang.
@@ -56,15 +62,15 @@ class AgentLauncher(Protocol):
         return self.workers
 
     def is_connected(self) -> bool:
-        """Return True if the scheduler, or whichever process knows the workers, is connected."""
+        """Return True while the Dask scheduler, or another process that knows the workers, is connected."""
         return True
 
     def hindrance(self) -> str:
-        """Return the known reason for missing workers, as text to append to a message. Empty without any."""
+        """Return the reason for missing workers, as text to append to a message. Return an empty text if unknown."""
         return ""
 
     def close(self) -> None:
-        """Forget the agents. Agents end when their connections to the driver close."""
+        """Release the launched agents. Each agent ends when its connection to the driver closes."""
         return
 
 
@@ -73,7 +79,7 @@ class AgentLauncher(Protocol):
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent's first message: its node and its port."""
+    """An agent's first message to the driver: the agent's node and port."""
 
     node: Node
     meets_at: tuple[str, int]
@@ -82,7 +88,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Reported:
-    """Pickled reports of a rank, passed on by its agent (see `reports`)."""
+    """Pickled reports of a rank, which its agent passes on to the driver."""
 
     rank: int
     reports: bytes
@@ -120,7 +126,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Sent:
-    """The agent's answer to `Fetch`, unless the checkpoint's bytes follow `Upload`."""
+    """The agent's answer to `Fetch` without an upload: the file is in the driver's folder, or cannot be sent."""
 
     file: CheckpointFile
     failure: str | None = None
@@ -129,12 +135,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The agent's worker is closing, as its scheduler or a signal demands."""
+    """The agent's worker is closing, by order of the Dask scheduler or a signal."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """The agent's answer to `Dump` for one rank."""
+    """Stack of a rank that did not answer. The agent obtained the stack by a signal, after a `Dump` order."""
 
     rank: int
     text: str
@@ -142,7 +148,7 @@ class Stacks:
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
-"""All messages of an agent, except a heartbeat about every second."""
+"""All messages of an agent except its heartbeats."""
 
 
 # ---- ... and to it
@@ -150,7 +156,7 @@ FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
 
 @dataclass(frozen=True)
 class Start:
-    """Start ranks at these places."""
+    """Order to an agent: start a rank for each place."""
 
     job: Job
     code: Code
@@ -159,7 +165,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop all ranks, after a failure or because the training should end."""
+    """Order to an agent: stop all its ranks, after a failure or because the training should end."""
 
     grace: float
     """Grace period in seconds, after which the agent kills the ranks."""
@@ -171,35 +177,35 @@ class Stop:
 
 @dataclass(frozen=True)
 class Tell:
-    """Pass an order on to every rank."""
+    """Order to an agent: pass `order` on to each of its ranks."""
 
     order: OrderToAll
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Signal ranks that do not answer to write their stacks to files, and send the files' texts."""
+    """Order to an agent: signal ranks that do not answer, and send the stacks that the ranks then write to files."""
 
     ranks: list[int]
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Upload a checkpoint from one of the agent's ranks, over a separate connection."""
+    """Order to an agent: upload a checkpoint of one of its ranks to the driver, over a separate connection."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Bring:
-    """Download a checkpoint to the agent's folder, and send every rank an `Arrived`."""
+    """Order to an agent: download a checkpoint to its folder, and notify each of its ranks with `Arrived`."""
 
     chosen: Arrived
 
 
 @dataclass(frozen=True)
 class Close:
-    """End: the gang is over."""
+    """Order to an agent: end, since the gang is over."""
 
 
 ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
@@ -210,18 +216,18 @@ ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
 
 @dataclass(frozen=True)
 class Upload:
-    """The agent's announcement of a checkpoint, whose bytes follow."""
+    """The agent's announcement of a checkpoint, whose bytes follow on the same connection."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Download:
-    """The agent's request for a checkpoint."""
+    """The agent's request to the driver for a checkpoint, whose bytes the driver sends on the same connection."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class DownloadLarge:
-    """The agent's request for the large arguments of the call."""
+    """The agent's request to the driver for the large arguments of the user's call."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NOTICE_INTERVAL = 10.0
-"""Minimum number of seconds between two reminders that the gang waits."""
+"""Minimum number of seconds between two reminders to the user that the gang waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +74,22 @@ class Training:
     """Unique name of the training, the same in each attempt of its Flyte task. Random outside of Flyte's executions.
     Consists of the characters A-Z, a-z, 0-9, '_', '.' and '-'."""
     group: str | None = None
-    """Name that all models of one `dispatch.map` share, with the characters of `id`. None outside of `dispatch.map`."""
+    """Name that all models of one sweep (`dispatch.map`) share, with the same characters as `id`. None outside of a
+    sweep."""
     index: int | None = None
-    """Index of the model in its `dispatch.map`, from 0. None outside of `dispatch.map`."""
+    """Index of the model in its sweep (`dispatch.map`), from 0. None outside of a sweep."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The task's inputs, or the arguments of the function of `dispatch`, as numbers, strings, booleans and None.
     A dataclass is replaced by its fields, and a long collection by its length, as `num_<name>`. Other values become
     strings. `(hidden)` replaces a value whose name suggests a secret, such as `api_key`."""
     link: str | None = None
-    """Address of the execution in Flyte's console."""
+    """URL of the training's Flyte execution in Flyte's console. None without a URL."""
 
 
 class RankObserver:
-    """An observer inside rank 0. Override any of the methods. The rank waits for each of them.
+    """An observer inside rank 0. Override any of the methods. The rank waits until each method returns.
 
-    A method that raises an exception costs a log line. The observer is then not called any more, and the training goes
-    on.
+    An exception in a method is logged. The observer is then not called any more, and the training goes on.
 
     Examples:
         A rank observer receives values that the driver never sees, such as tensors:
@@ -117,38 +117,38 @@ class RankObserver:
     """
 
     def begins(self) -> None:
-        """Called before the rank's function, which waits for the return."""
+        """Called before rank 0 calls the user's function. The function starts after the return."""
 
     def logged(self, record: LogRecord) -> None:
-        """Called after the rank called `log`. The record has the metrics as given, histograms and pictures included."""
+        """Called after rank 0 called `log`. The record has the metrics as given, histograms and pictures included."""
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Called after the rank called `watch`."""
+        """Called after rank 0 called `watch` to record a model's gradients every `log_freq` steps."""
 
     def noted(self, text: str) -> None:
         """Called with a line that a user should read."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Called once with the driver's account of the gang's time, after all ranks' functions have returned."""
+        """Called once with the driver's final account of the gang's time, after all ranks' functions have returned."""
 
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
-        """Called at the end of the rank. A second call has no effect.
+        """Called at the end of rank 0. A second call must have no effect.
 
         The time limit is 75 seconds after a successful training. After a failure the limit is half the gang's grace
         period, by default 10 seconds. Before a restart the limit is a twentieth of the grace period, by default one
         second.
 
         Args:
-            exit_code: 0 after the rank's function has returned, else 1.
-            stopped_early: The reason why a training was stopped without a failure.
+            exit_code: 0 if the training is complete, or was stopped early without a failure. Else 1.
+            stopped_early: The reason why a training was stopped without a failure. None otherwise.
         """
 
 
 class Observer:
     """An observer in the driver, called on the gang's own thread. Override any of the methods.
 
-    A method that raises an exception costs a log line. The observer is then not called any more, and the training goes
-    on. There is one exception: a `StoppedEarlyError` from `logged` ends the gang.
+    An exception in a method is logged. The observer is then not called any more, and the training goes on. Only a
+    `StoppedEarlyError` from `logged` ends the gang.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Gang, LogRecord, Observer, current_rank, dispatch
@@ -171,24 +171,33 @@ class Observer:
         """Called once, before all other methods. Restarts do not repeat the call."""
 
     def places(self) -> Mapping[str, str]:
-        """Return the addresses of what the observer records, by name. Called while a task runs, and at its end."""
+        """Return links to the observer's records, such as a tracker's run: name -> URL.
+
+        Called while a Flyte task runs, and at the task's end.
+        """
         return {}
 
     def placed(self, shape: Shape) -> None:
         """Called when all agents have connected and the ranks start; called again at each restart."""
 
     def for_rank(self) -> Callable[[], RankObserver] | None:
-        """Return a picklable factory of the observer's part in rank 0, or None. Called after `placed`."""
+        """Return a picklable factory of this observer's `RankObserver` for rank 0. None: no such observer.
+
+        Called after `placed`.
+        """
         return None
 
     def resumed(self, step: int) -> None:
-        """Called before `placed` if the gang starts from an earlier attempt's checkpoint, with the step."""
+        """Called before `placed` with a checkpoint's step, if the gang starts from an earlier attempt's checkpoint."""
 
     def formed(self, seconds: float) -> None:
-        """Called when all ranks have joined the process group, with the seconds since the gang was asked for."""
+        """Called when all ranks have joined the process group, with the seconds that this took.
+
+        The seconds count from the call that asked for the gang. After a restart, they count from the attempt's start.
+        """
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Called with the lines that a rank wrote to its output."""
+        """Called with the lines that a rank wrote to its standard output and error."""
 
     def logged(self, record: LogRecord) -> None:
         """Called after a rank called `log`."""
@@ -200,10 +209,10 @@ class Observer:
         """Called after `resumed` and `kept`, with all checkpoints that the gang keeps now."""
 
     def used(self, usage: RankUsage) -> None:
-        """Called with what a rank has used and done so far, at most every two seconds for each rank."""
+        """Called with a rank's use of its machine and its work so far, at most every two seconds for each rank."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Called with the account of the gang's time, at most every two seconds, and a last time before `ended`."""
+        """Called with the gang's time account so far, at most every two seconds, and a last time before `ended`."""
 
     def debugging(self, rank: int | None) -> None:
         """Called with a rank whose debugger takes the terminal, or None when the debugger gives the terminal back."""
@@ -236,12 +245,12 @@ class Observers:
         hints: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with these observers, and none for a rank.
+        """Begin with these observers. In rank 0, `open` adds more.
 
         Args:
             observers: The gang's observers.
-            name: Name of the gang's function or task, which begins each note.
-            hints: False to send no hints.
+            name: Name of the gang's function or task, with which each note to the user begins.
+            hints: True if the user gets hints about calls that the code seems to lack.
             clock: Returns seconds, and never goes back.
         """
         self._observers: list[Any] = list(observers)
@@ -268,7 +277,7 @@ class Observers:
         self.tell("noted", f"{self._name}: {text}")
 
     def remind(self, text: str) -> None:
-        """Send observers a line about the gang's wait, at most once per `NOTICE_INTERVAL`."""
+        """Send observers a line about the gang's wait, at most every 10 seconds (`NOTICE_INTERVAL`)."""
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self.note(text)
@@ -280,7 +289,7 @@ class Observers:
             self.note(f"{text} (A hint, given once; Gang(hints=False) for none.)")
 
     def for_rank(self) -> list[bytes]:
-        """Return the pickled factories of the observers' parts in rank 0."""
+        """Return the pickled factories of the driver's observers for their `RankObserver` in rank 0."""
         parts = []
         for observer in self._observers:
             with self._left_out_if_failing(observer, f"{type(observer).__name__}.for_rank"):
@@ -289,7 +298,7 @@ class Observers:
         return parts
 
     def open(self, parts: Iterable[bytes]) -> None:
-        """Add the observers that these pickled factories make, in rank 0."""
+        """Add the observers that these pickled factories make. Called in rank 0."""
         for part in parts:
             with self._left_out_if_failing(part, "what an observer has in rank 0"):
                 self._observers.append(unpack_call(part).function())

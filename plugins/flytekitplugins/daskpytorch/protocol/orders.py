@@ -25,18 +25,19 @@ from flytekitplugins.daskpytorch.settings import Gang
 STOPPED = 143
 """Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
 DUMP_SIGNAL = signal.SIGQUIT
-"""Signal on which a rank writes its main thread's stack to a file, as a Java VM does. Users may send it by hand."""
+"""Signal (SIGQUIT) on which a rank writes its main thread's stack to a file. Users may send the signal by hand."""
 AUTO_PULSE = 10.0
-"""Seconds between a rank's reports with `hang_timeout="auto"`. Far shorter than the least timeout, but too long to slow
-down training steps."""
+"""Seconds between two reports of a rank's signs of life, with `hang_timeout="auto"`. Reports at this interval do not
+slow down training steps."""
 MAX_STACKS = 64 << 10
-"""Maximum number of bytes of a rank's stacks."""
+"""Maximum number of bytes of stacks that are read from a rank's stack file."""
 Key = str | tuple[Any, ...]
 """Dask's key of a partition."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
 """Environment variable that, as a rule, only a Dask nanny sets."""
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""`distributed.nanny.pre-spawn-environ` up to distributed 2026.8. A nanny keeps values from its own environment."""
+"""Environment variables that a Dask nanny sets for its worker, with Dask's default values up to distributed 2026.8. A
+nanny keeps values from its own environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Job:
     attempt: int
     """Number of the gang's attempt. Each attempt has a new rendezvous store."""
     call: bytes
-    """The pickled call from `code.pack_call`."""
+    """The pickled call of the user's function, without the memory in `large`."""
     large: Address | None = None
     """The driver's shared memory with the call's large arguments. None without large arguments."""
     pass_local_rank: bool = False
@@ -55,24 +56,27 @@ class Job:
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store in rank 0. None for a single rank without a store."""
     settings: Gang = field(default_factory=Gang)
-    """The user's settings of the gang, without its observers. `backend` above is the chosen one."""
+    """The user's settings of the gang, without its observers. The chosen backend is `Job.backend`, not
+    `settings.backend`."""
     checkpoint: CheckpointFile | None = None
     """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
     sharding: Sharding
-    """Folder of sharded checkpoints, and those from which the attempt may start."""
+    """Folder of sharded checkpoints, and the committed checkpoints from which the attempt may start."""
     kept: Sequence[SavedCheckpoint] = ()
-    """Checkpoints that are kept at the attempt's start."""
+    """Checkpoints that the gang keeps at the attempt's start."""
     storage: str | None = None
-    """Folder to which checkpoints are uploaded. None without storage."""
+    """Folder to which the driver uploads checkpoints. None without storage."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
-    """Pickled `RankHost`. None without a host: all ranks then return pickled results."""
+    """Pickled `RankHost`, Flyte's part in a rank, which converts inputs and outputs. None outside Flyte: each rank then
+    returns its value pickled."""
     execution: bytes | None = field(default=None, repr=False)
-    """Pickled `Execution` for ranks without a `RankHost`, by which they reach the host's storage. May hold secrets."""
+    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none. May hold
+    secrets."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the host. They may hold secrets."""
+    """Environment variables that the Flyte task adds to the ranks' own. They may hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
-    """Pickled observers for rank 0 (see `Observers.for_rank`)."""
+    """Pickled factories of rank 0's observers."""
 
     @property
     def pulse(self) -> float | None:
@@ -85,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Contact:
-    """Addresses by which a rank reaches Dask."""
+    """Addresses by which a rank reaches its Dask worker and scheduler."""
 
     name: Any
     """Name of the worker."""
@@ -104,11 +108,12 @@ class WorkerData:
     """Connection details of a rank's Dask worker, for the rank and the processes that the rank starts."""
 
     address: str
-    """Address of an abstract Unix socket."""
+    """Address of the abstract Unix socket at which the worker answers ranks."""
     token: bytes = field(repr=False)
-    """First bytes of a connection: proof that the process is a rank beside this worker."""
+    """Secret that a rank sends first on each connection, as proof that the process is a rank beside this worker."""
     guide: str
-    """Name of the module that has `enter`, for ranks that import Dask, and `worker_of`."""
+    """Name of the module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the rank's
+    stand-in for the worker."""
 
     def contact(self) -> Contact:
         """Ask the worker for its address and its scheduler's.
@@ -134,7 +139,7 @@ class WorkerData:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Settings of one rank: the first message on its channel.
+    """Settings of one rank: its agent's first message to the rank.
 
     If the rank serves the rendezvous store (`serves_store`), the store's listening socket follows.
     """
@@ -166,12 +171,12 @@ class RankOrder:
 
 @dataclass(frozen=True)
 class Hold:
-    """Block the next call of `should_stop`, and report the number of calls so far (`Held`)."""
+    """Order to a rank: block the next call of `should_stop`, and report the number of calls so far."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Unblock `should_stop`."""
+    """Order to a rank: unblock `should_stop`, and return True from all calls after call number `last_call`."""
 
     last_call: int
     """Number of the last call that returns False. Later calls return True."""
@@ -179,76 +184,80 @@ class Release:
 
 @dataclass(frozen=True)
 class Settled:
-    """The driver has finished a sharded checkpoint. The ranks may write the next one."""
+    """Notice to ranks: the driver has committed a sharded checkpoint or given it up.
+
+    The ranks may write the next one.
+    """
 
     number: int
-    """Number of the checkpoint, as in `WrittenShards`."""
+    """Number of the attempt's call of `save_sharded`, from 0."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The checkpoints that are kept now."""
+    """Notice to ranks: the checkpoints that the gang keeps now."""
 
     checkpoints: Sequence[SavedCheckpoint]
 
 
 @dataclass(frozen=True)
 class Locate:
-    """Report the rank's stacks and progress (`Located`), and its last collectives (`Remembered`)."""
+    """Order to a rank: report its stacks and progress, then its last collectives."""
 
     look: int
-    """Number of the order in its attempt, which `Located` repeats."""
+    """Number of the order in its attempt, which the rank's answer repeats."""
 
 
 @dataclass(frozen=True)
 class ShowStacks:
-    """Write the stacks of all threads to the log."""
+    """Order to a rank: write the stacks of all its threads to its log."""
 
 
 @dataclass(frozen=True)
 class Accounted:
-    """The gang's goodput, in answer to `reports.GoodputWanted`."""
+    """The gang's goodput, in answer to a rank's request."""
 
     number: int
-    """Number of the request."""
+    """Number of the rank's request for the goodput."""
     goodput: Goodput
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Grant the terminal to this rank's debugger."""
+    """Notice to ranks: the debugger of rank `rank` gets the terminal."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Interrupt:
-    """The user pressed Ctrl-C at this rank's prompt."""
+    """Notice to ranks: the user pressed Ctrl-C at the debugger's prompt of rank `rank`."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Leave:
-    """End: the functions of all ranks have returned."""
+    """Order to a rank: end, since the functions of all ranks have returned."""
 
 
 # ---- ... and from the agent
 
 
 START = 0
-"""`Arrived.number` of the checkpoint from which an attempt starts."""
+"""Value of `Arrived.number` for the checkpoint from which an attempt starts."""
 LARGE_ARGUMENTS = -1
-"""`Arrived.number` of the call's large arguments. Numbers from 1 up are those of `reports.Wanted`."""
+"""Value of `Arrived.number` for the call's large arguments. Numbers from 1 up are those of ranks' requests for a
+checkpoint."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A checkpoint, or the call's large arguments, has arrived on the ranks' node, or will not arrive."""
+    """Notice to ranks: a checkpoint, or the call's large arguments, has arrived on their node, or will not arrive."""
 
     attempt: int
     number: int
-    """`START`, `LARGE_ARGUMENTS`, or the number of a rank's request."""
+    """0 (`START`), -1 (`LARGE_ARGUMENTS`), or the number of a rank's request for a checkpoint."""
     value: CheckpointFile | ShardedCheckpoint | Address | None = None
     """A checkpoint in the agent's folder, a sharded checkpoint in storage, or the arguments' shared memory. None if no
     checkpoint has the wanted step."""
@@ -258,7 +267,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Quit:
-    """Exit at once."""
+    """Order to a rank: exit at once."""
 
     reason: str | None
     """Reason to stop a training that did not fail, for observers in rank 0. None after a failure."""
@@ -275,7 +284,7 @@ Order = OrderToRank | Quit
 def environment(
     base: Mapping[str, str], place: Place, job: Job, interface: str | None, scratch: Path
 ) -> dict[str, str]:
-    """Return a rank's environment variables: the worker's, the host's, and those that `torchrun` sets.
+    """Return a rank's environment variables: the agent's, the Flyte task's, and those that `torchrun` sets.
 
     Args:
         base: The agent's environment.
@@ -327,7 +336,7 @@ def _own_store() -> tuple[str, int]:
 
 
 def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that a Dask nanny has set.
+    """Return these environment variables without those that a Dask nanny has set.
 
     Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
     user's if its value differs from the nanny's, or if the process started with that value.
@@ -343,7 +352,10 @@ def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _before_nanny() -> Mapping[str, str]:
-    """Return the start environment of this process or its nearest ancestor that no nanny has started."""
+    """Return the environment at the start of this process, or of its nearest ancestor that no Dask nanny started.
+
+    Empty if the system does not show the environment.
+    """
     pid = os.getpid()
     while pid > 1:
         try:

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 PIECE_SIZE = 1 << 20
-"""Maximum number of bytes of a piece, and of one read from a connection. An agent relays a piece in milliseconds, which
-delays other ranks and heartbeats only briefly."""
+"""Maximum number of bytes of a piece of a result or return value. An agent relays a piece in milliseconds, which delays
+other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
-"""Maximum number of bytes of a pickled return value that travels within `reports.Returned`, without pieces."""
+"""Maximum number of bytes of a pickled return value that a rank sends whole, within its report that the function
+returned."""
 Segment = tuple[int, int]
 """Start and size of a part in a file, in bytes. Starts are multiples of the page size."""
 
@@ -46,21 +47,22 @@ Segment = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a result. A rank's pieces arrive in order, one result after the other."""
+    """A part of a rank's result or return value. A rank's pieces arrive in order, one result after the other."""
 
     key: str
-    """Key of the handler that submits the result. Empty for a return value."""
+    """Key of the `DaskResultsHandler` that submitted the result. Empty for a return value."""
     path: str | None
-    """Path of the result's file, below the prefix. None for a return value."""
+    """Path of the result's file, relative to the folder of the results. None for a return value."""
     data: bytes
     is_first: bool
     is_last: bool
     file: tuple[str, list[tuple[int, int]]] | None = None
-    """Path of a file with the whole result instead of `data`, and the segments of the file."""
+    """Path of a file with the whole return value, and start and size of the file's parts in bytes. None if `data` has
+    the bytes."""
 
 
 def cut(key: str, path: str, data: bytes) -> Iterator[Piece]:
-    """Yield the pieces of a result. An empty result has one empty piece."""
+    """Yield the pieces of a file that a rank submits. An empty file has one empty piece."""
     for start in range(0, max(1, len(data)), PIECE_SIZE):
         end = start + PIECE_SIZE
         yield Piece(key, path, data[start:end], start == 0, end >= len(data))
@@ -125,14 +127,14 @@ class Reader(io.RawIOBase):
 
 
 class Segments:
-    """Appends parts to a file, each at the start of a page."""
+    """Appends parts to a file, each at the start of a memory page."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
         self._end = 0
 
     def add(self, data: bytes | memoryview) -> Segment:
-        """Copy some bytes to the end of the file, and return their segment.
+        """Copy some bytes to the end of the file, and return their start and size in the file.
 
         Raises:
             OSError: The write failed, for example on a full disk.
@@ -146,7 +148,7 @@ class Segments:
 
 
 def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
-    """Map segments of a file into memory. This process's writes stay private, and take memory page by page."""
+    """Map segments of a file into memory, one view each. Writes stay private to this process."""
     memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return [memory[start : start + size] for start, size in segments]
 
@@ -159,13 +161,13 @@ class Address:
     """Address of shared memory, valid while its keeper (the process that made the memory) lives."""
 
     name: str
-    """Unique name of the memory."""
+    """Unique name of the shared memory."""
     pid: int
     """Process ID of the keeper."""
     descriptor: int
-    """File descriptor in the keeper."""
+    """Number of the keeper's file descriptor of the memory."""
     segments: tuple[Segment, ...]
-    """Segments of the memory, in order."""
+    """Start and size of each argument's memory, in bytes, in order."""
 
     @property
     def path(self) -> Path:
@@ -196,7 +198,10 @@ class Address:
 
 
 class SharedMemory:
-    """The keeper's end of shared memory. Deletion of this object frees the memory, unless other processes map it."""
+    """Shared memory that this process has made and keeps for others.
+
+    Deletion of this object frees the memory, unless other processes map the memory.
+    """
 
     def __init__(self) -> None:
         """Make empty shared memory.
@@ -256,8 +261,8 @@ def send_by_file(
     """Pickle a value into a file in the driver's folder, and send the driver the file's name.
 
     Args:
-        dump: Pickles the value into its first argument. Calls its second argument for each buffer. True as the result
-            puts the buffer into the pickle, too.
+        dump: Pickles the value into the file given first. Calls the function given second for each buffer: True means
+            that the buffer goes into the pickle, too.
         folder: The driver's folder, which this process can write to.
         send: Sends a piece to the driver.
 
@@ -294,7 +299,7 @@ class MappedReturn:
     """A rank's pickled return value, mapped from a file in the driver's folder."""
 
     def __init__(self, path: str, segments: list[Segment]) -> None:
-        """Map a file, and delete its name.
+        """Map the file into memory, and remove the file from the folder.
 
         Raises:
             OSError: The file does not exist or cannot be mapped.
@@ -304,5 +309,5 @@ class MappedReturn:
             self.pickled, *self.aside = mapped(file, segments)
 
     def load(self) -> Any:
-        """Unpickle and return the value."""
+        """Unpickle and return the rank's return value."""
         return pickle.loads(self.pickled, buffers=self.aside)  # noqa: S301 - from the gang's own rank

@@ -36,8 +36,8 @@ REFUSED = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
 }
-"""Classes (module, name) whose objects keep a world size that no public call changes. `rank.libraries` refuses a
-`Trainer` of Lightning when it trains."""
+"""Classes (module, name) whose objects ranks refuse, as no public call changes the driver's world size in them. A
+Lightning `Trainer` is refused later, when it trains."""
 
 
 def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], object] | None = None) -> bytes:
@@ -45,8 +45,8 @@ def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memor
 
     Args:
         value: Any object.
-        max_size: Most bytes of the pickle. None means no limit.
-        put_aside: Takes the memory of each large array and tensor. None leaves them in the pickle.
+        max_size: Maximum number of bytes of the pickle. None means no limit.
+        put_aside: Function that takes the memory of each large array and tensor. None leaves the memory in the pickle.
 
     Raises:
         OverflowError: The pickle, or an object inside, exceeds `max_size` bytes.
@@ -59,7 +59,7 @@ def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memor
 
 
 def loads(data: bytes | memoryview, aside: Iterable[memoryview] = ()) -> Any:
-    """Return the value of a pickle, and put the definitions in the pickle into `__main__`.
+    """Return the value of a pickle from `dumps`, and put the pickled definitions into this process's `__main__`.
 
     Args:
         data: The pickle from `dumps`.
@@ -83,12 +83,13 @@ def definitions() -> dict[str, Any]:
 
 
 def spare_parts(max_size: int) -> Mapping[str, bytes]:
-    """Pickle each class of `__main__` by itself, for ranks that load files which name the classes.
+    """Pickle each class of `__main__` by itself, so that ranks can load files that refer to the class.
 
-    The classes that the function reaches come with its call. The rank uses these pickles only for others.
+    The pickled call already holds the classes that the user's function uses. Ranks use these pickles only for other
+    classes.
 
     Args:
-        max_size: Most bytes of a pickle. Larger classes, and those that cannot be pickled, are left out.
+        max_size: Maximum number of bytes of a pickle. Larger classes, and those that cannot be pickled, are left out.
     """
     parts = {}
     for name, value in definitions().items():
@@ -106,13 +107,16 @@ def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ..
 
 
 def _code(file_name: str, *parts: Any) -> CodeType:
-    """Make a code object with its file name, for tracebacks, debuggers and `inspect`. Cloudpickle >= 3.1.3 omits it."""
+    """Make a code object with its file name, for tracebacks, debuggers and `inspect`.
+
+    Cloudpickle >= 3.1.3 omits the file name.
+    """
     return CodeType(*parts).replace(co_filename=file_name)
 
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 _Reduced = tuple[Any, ...]
-"""How to pickle an object, as `__reduce_ex__` returns it."""
+"""Instructions for pickling an object, in the form that `__reduce_ex__` returns."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -131,14 +135,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
 
     def dump_definitions(self) -> None:
-        """Pickle all definitions of `__main__` that the value reaches, directly or indirectly."""
+        """Pickle all definitions of `__main__` that the pickled value uses, directly or indirectly."""
         done: set[str] = set()
         while new := self._reached - done:
             self.dump({name: self._namespace[name] for name in sorted(new)})
             done |= new
 
     def reducer_override(self, obj: Any) -> Any:
-        """Note definitions of `__main__`, and choose how to pickle the objects that cloudpickle cannot handle.
+        """Return instructions for pickling an object, and record the object's definition if it belongs to `__main__`.
 
         Modules with a custom class are pickled by name. Cloudpickle adds one example, `torch.classes`, to every
         function that uses `torch` and an attribute `classes`.
@@ -165,10 +169,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _reduce_named(self, obj: Any) -> _Reduced | None:
-        """Pickle by value an object that pickle would look up in `__main__`. A rank's `__main__` starts empty.
+        """Return instructions for pickling by value an object that pickle would look up in `__main__`.
+
+        A rank's `__main__` starts empty.
 
         Returns:
-            The reduced form, like `__reduce_ex__`. None for other objects.
+            The instructions, in the form of `__reduce_ex__`. None for other objects.
         """
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
@@ -244,7 +250,7 @@ class _Bounded(io.BytesIO):
 
 
 def _reduce_object(value: Any) -> _Reduced | None:
-    """Return how to pickle an object that holds the driver's rank, as `__reduce_ex__` does. None for other objects."""
+    """Return instructions for pickling an object that holds the driver's rank or world size. None for other objects."""
     reducer = _reducer_of(type(value))  # type: ignore[arg-type]  # mypy takes no class for hashable
     return None if reducer is None else reducer(value)
 
@@ -329,9 +335,9 @@ def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:
 
 
 def _sampler(num_replicas: int, rank: int, make: Callable[..., Any], arguments: _Reduced) -> Any:
-    """Make the sampler, or raise if its world is one process.
+    """Make a `DistributedSampler` in a rank. Raise if the driver made the sampler for a world of one process.
 
-    A sampler of another rank raises when it is iterated. An argument may hold a list of samplers, one per rank.
+    A sampler for another rank raises when it is iterated. An argument may hold a list of samplers, one per rank.
     """
     if num_replicas == 1 < _world_size():
         what = f"num_replicas=1 has each of the {_world_size()} ranks train on all samples"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 GpuKey = tuple[str, str]
-"""Identity of a GPU across all nodes, from `Node.key_of`."""
+"""Identity of a GPU across all nodes: its UUID, else its host and its name on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Resources of a worker's node, from its agent."""
+    """Resources of the node that a worker runs on, as the worker's agent reports them."""
 
     worker: str
     """Address of the worker, as users see it."""
@@ -21,15 +21,16 @@ class Node:
     num_cores: int
     """Number of cores of the host, or of the container's limit."""
     gpus: tuple[str, ...]
-    """Visible GPUs by their names in `CUDA_VISIBLE_DEVICES`, in the order of that variable."""
+    """Names of the visible GPUs in the worker's `CUDA_VISIBLE_DEVICES`, in that variable's order."""
     gpu_names: tuple[str, ...]
-    """Models of the GPUs."""
+    """Model names of the visible GPUs, in the order of `gpus`."""
     gpu_uuids: tuple[str, ...] = ()
-    """UUIDs of the GPUs, or of their MIG instances. Unknown ones are "", or the tuple is empty."""
+    """UUIDs of the visible GPUs or MIG instances, in the order of `gpus`. "" for an unknown UUID. Empty if all are
+    unknown."""
     interface: str | None
     """Network interface that reaches the driver. None if unknown."""
     versions: dict[str, str]
-    """Package -> version, for versions that driver and workers must share."""
+    """Package -> version on this node, for packages whose versions must equal the driver's."""
 
     def key_of(self, gpu: str) -> GpuKey:
         """Return the identity of a visible GPU: its UUID, else the host and the GPU's name there."""
@@ -55,7 +56,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank's numbers, GPU and threads."""
+    """Place of a rank: its numbers in the gang and on its node, its GPU and its number of threads."""
 
     rank: int
     local_rank: int
@@ -179,7 +180,7 @@ def _most_shared(nodes: Sequence[Node], ranks_per_worker: int) -> int:
 
 
 def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:
-    """Return the GPUs of each node's ranks, and the number of ranks on each GPU, by `Node.key_of`."""
+    """Return the GPUs of each node's ranks, and the number of ranks on each GPU, by the GPU's identity."""
     num_ranks: Counter[tuple[str, str]] = Counter()
     own = []
     for node in nodes:

@@ -19,16 +19,17 @@ import psutil
 from flytekitplugins.daskpytorch.protocol import pickling
 
 MAX_SPARE_PART = 256 << 10
-"""Maximum number of bytes of each pickled class in `Program.spare_parts`."""
+"""Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
+out."""
 STREAMS = ("stdout", "stderr")
 FIRST_OWN_SEED = 1 << 32
-"""Minimum seed that counts as drawn by torch itself. Torch's seeds have 53 random bits: one in two million is
-smaller."""
+"""Minimum seed that counts as drawn by torch, not set by the user. Torch's seeds have 53 random bits: one in two
+million is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Handler:
-    """A logging handler that writes to a standard stream."""
+    """Settings of a logging handler that writes to a standard stream."""
 
     stream: str
     level: int
@@ -49,14 +50,15 @@ class TorchSettings:
 
     default_dtype: str | None = None
     matmul_precision: str | None = None
-    """Argument of `torch.set_float32_matmul_precision`."""
+    """Argument of `torch.set_float32_matmul_precision`. None leaves torch's default."""
     deterministic: bool = False
     warn_only: bool = False
     cudnn_deterministic: bool = False
     cudnn_benchmark: bool = False
     num_threads: int | None = None
     seed: int | None = None
-    """Argument of the program's `torch.manual_seed`. Ranks do not apply the seed (see `rank.hints`)."""
+    """Seed that the program has given to `torch.manual_seed`. None without a seed. Ranks only use it for a hint to the
+    user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,12 @@ class Program:
     """State of the driver's program for the ranks. The user's objects are bytes here."""
 
     arguments: Sequence[str] | None = field(default=None, repr=False)
-    """Command line without the first word. None for programs such as pyflyte."""
+    """Command-line arguments of the user's script. None if the program is not the user's, such as pyflyte."""
     module: str | None = None
-    """Name of the module that `python -m` ran. None for a script."""
+    """Name of the user's module that `python -m` ran. None for a script."""
     package: str | None = None
     spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Name -> pickled class of `__main__`, for objects in files that name the class."""
+    """Name -> pickled class of `__main__`, for ranks that load files with objects of the class."""
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Name -> text of source code without a file, such as a notebook's cells."""
     loggers: Mapping[str, _Logger] = field(default_factory=dict)
@@ -106,7 +108,7 @@ def taken(*, is_users: bool) -> Program:
 
 
 def _places() -> set[str]:
-    """Return the file names in the code objects of the definitions of `__main__`."""
+    """Return the names of the files that define the functions and methods of `__main__`."""
     functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]
     classes = [value for value in pickling.definitions().values() if isinstance(value, type)]
     functions += [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
@@ -168,7 +170,7 @@ def _matmul_precision(torch: Any) -> str | None:
 
 
 def _num_threads(torch: Any) -> int | None:
-    """Return the number of threads that the program has set. None if the number may be torch's default."""
+    """Return torch's number of threads, as the program has set. None if the number may be torch's default."""
     defaults = {os.cpu_count(), len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False)}
     from_environment = {os.environ.get(name, "").partition(",")[0] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     number = int(torch.get_num_threads())
@@ -257,4 +259,4 @@ def _set_up(logger: logging.Logger, asked: _Logger) -> None:
 
 
 _forgotten_by: int | None = None
-"""Number of the process that has called `forget_levels`. None before."""
+"""Process ID of the fork server that called `forget_levels` for its ranks. None before the first call."""

@@ -16,31 +16,31 @@ from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 NUM_MOVES = struct.Struct("!Q")
-"""A rank's number of signs of life so far. Its agent reads this report for the heartbeat, and recognises the report by
-its size. All pickled reports are longer."""
+"""Format of a report with nothing but a rank's number of signs of life so far. Agents put the number into heartbeats,
+and recognise the report by its size. All pickled reports are longer."""
 MAX_TOGETHER = 1 << 14
-"""Maximum number of bytes of small reports in one message. Larger messages would fill the driver's queues and save
-little time."""
+"""Number of bytes at which an agent adds no more of a rank's reports to a message. Larger messages would fill the
+driver's queues and save little time."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The rank has joined the process group."""
+    """Report that the rank has joined the process group."""
 
 
 @dataclass(frozen=True)
 class ShardsNotWritten:
-    """The rank failed to write its shards of a sharded checkpoint."""
+    """Report that the rank failed to write its shards of a sharded checkpoint."""
 
     number: int
-    """Number of the checkpoint, as in `WrittenShards`."""
+    """Number of the attempt's call of `save_sharded`, from 0."""
     step: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The rank waits for a checkpoint to load, until `orders.Arrived`."""
+    """Request of a rank that waits for a checkpoint to load."""
 
     number: int
     """Number of the rank's request, from 1. All ranks get the checkpoint of rank 0's request with that number."""
@@ -51,19 +51,19 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Spent:
-    """Account of the rank's time since `Ready`."""
+    """Account of the rank's time since the rank joined the process group."""
 
     seconds: Mapping[str, float]
-    """Seconds by the field's name in `Goodput`, as in `RankUsage.seconds`."""
+    """Seconds of the rank's main thread by the field's name in `Goodput`, such as `stepping` or `saving`."""
     step: int | None = None
-    """Step of the checkpoint at which the account ends. None if the account ends now."""
+    """Step of the checkpoint whose save ends the account. None if the account lasts until this report."""
     is_last: bool = False
     """True if the rank's function has returned."""
 
 
 @dataclass(frozen=True)
 class GoodputWanted:
-    """The rank waits for the gang's goodput, until `orders.Accounted`."""
+    """Request of a rank that waits for the gang's goodput."""
 
     number: int
     """Number of the rank's request. All ranks get the same goodput for the same number."""
@@ -80,7 +80,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class Noted:
-    """A note for the user's log."""
+    """Note of a rank, which the driver shows to the user."""
 
     text: str
     """Description of the rank's action."""
@@ -88,15 +88,15 @@ class Noted:
 
 @dataclass(frozen=True)
 class Held:
-    """Answer to `Hold`: the rank blocks its next call of `should_stop`."""
+    """Report that the rank blocks its next call of `should_stop`, as the driver has ordered by `Hold`."""
 
     num_calls: int
-    """Number of calls so far."""
+    """Number of the rank's calls of `should_stop` so far."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Answer to `Locate`: the rank's stacks and progress."""
+    """The rank's stacks and progress, in answer to the driver's order `Locate`."""
 
     num_collectives: int
     """Number of collectives that the rank has entered."""
@@ -105,14 +105,14 @@ class Located:
     num_moves: int
     """Number of the rank's signs of life so far."""
     look: int
-    """`look` of the order `Locate`."""
+    """Number of the driver's order that this report answers."""
     num_bytes: int | None = None
     """Bytes that the rank has received over TCP. None while its sockets hold unread or unsent bytes, or if unknown."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """The rank's last collectives, sent after `Located`."""
+    """The rank's last collectives, sent right after the rank's stacks."""
 
     recalled: Recalled | None
     """The collectives. None if torch does not record them."""
@@ -120,25 +120,25 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Stands:
-    """A change: the rank now stands still, or goes on."""
+    """Report that the rank now stands still, or goes on again."""
 
     is_still: bool
-    """True if the rank has entered no collective, and given no sign of life, for seconds."""
+    """True if the rank has entered no collective, and given no sign of life, for some seconds."""
 
 
 @dataclass(frozen=True)
 class FolderWanted:
-    """The rank asks the driver to create the folder of the task's results."""
+    """Request of a rank that the driver create the folder of the task's results."""
 
 
 @dataclass(frozen=True)
 class AtPrompt:
-    """The rank's debugger waits for the terminal, until `Prompt`."""
+    """Request of a rank whose debugger waits for the driver's terminal."""
 
 
 @dataclass(frozen=True)
 class LeftPrompt:
-    """The rank's debugger has left its prompt."""
+    """Report that the rank's debugger has left its prompt."""
 
     steps: bool
     """True if the debugger will need the terminal again soon, for example after `next`."""
@@ -146,7 +146,7 @@ class LeftPrompt:
 
 @dataclass(frozen=True)
 class Waits:
-    """The rank waits for an editor's debugger, and can no longer count as hung."""
+    """Report that the rank waits for an editor's debugger. The rank can no longer count as hung."""
 
     text: str
     """Note for the user with the host and port to attach to."""
@@ -154,12 +154,12 @@ class Waits:
 
 @dataclass(frozen=True)
 class Returned:
-    """The rank's function returned."""
+    """Report that the rank's function has returned."""
 
     value: object = None
-    """Return value for the driver. None also for a value sent in pieces, and for an unfinished training."""
+    """Return value for the driver. None if the value was sent in pieces, or the training is unfinished."""
     stopped_early: bool = False
-    """True if `should_stop` had returned True before."""
+    """True if the rank's `should_stop` had returned True before the function returned."""
 
 
 ShortReport = (
@@ -203,7 +203,7 @@ class Gathered:
     messages: list[bytes] = field(default_factory=list)
     """Pickled reports, oldest first. Each item is one message to the driver."""
     num_moves: int | None = None
-    """Number of signs of life so far. None if unknown."""
+    """The rank's newest number of signs of life. None if no gathered report has one."""
 
     def add(self, report: bytes) -> None:
         """Add the next report. Small reports share a message, which costs less for frequent reports."""
