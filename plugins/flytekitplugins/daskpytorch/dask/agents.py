@@ -238,8 +238,8 @@ async def _delay_sigterm_for_nanny(worker: Worker) -> None:
     """Make a worker under a nanny wait on SIGTERM for the nanny's order to close, and ignore Ctrl-C.
 
     If both processes receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint.
-    Without the delay, the worker would end too early. If only the worker receives SIGTERM, it ends after `NANNYS_TIME`
-    seconds, and the nanny starts a new worker. Dask's memory limit, for example, signals only the worker.
+    Without the delay, the worker would end too early. If only the worker receives SIGTERM, it ends after two seconds,
+    and the nanny starts a new worker. Dask's memory limit, for example, signals only the worker.
     """
     loop = asyncio.get_running_loop()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-"""Maximum number of seconds between two requests for a partition that Dask is computing anew."""
+"""Maximum number of seconds between two requests for a lost partition that Dask is computing again."""
 NOTICE_TIME = 10.0
 """Seconds after which a rank logs that it waits for a partition of Dask."""
 
@@ -75,7 +75,7 @@ def _bind_late(future_type: Any, ours: RankWorker) -> None:
 
 @functools.cache
 def worker_of(way: WorkerData) -> RankWorker:
-    """Return the stand-in for this rank's worker: one object, and so one client, per process."""
+    """Return the stand-in for the Dask worker beside this rank: the same object, with one client, at each call."""
     return RankWorker(way)
 
 
@@ -121,9 +121,9 @@ class RankWorker:
         return sizes
 
     def fetch(self, key: Key) -> Any:
-        """Return a partition from a worker that holds it. Wait while Dask is computing the partition anew.
+        """Return a partition from a worker that holds it. Wait while Dask is computing a lost partition again.
 
-        A `Future` would wait for ever for lost scattered partitions and unpicklable partitions.
+        Dask's `Future` would wait for ever for lost scattered partitions and unpicklable partitions.
 
         Raises:
             LookupError: No worker holds the partition, and Dask does not or cannot compute it.

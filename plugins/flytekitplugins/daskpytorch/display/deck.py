@@ -40,7 +40,7 @@ PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "prepar
 
 
 def _recorded(tell: Callable[Concatenate[Story, P], None]) -> "Callable[Concatenate[Recorder, P], None]":
-    """Return a method of `Recorder` that calls `tell` on the recorder's story under its lock, and counts the change."""
+    """Return a method of `Recorder` that calls `tell` on its `Story`, under a lock, and counts the change."""
 
     def record(self: "Recorder", /, *args: P.args, **kwargs: P.kwargs) -> None:
         with self.lock:

@@ -24,7 +24,7 @@ HIGH = re.compile(
 )
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
-"""Maximum number of metrics that a Deck draws of training records, and again of records with held-out metrics."""
+"""Maximum number of metrics that a Deck draws. Records with and without held-out metrics count separately."""
 MAX_NEWEST = 200
 """Maximum number of metrics whose newest value is kept for a Deck's key figures."""
 
@@ -90,7 +90,7 @@ class Metrics:
         return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
 
     def charts(self) -> Iterable[Chart]:
-        """Yield the charts: first the loss, then metrics with a known good direction, then all others."""
+        """Yield the charts: first the loss, then metrics known to be better when low or high, then all others."""
         groups: dict[str, list[str]] = defaultdict(list)
         for name in dict.fromkeys((*self._steps, *self._sums)):
             groups[base_of(name)].append(name)

@@ -184,7 +184,7 @@ class _Run(Run):
             self._call(self._client.set_terminated, self._parent, STATUS["finished"])
 
     def _begin(self, training: Training) -> None:
-        """Find or create the training's MLflow run. A retry after a failed call finds the run that was created."""
+        """Find or create the training's MLflow run. A retry finds the run that a failed call has created."""
         files = None if self._folder is None else (self._folder / "artifacts").as_uri()
         experiment = _experiment(self._client, self._asked.experiment, files)
         tags = {**self._asked.tags, SOURCE_TAG: training.name}

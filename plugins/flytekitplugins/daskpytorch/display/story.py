@@ -120,7 +120,7 @@ class Story(Observer):
         self._tell(f"goes on from the checkpoint of step {step:,} of the attempt before", "good")
 
     def placed(self, shape: Shape) -> None:
-        """Record that workers are present and that their ranks start."""
+        """Record the gang's size, and that its ranks start."""
         text = size_of(shape)
         before = self.shape.world_size if self.shape is not None else shape.world_size
         if shape.world_size < before:

@@ -99,7 +99,7 @@ class _EventFiles(Run):
         self._summary(hparams_pb(given, trial_id=training.id), 0)
 
     def rewind(self, step: int | None) -> None:
-        """Hide all points after this step in TensorBoard. None hides all points."""
+        """Hide all points after `step` in TensorBoard. None hides all points."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         first = 0 if step is None else step + 1

@@ -22,8 +22,8 @@ from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import name_of
 
 PLAIN_INTERVAL = 10.0
-"""Minimum number of seconds between two plain lines with metrics. A new epoch or an additional metric is shown at
-once."""
+"""Minimum number of seconds between two lines with metrics outside a terminal. A new epoch or an additional metric is
+shown at once."""
 LIVE = ("epoch", "loss", "samples_per_second")
 """Metrics in a live line of a wide terminal. A narrow terminal shows the loss alone."""
 MAX_LINE = 2_000

@@ -112,7 +112,7 @@ class Tracker(Observer):
         self._feeder.put(partial(self._run.rewind, step))
 
     def logged(self, record: LogRecord) -> None:
-        """Queue a record of rank 0."""
+        """Queue a record of rank 0 for the run. Records of other ranks are ignored."""
         if record.rank == 0:
             self._newest = record
             self._feeder.offer(partial(self._run.log, record))
@@ -132,7 +132,7 @@ class Tracker(Observer):
             self._feeder.offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 
     def noted(self, text: str) -> None:
-        """Queue a notice."""
+        """Queue a notice for the run."""
         self._feeder.offer(partial(self._run.note, text))
 
     def ended(self, error: Exception | None) -> None:

@@ -111,7 +111,7 @@ def inputs_of(experiment: Any) -> dict[str, Any]:
 
 
 def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    """Return a nested dictionary as a flat one. The name of an inner value begins with all outer names."""
+    """Return a nested dictionary as a flat one, with the outer names before each inner name, joined by `separator`."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         inner = flat(value, separator) if isinstance(value, Mapping) else None
@@ -131,7 +131,7 @@ def gang_config(shape: Shape) -> dict[str, Any]:
 
 
 def size_of(shape: Shape) -> str:
-    """Return a gang's size as text, such as `4 ranks on 2 workers, 2 hosts`. Single workers and hosts are left out."""
+    """Return a gang's size as text, such as `4 ranks on 2 workers, 2 hosts`. One worker or host is not mentioned."""
     num_hosts = len({node.host for node in shape.nodes})
     parts = [count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
     parts += [count(num_hosts, "host")] if num_hosts > 1 else []

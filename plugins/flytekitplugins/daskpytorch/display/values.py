@@ -16,9 +16,9 @@ from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
 from flytekitplugins.daskpytorch.report.pieces import cells_table, element, folded, text_of
 
 MAX_SHORT = 200
-"""Maximum number of characters of a text that is shown at once. Longer texts unfold at a click."""
+"""Maximum number of characters of a text that is shown unfolded. Longer texts unfold at a click."""
 MAX_OPEN = 20
-"""Maximum number of rows of a table that is shown at once. Longer tables unfold at a click."""
+"""Maximum number of rows of a table that is shown unfolded. Longer tables unfold at a click."""
 MAX_ROWS = 500
 """Maximum number of rows that a table shows. Further rows are only counted."""
 MAX_FRAME_ROWS = 10

@@ -29,7 +29,7 @@ OLD_MODES = {"dryrun": "offline", "run": "online"}
 """Current names of wandb's modes, by their old names."""
 TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
-"""Type of the link from Flyte's console to the run, as Flyte's configuration names it.
+"""Type of the link from Flyte's console to a Weights & Biases run, as Flyte's configuration names this type.
 
 The link's template in this configuration ends in {{ .executionName }}-{{ .nodeId }}.
 """
@@ -53,7 +53,8 @@ MARK = "ANSWERS "
 TIMEOUT = 60.0
 """Timeout, in seconds, for the process that reads wandb's settings. The import of wandb alone takes about a second."""
 MAX_ID_PART = 60
-"""Maximum number of characters of the sweep's id, and of the model's key, in a model's run id. wandb allows 128."""
+"""Maximum number of characters of each part of a model's run id: the sweep's id and the model's key. wandb allows 128
+characters."""
 
 
 class WandbObserver(Observer):
@@ -168,7 +169,7 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Cal
 
 
 def model_settings(runs: Callable[[], RunSettings], *, index: int, key: str) -> RunSettings:
-    """Return the settings of one model's run. Its id contains the model's key, which is the same in all attempts."""
+    """Return the settings of one model's run. The run's id contains the model's key, the same in all attempts."""
     shared = runs()
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")

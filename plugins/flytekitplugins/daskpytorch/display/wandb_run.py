@@ -32,13 +32,13 @@ RUN_IS = f"{LABEL} run: "
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Timeout, in seconds, for wandb's server when a run is opened. After the timeout, the run is recorded offline."""
 STOPPED_EARLY = "stopped_early"
-"""Name of the entry in the run's summary with the reason for early stopping."""
+"""Name of the entry in a Weights & Biases run's summary with the reason for early stopping."""
 GOODPUT = "goodput"
-"""Name of the entry in the run's summary with the account of the gang's time, `Goodput`."""
+"""Name of the entry in a Weights & Biases run's summary with the account of the gang's time."""
 OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
-"""Maximum time, in seconds, that rank 0's function waits for the open run. Covers wandb's import and its process."""
+"""Maximum time, in seconds, that rank 0's function waits until wandb is imported and the run is open."""
 CLOSE_TIMEOUT = 60.0
-"""Timeout, in seconds, for sending the queued records when a run is closed."""
+"""Timeout, in seconds, for sending the queued records when a Weights & Biases run is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)

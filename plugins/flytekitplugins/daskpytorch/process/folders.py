@@ -147,7 +147,7 @@ def _is_private(group: int) -> bool:
 
 
 def _is_usual(folder: Path, owner: int, mode: int) -> bool:
-    """Return True if a new file in the folder has the same owner and mode. Some mounts give all files the same ones."""
+    """Return True if a new file in the folder has this owner and mode. Some mounts give all files the same ones."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".daskpytorch-") as file:  # the file's mode is 0600
             found = os.fstat(file.fileno())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RETRY_AFTER = 2.0
-"""Seconds before the first retry of a failed job. Each further retry doubles the pause, up to `MAX_PAUSE`."""
+"""Seconds before the first retry of a failed job. Each further retry doubles the pause, up to 60 seconds."""
 MAX_PAUSE = 60.0
 """Longest pause before a retry, in seconds."""
 
@@ -62,8 +62,8 @@ class Worker:
         """Add a job, which begins once all earlier jobs of the lane are done.
 
         Args:
-            lane: Name of the lane.
-            work: The call.
+            lane: Name of the job's lane, whose jobs run one after the other.
+            work: Call that the job makes. An exception means that the job has failed.
             gives_up: Called after a failed try with the error, the number of failed tries, and the seconds until the
                 retry. True ends the job, which is the default.
         """
@@ -111,7 +111,7 @@ class Worker:
             self._changed.notify_all()
 
     def first(self) -> Job | None:
-        """Return the job with the earliest `due` among all lanes' first jobs, or None without jobs."""
+        """Return the job that is due first among the oldest jobs of all lanes, or None without jobs."""
         return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
     def do(self, job: Job) -> None:

@@ -14,7 +14,7 @@ MAX_VALUE = 1e200
 """Largest absolute value that can be drawn."""
 NUM_COLOURS = 8
 NUM_ROWS = 12
-"""Maximum number of evenly spread rows in the table below a chart. Lines with few points add as many rows at most."""
+"""Maximum number of evenly spread rows in the table below a chart. Short lines may add the same number of rows."""
 WIDE_RANGE = 100.0
 """Minimum ratio of the largest to the smallest value of a chart that begins with a logarithmic axis."""
 MAX_MARKS = 100
@@ -139,7 +139,7 @@ def _values(curves: Mapping[str, Points], x_label: str) -> str:
 
 
 def _spread(values: Sequence[float]) -> list[float]:
-    """Return at most `NUM_ROWS` evenly spread values, always with the first and the last one."""
+    """Return at most 12 of the values, evenly spread, always with the first and the last one."""
     if len(values) <= NUM_ROWS:
         return list(values)
     return [values[round(i * (len(values) - 1) / (NUM_ROWS - 1))] for i in range(NUM_ROWS)]
@@ -151,7 +151,7 @@ def _short(value: float) -> float | int:
 
 
 def _json(data: object) -> str:
-    """Return JSON that is safe in a script element, with any text."""
+    """Return data as JSON in which no text can end the HTML script element around the JSON."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -352,7 +352,7 @@ def text_of(value: object) -> str:
 
 
 def name_of(text: str) -> str:
-    """Return a metric's name in one line of at most `MAX_NAME` characters, without HTML escapes."""
+    """Return a metric's name in one line of at most 60 characters, not yet escaped for HTML."""
     return one_line(text, MAX_NAME)
 
 
@@ -375,7 +375,7 @@ def shared() -> str:
 
 
 def _clean(value: object) -> str:
-    """Return a value as escaped text, cut to `MAX_TEXT` characters, without unprintable characters."""
+    """Return a value as text that is escaped for HTML, without unprintable characters and a long text's middle."""
     text = str(value)
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}\n…\n{text[-MAX_TEXT // 2 :]}"

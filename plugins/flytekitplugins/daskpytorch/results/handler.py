@@ -76,7 +76,7 @@ class DaskResultsHandler:
         whole worker. A later file of this rank with the same path replaces this one.
 
         Args:
-            path: Path relative to the `prefix` of `process_results`, or in a task, to the folder of `directory`.
+            path: Path relative to the `prefix` of `process_results`, or to the folder that `directory` returns.
             data: Content of the file. Text is written as UTF-8.
 
         Raises:
@@ -132,7 +132,7 @@ class DaskResultsHandler:
 
         Each file is written whole or not at all, and once. The call may come late, be repeated, or take some of a
         gang's futures. Paths that are empty or absolute, have a `..`, or follow a symbolic link out of the prefix are
-        refused. Each refusal costs a line on standard error.
+        refused. Each refusal is reported in a line on standard error.
 
         Args:
             prefix: The folder to write to. Made if it does not exist.

@@ -116,7 +116,7 @@ class Log(Observer):
         self.cut(self._before, step)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the records after the restart's checkpoint, which will be logged again."""
+        """Remove the records after `step`, the restart's checkpoint, which will be logged again. None: all records."""
         self.cut(self.records, -math.inf if step is None else step)
 
     def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:

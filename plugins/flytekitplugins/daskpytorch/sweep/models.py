@@ -330,7 +330,7 @@ class ModelFutures(Futures[ModelFuture]):
             self._give_up(too_large, GangStartError(text))
 
     def _give_up(self, models: Sequence[Model], error: Exception) -> None:
-        """Settle the futures of waiting models, which will never start."""
+        """Set `error` on the futures of waiting models, which will never start."""
         for model in list(models):
             self._waiting.remove(model)
             model.line.ended(error)

@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.records import LogRecord
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
-"""Number of a sweep's files that are read from storage at the same time."""
+"""Number of files of a `dispatch.map` that are read from storage at the same time."""
 MAX_COMPARED = 1 << 16
 """Maximum size, in bytes, of a pickled argument of a partial function. Larger arguments are not compared with those of
 the earlier call."""

@@ -205,11 +205,11 @@ class Pool:
     """Workers of a Dask cluster, each free or held by one model's gang, the holder. Not thread-safe."""
 
     free: set[str] = field(default_factory=set)
-    """Addresses of the workers that no gang holds."""
+    """Workers that no gang holds, by the names that users see."""
     _held: dict[Hashable, set[str]] = field(default_factory=dict)
-    """Addresses of the workers that each gang holds, by holder."""
+    """Holder -> names of the workers that it holds now."""
     _wanted: dict[Hashable, int] = field(default_factory=dict)
-    """Number of workers that each gang has requested, by holder."""
+    """Holder -> number of workers that it has requested."""
 
     @property
     def num_free(self) -> int:
@@ -223,7 +223,7 @@ class Pool:
 
     @property
     def is_in_use(self) -> bool:
-        """True if a gang is running."""
+        """True if a gang holds workers, or waits for replacements of lost ones."""
         return bool(self._held)
 
     def update(self, present: Iterable[str]) -> None:
@@ -234,14 +234,14 @@ class Pool:
         self.free = there.difference(*self._held.values())
 
     def acquire(self, holder: Hashable, count: int) -> list[str] | None:
-        """Assign `count` workers to a new holder, and return their addresses. Return None if fewer workers are free."""
+        """Assign `count` workers to a new holder, and return their names. Return None if fewer workers are free."""
         if count > self.num_free:
             return None
         self._held[holder], self._wanted[holder] = set(), count
         return self.refill(holder)
 
     def refill(self, holder: Hashable) -> list[str]:
-        """Replace a holder's lost workers by free ones, and return the addresses of the holder's workers."""
+        """Replace a holder's lost workers by free ones, and return the names of all workers of the holder."""
         missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
         self.free.difference_update(missing)
         self._held[holder].update(missing)
