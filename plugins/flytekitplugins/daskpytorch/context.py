@@ -142,7 +142,7 @@ class Checkpoint:
         return None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """Return the kept checkpoints of both kinds, ordered by step, as far as this rank knows.
+        """Return the kept checkpoints, whole and sharded, ordered by step, as far as this rank knows.
 
         The driver sends the list to every rank each time that it has stored a checkpoint. A checkpoint that was just
         saved may be missing. A checkpoint that the driver has just removed may still be listed.
@@ -182,7 +182,7 @@ class Progress:
 
 
 class StopSignal:
-    """Answers calls of `should_stop`, so that the n-th call is the first to return True on every rank, for the same n.
+    """Answers calls of `should_stop`. On every rank, the call with the same number is the first to return True.
 
     Each rank counts its calls. To stop the gang, the driver asks every rank for its count, and the rank holds back its
     next call. The driver then sends the greatest count to all ranks. Each rank's first call beyond the greatest count
@@ -259,7 +259,7 @@ class Link:
         return contextlib.nullcontext()
 
     def goodput(self) -> Goodput:
-        """Return how much time the gang has spent on what until now. Outside a gang, all fields are 0."""
+        """Return the account of the gang's time until now: seconds per activity. Outside a gang, all are 0."""
         return Goodput()
 
 
@@ -316,7 +316,7 @@ class RankContext:
         Rank 0's metrics go to Weights & Biases, the progress display and the Deck. Every rank's metrics show the driver
         the rank's progress. Rank 0 sends its log records within 0.2 s, other ranks within 1 s. In a gang of n > 500
         ranks, other ranks send within n / 500 seconds. A rank that is killed or crashes may lose its last records. The
-        progress display shows `epoch`, `loss` and `samples_per_second` in places of their own.
+        progress display shows `epoch`, `loss` and `samples_per_second` apart from other metrics.
 
         Args:
             metrics: Values by name. Numbers and one-element tensors go to all trackers and displays. Tensors are read

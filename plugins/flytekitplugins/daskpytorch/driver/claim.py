@@ -30,7 +30,7 @@ STALE_AFTER = 60.0
 ANCIENT = 3600.0
 """Age of a claim's last renewal, in seconds, from which another gang takes over the claim without waiting."""
 FIRST_LOOK = 1.0
-"""Seconds until a new owner checks that the claim is its own. Stores without exclusive creation may accept two."""
+"""Seconds after which a gang checks that its new claim is still there. Some stores let two gangs create a claim."""
 POLL_INTERVAL = 1.0
 JOBS = (
     ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER"),

@@ -86,7 +86,7 @@ class Committer:
         self.base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
         """Path or fsspec URL of the folder that contains a folder for each sharded checkpoint."""
         self.previous = paths.previous_shards or paths.previous if paths is not None else None
-        """Folder with the sharded checkpoints of the task's previous attempt or call, perhaps `base`. None: none."""
+        """Folder with the sharded checkpoints of the task's previous attempt or call, perhaps `base`, or None."""
         self.token: Path | None = None
         """File by which ranks check that they share the driver's folder `base`. None: `base` is a URL."""
         if "://" not in self.base or self.base.startswith("file://"):
@@ -100,7 +100,7 @@ class Committer:
         return Files(self._filesystem(self.base))
 
     def begin(self) -> None:
-        """Write the token file, and queue the removal of earlier drivers' uncommitted saves.
+        """Write the file by which ranks recognise the driver's folder, and queue the removal of old uncommitted saves.
 
         Call after the vault has read the previous attempt's manifest (`Vault.restore`).
 
@@ -112,7 +112,7 @@ class Committer:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
 
     def sharding(self) -> Sharding:
-        """Return, for the ranks of a new attempt, the storage of shards and the checkpoints to start from."""
+        """Return the storage for shards and the checkpoints to start from, as sent to the ranks of a new attempt."""
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start, cache=self._cache)
@@ -165,7 +165,7 @@ class Committer:
         return self.vault.worker.flush(LANE, timeout)
 
     def close(self) -> None:
-        """Stop the thread that writes to storage, so that nothing more is committed, and remove the token file."""
+        """Stop the thread that writes to storage, and remove the file by which ranks recognise the driver's folder."""
         self.vault.worker.close()
         if self.token is not None:
             with contextlib.suppress(OSError):

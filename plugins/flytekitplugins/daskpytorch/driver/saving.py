@@ -39,7 +39,7 @@ class Saving:
         self._observers = observers
         self._fetches = Fetches(self._vault.keep, self._vault.entries)
         self.has_news = False
-        """True if the driver has kept another checkpoint since `Brain` has last set this to False."""
+        """True if the driver has kept a checkpoint since `Brain` last set this field to False."""
         self.commits: dict[tuple[int, int], int] = {}
         """Steps of sharded checkpoints that are being committed, by (attempt number, save number)."""
 
@@ -238,7 +238,7 @@ class Fetches:
     kept: Callable[[], Sequence[CheckpointFile]] = tuple
     """Function that returns the whole checkpoints on the driver's disk."""
     _queue: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
-    """Agents and the checkpoints to fetch from them, in the order in which ranks wrote them. The first is running."""
+    """Agents and the checkpoints to fetch from them, in the order in which ranks wrote them. The first fetch runs."""
     _num_retries: int = 0
     """Number of retries of the running fetch."""
 

@@ -36,8 +36,8 @@ class Transfers:
         self._scratch = scratch
         self._say = say
         self._used: dict[str, float] = {}
-        """File name of a checkpoint -> time of its last request, in seconds since the epoch. The file's own times stay
-        unchanged, since the driver may share the file."""
+        """File name of a checkpoint -> time at which ranks last asked for it, in seconds since the epoch. The file's
+        own times stay unchanged, since the driver may share the file."""
         self._large: SharedMemory | None = None
         """This agent's copy of the call's large arguments, for all attempts. None before the download, and on the
         driver's machine."""
@@ -129,7 +129,9 @@ class Transfers:
         return dial(self._order)
 
     def _drop_older_than(self, newest: Path) -> None:
-        """Delete old checkpoints on this node. Keep the last three up to `newest`, and all later ones for the driver.
+        """Delete old checkpoints on this node, except the last three up to `newest`.
+
+        Later checkpoints stay, too: the driver may request them next.
 
         Args:
             newest: The newest checkpoint that the driver has requested.
@@ -148,7 +150,7 @@ class Transfers:
 
 
 def dial(order: AgentOrder) -> Connection:
-    """Connect to the driver and do the handshake. Retry if a driver with too many callers closes the connection.
+    """Connect to the driver and do the handshake. Retry if the driver closes it, as under too many callers.
 
     Raises:
         ConnectionError: This node cannot reach the driver, or the peer is not the gang's driver.

@@ -32,13 +32,13 @@ class StoragePaths:
     prepare: Callable[[], object] = lambda: None
     """Function that the driver calls before each write of a whole checkpoint or the manifest."""
     shards: str | None = None
-    """Folder or fsspec URL to which this attempt's ranks write sharded checkpoints. None: to `own`, as whole ones."""
+    """Folder or fsspec URL to which this attempt's ranks write sharded checkpoints. None: to the folder `own`."""
     previous_shards: str | None = None
-    """Folder or fsspec URL with the previous attempt's sharded checkpoints. None: `previous`, as for whole ones."""
+    """Folder or fsspec URL with the previous attempt's sharded checkpoints. None: they are in `previous`."""
 
 
 class Execution:
-    """Execution on a host, such as Flyte, that this process is part of. This base class: a process without a host."""
+    """Execution on a host, such as Flyte, that this process is part of. The base class stands for no host."""
 
     name: str | None = None
     """Name of the execution on the host. `local` in local runs, None without a host."""

@@ -43,7 +43,7 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredItem:
-    """Position of a tensor's chunk, or of another value, in storage. Items are read whole, and digests are checked."""
+    """Position in storage of an item: a tensor's chunk, or another value. Loads read it whole and check its digest."""
 
     key: str
     """Key of the value in the flattened state."""
@@ -90,9 +90,9 @@ class ShardedCheckpoint:
     uri: str
     """Path or fsspec URL of the checkpoint's folder."""
     size: int
-    """Size of all parts together, in bytes."""
+    """Size of all ranks' objects together, in bytes."""
     layout_digest: str
-    """SHA-256 of `layout.json`."""
+    """SHA-256 of the checkpoint's `layout.json`, in hexadecimal digits."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -110,7 +110,7 @@ class Sharding:
     nonce: str
     """Random digits of the driver in the names of its checkpoints' folders. No other driver writes there."""
     token: str | None = None
-    """Path of the driver's token file. A rank that sees the file shares the folder `base`. None: `base` is a URL."""
+    """Path of a file that the driver has written. A rank that sees it shares the folder `base`. None for a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
     """Committed checkpoints from which the attempt may start, the newest first."""
     cache: str | None = None

@@ -42,7 +42,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def names_of_backends(group: Any) -> list[str]:
-    """Return the names of a process group's backends, such as gloo and nccl. Torch's own table has one per group."""
+    """Return the names of a process group's backends, such as gloo and nccl."""
     from torch import distributed
 
     config = distributed.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
@@ -110,7 +110,7 @@ def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Keep torch from importing its compiler, which takes seconds. A dump of flight records with stacks would do so."""
+    """Keep torch from importing the compiler during a `with` block. Dumps of flight records would import it, slowly."""
     import torch
 
     lazy: set[str] = getattr(torch, "_lazy_modules", set())
@@ -148,7 +148,7 @@ def reduce_storage(storage: object, at_least: int = 0) -> tuple[Callable[..., An
         at_least: Minimum size of a storage, in bytes. Smaller storages give None.
 
     Returns:
-        None for objects that torch's own pickling, or Python's, should handle.
+        None for an object that is left to torch's own pickling.
     """
     import torch
 

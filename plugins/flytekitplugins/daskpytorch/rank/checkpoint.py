@@ -108,7 +108,7 @@ class RankCheckpoint(Checkpoint):
             self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state from the newest sharded checkpoint before this attempt, or from the best one or one of a step.
+        """Fill a state from the newest sharded checkpoint before this attempt, from the best, or from one of `step`.
 
         Returns:
             The checkpoint's step. None: there is no checkpoint, and the state stays unchanged.
@@ -376,7 +376,7 @@ def _name_in(state: Any, wanted: object) -> str:
 
 
 def _place_of(tensor: torch.Tensor) -> object:
-    """Return a dictionary key, equal for tensors that are one (tied): with the same memory, shape and type."""
+    """Return a key that is equal for tied tensors, which have the same memory, shape and type."""
     try:
         where = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors, for example

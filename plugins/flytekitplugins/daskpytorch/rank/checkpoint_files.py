@@ -29,7 +29,7 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
     Args:
         folder: The folder. All ranks use the same path, on one machine or several.
         step: Training step of the files.
-        own: Names of files that this rank has written. On another machine than rank 0, its folder lacks these files.
+        own: Names of files that this rank has written. Rank 0's folder may lack them, on another machine.
         metrics: Numbers or one-element tensors by name, which rate the checkpoint. Only those of rank 0 count.
     """
     rank = current_rank()
@@ -80,7 +80,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> torch.Tensor:
-    """Return a file's content as a tensor of bytes (uint8). A pickled `bytes` may take twice its size."""
+    """Return a file's content as a tensor of bytes (uint8). `bytes` may take twice their size in a pickle."""
     import torch
 
     data = bytearray(path.read_bytes())

@@ -33,7 +33,7 @@ def quick_files(files: Any, path: str) -> Any | None:
         path: Path or URL of an object in the bucket.
 
     Returns:
-        None if `files` is not s3fs, if it has options that are not in `KNOWN_OPTIONS`, or without obstore.
+        None if `files` is not s3fs or has options outside `KNOWN_OPTIONS`, or if obstore is not installed.
     """
     module = sys.modules.get("s3fs")
     if module is None or type(files) is not module.S3FileSystem or find_spec("obstore") is None:

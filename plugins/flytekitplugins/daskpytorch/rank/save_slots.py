@@ -27,7 +27,10 @@ class View:
 
 
 class SaveSlots:
-    """Holds this rank's sharded save in flight and one that waits. A newer save replaces the waiting one."""
+    """Holds at most two sharded saves of this rank: one in flight until its commit, and one that waits.
+
+    A newer save replaces the waiting one.
+    """
 
     def __init__(self, start: Callable[[Staged], None], on_replaced: Callable[[Staged], None]) -> None:
         self._start_writing = start

@@ -38,11 +38,11 @@ PIECE = 8 << 20
 MAX_AHEAD = 128 << 20
 """Maximum number of bytes that a rank reads ahead of the item being loaded. A single item may be larger."""
 MAX_GAP = 64 << 10
-"""Maximum gap, in bytes, between two items that are read together. A read of the gap costs less than a request."""
+"""Maximum gap, in bytes, between two items that are read together. Reading the gap is faster than another request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry of a failed read from storage."""
 MAX_TOLD = 8
-"""Maximum number of keys that an error names as missing. The same limit holds for surplus and for wrong keys."""
+"""Maximum number of keys of each kind (missing, surplus, of another shape) that an error names."""
 T = TypeVar("T")
 
 
@@ -225,7 +225,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
-    """Replace the value at a path of keys in a nested state. Torch writes keys of all types as text into `path`."""
+    """Replace the value at a path of keys in a nested state. In `path`, torch writes keys of all types as text."""
     *above, last = path
     for part in above:
         state = state[_key(state, part)]

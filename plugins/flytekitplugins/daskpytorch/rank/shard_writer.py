@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 NUM_WRITERS = 2
 """Number of objects that a rank writes to storage at the same time.
 
-With four, two ranks on the host of their S3 server took 1.5 times as long.
+With four, saves of two ranks on the host of their S3 server took 1.5 times as long.
 """
 SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
-"""Minimum bytes per object: a rank's shard makes up to two objects of 16 MiB or more, else all of 256 MiB or more."""
+"""Minimum sizes, in bytes, of the objects into which a rank divides its shard: 16 MiB for two, 256 MiB for more."""
 CHUNK = 8 << 20
-"""Maximum number of bytes per `write` call on a file in storage. The file holds them in memory until they are sent."""
+"""Maximum number of bytes per `write` call on a file in storage. The file keeps them in memory until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry of a failed write of an object to storage."""
 

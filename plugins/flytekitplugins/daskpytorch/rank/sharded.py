@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_TOLD = 8
-"""Maximum number of keys that the message about unread values of a checkpoint names."""
+"""Maximum number of keys in rank 0's message about values of a checkpoint that no rank has loaded."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ShardedCheckpoints:
         self._rank = rank
         self._report = report
         self._moved = moved
-        """Called repeatedly during writes and reads, as signs of life: these may take longer than a training step."""
+        """Called repeatedly during a write or read, as a sign of life, since a large state takes longer than a step."""
         self._slots: SaveSlots = SaveSlots(self._start, self._tell_replaced)
         self._num_saves = 0
         self._copies = ShardCopies(sharding, rank)
