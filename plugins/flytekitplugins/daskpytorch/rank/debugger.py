@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 MAX_DRAIN = 1.0
-"""Maximum number of seconds that a prompt waits for the rank's earlier output to be shown."""
+"""Maximum number of seconds that a debugger's prompt waits for the rank's earlier output to be shown."""
 HOST = "127.0.0.1"
-"""Address at which an editor attaches. Only the loopback address: a client of the port can run any code."""
+"""Address at which a rank waits for an editor's debugger. Only loopback, as whoever connects can run any code."""
 
 
 @dataclass
 class Prompt:
-    """This rank's use of the driver's terminal."""
+    """This rank's use of the driver's terminal for a debugger."""
 
     rank: int
     debugging: Debugging
@@ -49,7 +49,10 @@ class Prompt:
     _pid: int = field(default_factory=os.getpid)
 
     def obey(self, order: orders.Prompt | orders.Interrupt) -> None:
-        """Let the waiting prompt open the terminal, or interrupt the main thread as Ctrl-C does."""
+        """Let this rank's waiting debugger open the driver's terminal, or interrupt the main thread as Ctrl-C does.
+
+        Ignore orders to other ranks.
+        """
         if order.rank != self.rank:
             return
         if isinstance(order, orders.Prompt):
@@ -80,7 +83,7 @@ class Prompt:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Wait for the terminal, and use it as standard input, output and error in the block."""
+        """Wait for the driver to grant its terminal, and use it as standard input, output and error in the block."""
         self.check()
         _drain()
         self._granted.clear()
@@ -90,7 +93,7 @@ class Prompt:
             yield
 
     def leave(self, *, steps: bool) -> None:
-        """Report that the prompt is over. `steps`: this rank shows its next prompt soon."""
+        """Tell the driver that the debugger's prompt is over. `steps`: True if this rank shows its next prompt soon."""
         self.send(reports.LeftPrompt(steps))
 
     @contextlib.contextmanager
@@ -114,7 +117,7 @@ class Prompt:
 
 
 def watch_pdb(prompt: Prompt) -> None:
-    """Connect each pdb prompt, also that of `breakpoint()`, to the driver's terminal."""
+    """Show each prompt of pdb, also that of `breakpoint()`, at the driver's terminal."""
     register_post_import_hook(functools.partial(_at_terminal, prompt), "pdb")
 
 
@@ -144,7 +147,7 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
 
 def _is_stepping(debugger: Any) -> bool:
-    """Return True if the debugger shows its next prompt soon. After `continue`, `stoplineno` is -1."""
+    """Return True if pdb is stepping, and so shows its next prompt soon. After `continue`, `stoplineno` is -1."""
     return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
 
 
@@ -159,7 +162,10 @@ def _drain() -> None:
 
 
 def explain(error: BaseException, rank: int) -> None:
-    """Name the rank in the error of a quit debugger, and cut the debugger's frames from the traceback."""
+    """Name the rank in the error of a debugger that the user has quit, and cut pdb's frames from the traceback.
+
+    Other errors stay as they are.
+    """
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
         here = error.__traceback__
@@ -170,7 +176,9 @@ def explain(error: BaseException, rank: int) -> None:
 
 
 def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
-    """Wait until an editor has attached to this rank's port, if any. `breakpoint()` then stops in the editor.
+    """Wait until an editor has attached to this rank's debugging port, if the user has given the rank one.
+
+    `breakpoint()` then stops in the editor.
 
     Raises:
         ImportError: debugpy is not installed on this rank's host.

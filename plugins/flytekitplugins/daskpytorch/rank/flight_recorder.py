@@ -19,13 +19,13 @@ from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collec
 from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)
-"""Minimum timeout of a gloo group whose members are reported. A program may expect shorter timeouts to expire."""
+"""Minimum timeout of a gloo process group whose ranks are reported. Programs may let shorter timeouts expire."""
 HOOK = 0x6461736B
-"""Number of this module's abort hook among a backend's hooks. Torch's own hooks have small numbers."""
+"""Key of this module's abort hook among the hooks of torch's GPU backend. Torch's own hooks have small numbers."""
 
 
 def recall() -> Recalled | None:
-    """Return the newest collectives, or None if torch has no readable records. Safe in any thread."""
+    """Return this rank's newest collectives. None if torch's flight recorder cannot be read. Safe in any thread."""
     try:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
@@ -66,7 +66,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
 
 
 def _hook_aborts(report: Callable[[], None]) -> None:
-    """Call `report` before an existing group on GPUs aborts. Torch 2.15's `nccl2` aborts without an exception."""
+    """Call `report` before an existing GPU backend aborts the process. Torch 2.15's `nccl2` throws no exception."""
     with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another torch
         for group in torch_parts.groups():
             backend = torch_parts.backend_on(group, "cuda")
@@ -90,12 +90,12 @@ _set_terminate = _found()  # once for all ranks of a fork server
 
 
 def _names_of(group: Any) -> list[str]:
-    """Return a process group's names, one for each backend. Each backend numbers its collectives by itself."""
+    """Return names for a process group, one for each backend, as each backend numbers its collectives by itself."""
     return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
 
 
 def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and the ranks of each gloo group whose timeout is at least `LONG_TIMEOUT`."""
+    """Yield the name and the ranks of each gloo process group whose timeout is at least two minutes."""
     for group in torch_parts.groups():
         has_gloo = "gloo" in torch_parts.names_of_backends(group)
         if has_gloo and torch_parts.timeout_of(torch_parts.backend_on(group, "cpu")) >= LONG_TIMEOUT:

@@ -37,7 +37,13 @@ def of_loss(record: LogRecord) -> Hint | None:
 
 
 def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Hint | None:
-    """Return a hint if the rank of a gang has trained without collectives. `num_collectives` is None if unknown."""
+    """Return a hint if a rank has trained without collectives, although its gang has several ranks.
+
+    Args:
+        num_collectives: Number of the rank's collectives. None if unknown, which gives no hint.
+        world_size: Number of ranks in the gang.
+        has_trained: True if an optimizer has made a step.
+    """
     if not has_trained or world_size == 1 or num_collectives != 0:
         return None
     return Hint(
@@ -48,11 +54,11 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
 
 
 def of_nccl(before: Mapping[str, str], after: Mapping[str, str]) -> Hint | None:
-    """Return a hint if the function has changed NCCL's variables, which NCCL had read before.
+    """Return a hint if the user's function has changed NCCL's environment variables, which NCCL had read before.
 
     Args:
-        before: NCCL's variables before the call of the function.
-        after: NCCL's variables after the call.
+        before: NCCL's environment variables before the call of the function.
+        after: NCCL's environment variables after the call.
     """
     late = sorted(name for name, value in after.items() if before.get(name) != value)
     if not late:
@@ -65,11 +71,11 @@ def of_nccl(before: Mapping[str, str], after: Mapping[str, str]) -> Hint | None:
 
 
 def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
-    """Return a hint if the script has seeded torch, the rank has not, and the rank has drawn random numbers.
+    """Return a hint if a rank has drawn random numbers without the seed that the user's script has given to torch.
 
     Args:
-        seed: The script's seed. None if the script has set none.
-        state: State of this rank's random generator when the function began.
+        seed: Seed that the script has set in the driver's process. None if the script has set none.
+        state: State of torch's random generator in this rank when the user's function began.
     """
     import torch
 
@@ -84,7 +90,7 @@ def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
 
 @contextlib.contextmanager
 def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
-    """Report, in this block, a shuffling `DistributedSampler` that gives two epochs of training the same order.
+    """During the block, report a `DistributedSampler` that shuffles two epochs of training into the same order.
 
     A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer makes a step after the
     sampler gave an index, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
@@ -95,10 +101,10 @@ def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
     begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
     num_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     trained: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-    """Sampler -> number and epoch of the newest pass in which an optimizer made a step."""
+    """Sampler -> number and `epoch` of the newest pass over the sampler in which an optimizer made a step."""
     has_epochs: WeakSet[Any] = WeakSet()
     latest: list[Any] = [None]
-    """One element: the sampler that gave the newest index."""
+    """One element: the sampler that gave the newest index, or None before the first."""
 
     def note(sampler: DistributedSampler[Any], index: int) -> int:
         latest[0] = sampler

@@ -15,13 +15,13 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
-"""Library -> oldest version that passed the tests. A callback may need a newer version."""
+"""Library -> oldest version that passed the tests. This package's callback for a library may need a newer version."""
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-"""Modules of Trainer and Fabric, under both names of the Lightning library."""
+"""Modules with Lightning's `Trainer` and `Fabric`, for each of the two names under which Lightning is published."""
 
 
 def guide() -> None:
-    """Set the libraries' variables that are not set, and patch each library once it is imported."""
+    """Set unset environment variables of Lightning and Accelerate, and patch both and Transformers at their import."""
     os.environ.setdefault("PL_TRAINER_NUM_NODES", str(_num_nodes()))
     os.environ.setdefault("LT_NUM_NODES", str(_num_nodes()))
     if not os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -36,7 +36,7 @@ def guide() -> None:
 
 
 def require(library: str, minimum: str) -> None:
-    """Check a library's version.
+    """Check the version of an imported library.
 
     Raises:
         ImportError: The library is older than `minimum`.
@@ -56,7 +56,7 @@ def _world_size() -> int:
 
 
 def _num_devices() -> int:
-    """Return the devices per node as Lightning counts: 1 if the rank sees one GPU, else the ranks of the worker."""
+    """Return the number of devices per node as Lightning counts: 1 if the rank sees one GPU, else the node's ranks."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return 1 if len(visible) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
 
@@ -71,17 +71,17 @@ def _host_rank() -> int:
 
 
 def _count_over_host(module: ModuleType) -> None:
-    """Set the index by which Transformers finds the first process of a host, but not its device."""
+    """Make Transformers find a host's first process by the rank's index on its host. The rank's device is unchanged."""
     module.TrainingArguments.local_process_index = property(lambda _: _host_rank())
 
 
 def _count_ranks_as_devices(module: ModuleType) -> None:
-    """Set the number of devices that Lightning's default `devices="auto"` gives on a machine without GPUs."""
+    """Make Lightning's default `devices="auto"` mean one device per rank of the node, on a machine without GPUs."""
     module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
 
 
 def _check_trainers(module: ModuleType) -> None:
-    """Check each Trainer in `fit`. Other methods may use one device, as Lightning recommends for tests."""
+    """Make each `Trainer.fit` check that the Trainer uses all ranks. Other methods may use one device, as for tests."""
     fit = module.Trainer.fit
 
     @functools.wraps(fit)

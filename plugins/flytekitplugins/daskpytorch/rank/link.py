@@ -29,24 +29,28 @@ if TYPE_CHECKING:
 
 
 INTERVAL = 0.2
-"""Maximum number of seconds that a record of rank 0 waits. A rank that is killed loses its waiting records."""
+"""Maximum number of seconds that a log record of rank 0 waits to be sent. A killed rank loses its waiting records."""
 INTERVAL_OF_OTHERS = 1.0
-"""Minimum limit, in seconds, for the wait of other ranks' records, which no display shows at once."""
+"""Maximum number of seconds that a log record of any other rank waits to be sent, in a gang of up to 500 ranks. Ranks
+of larger gangs wait longer. No display shows these records at once."""
 MAX_MESSAGES = 500
-"""Maximum number of messages of all other ranks together per second, for the driver to read."""
+"""Maximum number of messages with log records per second that the driver gets from all ranks but rank 0 together."""
 MAX_WAITING = 1 << 10
-"""Maximum number of records that wait. With more, the logging thread sends them itself, and so waits for the agent."""
+"""Maximum number of log records that wait in a rank. At this number, the logging thread sends all records itself, and
+so waits for the agent."""
 
 T = TypeVar("T")
 
 
 def interval_of(rank: int, world_size: int) -> float:
-    """Return the most seconds that a record of this rank waits."""
+    """Return the maximum number of seconds that a log record of this rank waits to be sent."""
     return INTERVAL if rank == 0 else max(INTERVAL_OF_OTHERS, world_size / MAX_MESSAGES)
 
 
 class Records:
-    """Queue of log records and other reports that may wait. The first goes at once, the next ones go together.
+    """Queue that sends a rank's log records in groups. The first record after a pause is sent at once.
+
+    The queue also takes other reports that may wait.
 
     A message costs a system call, and time in the agent and the driver. Code that runs between two steps finds cold
     caches and takes ten times as long, so the queue prepares many records at once.
@@ -56,18 +60,18 @@ class Records:
         """Create an empty queue.
 
         Args:
-            send: Called when waiting records must go. The function must call `take` and send the result.
-            interval: Most seconds that a record waits.
+            send: Called when waiting records must be sent. The function must call `take` and send the result.
+            interval: Maximum number of seconds that a record waits.
         """
         self._send = send
         self._interval = interval
         self._waiting: deque[LogRecord | reports.Spent | reports.Hint] = deque()
         self._send_at = 0.0
-        """Time, in seconds on the monotonic clock, from which a new record goes at once."""
+        """Time, in seconds on the monotonic clock, from which a new record is sent at once."""
         self._sender: threading.Thread | None = None
 
     def add(self, record: LogRecord | reports.Spent | reports.Hint) -> None:
-        """Send the record at once or within the interval."""
+        """Queue a record, and send it at once or within the queue's interval."""
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
             self._send()
@@ -76,7 +80,10 @@ class Records:
             self._sender.start()
 
     def take(self) -> list[LogRecord | reports.Spent | reports.Hint]:
-        """Return all waiting records in order, without values of the user's classes. Only one thread may call this."""
+        """Remove and return all waiting records in order, without metrics of the user's classes.
+
+        Only one thread at a time may call this method.
+        """
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if waiting:
             self._send_at = time.monotonic() + self._interval
@@ -89,12 +96,12 @@ class Records:
                 self._send()
 
     def _patience(self) -> float:
-        """Return the seconds until waiting records must go. Each `take` begins a new interval."""
+        """Return the seconds until waiting records must be sent. Each `take` begins a new interval."""
         return max(0.0, self._send_at - time.monotonic())
 
 
 class Channel(Protocol):
-    """Sending half of the pipe to the agent."""
+    """Sending half of a rank's pipe to its agent."""
 
     def send_bytes(self, buf: bytes, /) -> None:
         """Send a message."""
@@ -104,7 +111,7 @@ class Channel(Protocol):
 
 
 class GangLink(Link):
-    """The link of a gang's rank. All methods are safe in any thread of the rank."""
+    """Connection of a gang's rank to its driver, for reports and answers. All methods are safe in any thread."""
 
     takes_results = True
 
@@ -114,15 +121,15 @@ class GangLink(Link):
         self.progress = Progress()
         self.ledger = Ledger()
         self.observers = Observers()
-        """Observers in rank 0, which receive each log record at once."""
+        """Observers in this process, which receive each log record at once. Only rank 0 has observers."""
         self.folder: Callable[[], object] | None = None
-        """Function that returns the folder of the task's results. None if the function is not a task's."""
+        """Function that returns the Flyte task's folder for the files that ranks submit. None outside a task."""
         self.ended = threading.Event()
-        """Set when every rank of the gang has finished."""
+        """Set when the user's function has returned in every rank of the gang."""
         self.is_over = False
-        """True if the rank has to end, in a process that outlives the rank (see `driver.in_process`)."""
+        """True if the rank has to end but runs in the driver's process, which goes on."""
         self.kept: Sequence[SavedCheckpoint] = job.kept
-        """Checkpoints that the driver keeps, as of its newest report."""
+        """Checkpoints that the gang keeps, by the driver's newest message."""
         self._channel = channel
         self._is_main = place.rank == 0
         self._driver_folder = order.driver_folder
@@ -135,15 +142,15 @@ class GangLink(Link):
         self._num_accounts = 0
         self._hinted: set[str] = set()
         self.has_delivered = False
-        """True once the rank has reported that its function returned."""
+        """True once the rank has reported that the user's function has returned."""
         self._gives_hints = job.settings.hints
         self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
-        """Queue of log records and other reports that may wait."""
+        """Queue of log records, and of other reports that need not be sent at once."""
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
 
     def fall_silent(self) -> None:
-        """Send no more reports from this process, which the rank has forked."""
+        """Stop the sending of reports in this process, which the rank has forked."""
         self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # the fork may have copied locked locks
         self._channel.close()
 
@@ -153,7 +160,7 @@ class GangLink(Link):
         """Report a log record: to this process's observers at once, to the driver soon.
 
         Raises:
-            SystemExit: The rank has to end, and its process outlives the rank.
+            SystemExit: The rank has to end, but runs in the driver's process, which goes on.
         """
         if self.is_over:
             raise SystemExit(orders.STOPPED)
@@ -164,11 +171,16 @@ class GangLink(Link):
             self.hint(hints.of_loss(record))
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Have the trackers in rank 0 record the gradients of a model."""
+        """Make the trackers in rank 0 record a model's gradients every `log_freq` optimizer steps."""
         self.observers.tell("watch", model, log_freq)
 
     def submit(self, key: str, path: str, data: bytes) -> None:
-        """Send a result in pieces. Other reports may go between two pieces.
+        """Send a result file to the driver in pieces. Other reports may be sent between two pieces.
+
+        Args:
+            key: `key` of the `DaskResultsHandler` that receives the file. "" for the results of the task or gang.
+            path: Path of the file, relative to the folder into which the driver writes results.
+            data: Content of the file.
 
         Raises:
             OSError: The agent has ended, so the rank cannot reach the driver.
@@ -178,14 +190,14 @@ class GangLink(Link):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:
-        """Return the folder of the task's results, which the driver then creates even if empty. None outside a task."""
+        """Return the Flyte task's folder for submitted files, and make the driver create it. None outside a task."""
         if self.folder is None:
             return None
         self.send(reports.FolderWanted())
         return self.folder()
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a `with` block under this field of `Goodput`."""
+        """Count the time of a `with` block under a field of `Goodput`, such as `evaluation`."""
         return self.ledger.spending(part)
 
     def goodput(self) -> Goodput:
@@ -207,17 +219,17 @@ class GangLink(Link):
             self._send_in_turn(data)
 
     def send_moves(self, num_moves: int) -> None:
-        """Report the number of signs of life so far."""
+        """Report the number of this rank's signs of life so far, such as optimizer steps."""
         with contextlib.suppress(OSError):
             self._send_in_turn(reports.NUM_MOVES.pack(num_moves))
 
     def send_records(self) -> None:
-        """Send the queued log records."""
+        """Send the queued log records now."""
         with contextlib.suppress(OSError):
             self._send_in_turn(b"")
 
     def _send_in_turn(self, data: bytes) -> None:
-        """Send all queued records, and then these bytes."""
+        """Send all queued log records to the agent, and then these bytes."""
         with self._lock:
             if records := self.records.take():
                 self._channel.send_bytes(pickle.dumps(records))
@@ -225,31 +237,32 @@ class GangLink(Link):
                 self._channel.send_bytes(data)
 
     def send_collectives(self) -> None:
-        """Report this rank's newest collectives."""
+        """Report this rank's newest collectives to the driver."""
         self.send(reports.Remembered(flight_recorder.recall()))
 
     def note(self, text: str) -> None:
-        """Send a line that the user should read."""
+        """Send the driver a line to show to the user."""
         self.send(reports.Noted(text))
 
     def hint(self, hint: reports.Hint | None) -> None:
-        """Report a hint, the first of each kind alone. None: report no hint."""
+        """Report a hint, unless this rank has reported one of the same kind. None: report nothing."""
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
             self.records.add(hint)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Count the block's time as `Goodput.saving` of this step. Rank 0 then reports its seconds so far."""
+        """Count the block's time as spent on saving this step's checkpoint. Rank 0 then reports its account of time."""
         with self.ledger.spending("saving"):
             yield
         if self._is_main:
             self.records.add(reports.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
-        """Send the function's return value, or return its pickle if that is small.
+        """Send the function's return value to the driver, or return its pickle, unsent, if that is small.
 
-        The value goes by a file if the driver can open the file and the disk has room, otherwise in pieces.
+        A pickle of more than 64 KiB is sent as a file if the driver can open the file and the disk has room, otherwise
+        in pieces.
         """
         with self._submit_lock:
             if self._driver_folder is not None:
@@ -277,21 +290,22 @@ class GangLink(Link):
         return arrived.value.mapped()
 
     def arrival(self, number: int) -> Future[orders.Arrived]:
-        """Return the future of the transfer with this number (see `orders.START`).
+        """Return a future that is done when the transfer with this number to the rank's node has succeeded or failed.
 
-        The future is done when the transfer has succeeded or failed.
+        Number 0 is the checkpoint from which the attempt starts, and -1 the call's large arguments. Other numbers are
+        those of this rank's requests for checkpoints.
         """
         return self._arrivals.setdefault(number, Future())
 
     def ask_for_account(self) -> Future[Goodput]:
-        """Ask the driver for the account of the gang's time."""
+        """Ask the driver for the account of the gang's time. Return a future of the answer."""
         self._num_accounts += 1
         account = self._accounts.setdefault(self._num_accounts, Future())
         self.send(reports.GoodputWanted(self._num_accounts))
         return account
 
     def take(self, answer: orders.Arrived | orders.Accounted) -> None:
-        """Settle the future that waits for an answer. Ignore repeated answers, and those to an earlier attempt."""
+        """Give an answer to the future that waits for it. Ignore repeated answers and those to an earlier attempt."""
         if isinstance(answer, orders.Accounted):
             _settle(self._accounts.setdefault(answer.number, Future()), answer.goodput)
         elif answer.attempt == self._attempt:

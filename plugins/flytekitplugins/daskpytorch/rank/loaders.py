@@ -1,4 +1,7 @@
-"""Makes the workers of a rank's DataLoaders ignore SIGTERM, so that only the rank ends them. Runs in both."""
+"""Makes the workers of a rank's DataLoaders ignore SIGTERM, so that only the rank ends them.
+
+Runs in ranks and in the workers.
+"""
 
 import atexit
 import functools
@@ -17,13 +20,13 @@ PRELOADED = f"{__package__}.loaders_preload"
 
 _set_preloaded = forkserver.set_forkserver_preload
 _preloaded = ["__main__"]
-"""Modules that `multiprocessing`'s fork server imports. The default is Python's."""
+"""Modules that `multiprocessing`'s fork server imports ahead. The first value is Python's default."""
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-"""Loader workers of this process that may still run."""
+"""DataLoader workers of this process that may still run."""
 
 
 def shield() -> None:
-    """Patch all later DataLoaders of this process. The workers of each start method then ignore SIGTERM."""
+    """Patch `DataLoader` in this process, so that all its workers ignore SIGTERM, with any start method."""
     iterate = DataLoader.__iter__
 
     @functools.wraps(iterate)
@@ -50,7 +53,14 @@ def shield() -> None:
 
 
 def _begin(given: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a worker, after torch has set its own signal handlers, and call the user's `worker_init_fn`."""
+    """Make this DataLoader worker ignore SIGTERM, and call the user's `worker_init_fn`.
+
+    Runs after torch has set signal handlers in the worker.
+
+    Args:
+        given: The user's `worker_init_fn`. None without one.
+        worker: Index of the worker in its loader.
+    """
     signals.leave_sigterm_to_parent()
     if given is not None:
         given(worker)
@@ -62,7 +72,10 @@ def _kill_workers() -> None:
 
 
 def _note_preloaded(modules_names: list[str]) -> None:
-    """Have the fork server import the user's modules, and note them. `multiprocessing` does not tell them."""
+    """Pass the user's modules on to `multiprocessing`'s fork server, and store their names.
+
+    `multiprocessing` has no public function that returns the names.
+    """
     _preloaded[:] = modules_names
     _set_preloaded(modules_names)
 

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 END_GRACE = 10.0
-"""Maximum number of seconds after the rank's function for threads, executors, child processes and exit functions to
-end."""
+"""Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
+Then the rank ends regardless."""
 FLUSH_SHARE = 0.6
-"""Share of the grace period, from 0 to 1, in which an ending rank may finish writing its newest checkpoint."""
+"""Share of a stopped rank's grace period, from 0 to 1, in which the rank may finish writing its newest checkpoint."""
 
 
 def main(channel: Connection) -> int:
-    """Run one rank from its first message to its exit code."""
+    """Run one rank, from the first message on its channel to the returned exit code."""
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
     link = GangLink(channel, order)
@@ -96,7 +96,7 @@ def main(channel: Connection) -> int:
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
-    """Follow orders in a thread of its own until `Quit`, then end this process."""
+    """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread."""
     order: orders.Order
     try:
         while not isinstance(order := channel.recv(), orders.Quit):
@@ -112,7 +112,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
 
 @contextlib.contextmanager
 def _ending_forks() -> Iterator[None]:
-    """End each process that the block has forked and that leaves the block. Only the rank goes on."""
+    """Let only the rank itself go on after the block. Each process that the block has forked ends with the block."""
     rank = os.getpid()
     try:
         yield
@@ -122,7 +122,10 @@ def _ending_forks() -> Iterator[None]:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """End this forked process as `multiprocessing` ends its children, without the rank's exit functions."""
+    """End this forked process as `multiprocessing` ends its children, without the rank's exit functions.
+
+    `error` is the exception that has ended the process's work. None: exit code 0.
+    """
     code: object = None
     if isinstance(error, SystemExit):
         code = error.code
@@ -150,7 +153,7 @@ def _report_returned(
 
 
 def _unpack(order: RankOrder, link: GangLink) -> Call:
-    """Return the user's call, with the user's modules imported. Then open rank 0's observers.
+    """Unpickle the user's call, which imports the user's modules, and then open rank 0's observers.
 
     Observers import packages in threads of their own, and two threads that import one package at once may deadlock. A
     run of wandb was lost because a user's module imported parts of wandb at the same time.
@@ -192,7 +195,7 @@ def _let_dask_find_worker(way: WorkerData, distributed: ModuleType) -> None:
 
 
 def _take_device(order: RankOrder) -> torch.device | None:
-    """Make the rank's own GPU the current one. Return the device of GPU collectives, or None without nccl."""
+    """Make the rank's own GPU torch's current device. Return the device of GPU collectives, or None without nccl."""
     index = order.place.device_index
     has_own = order.job.backend == "nccl"
     if index is None or not (has_own or index):  # CUDA stays uninitialised if possible, as a fork cannot use it after
@@ -211,7 +214,7 @@ def stay_beside(device: int, system: Path = Path("/sys")) -> None:
     """Run this thread, and the threads that it starts, on the cores of the GPU's NUMA node.
 
     Memory follows the cores, as Linux takes a page from the node of the core that first writes to the page. `torchrun
-    --numa-binding=node` does the same. Hosts with one node, and GPUs whose node is unknown, keep the old binding.
+    --numa-binding=node` does the same. Hosts with one NUMA node, and GPUs whose node is unknown, keep the old binding.
 
     Args:
         device: CUDA index of the GPU among the visible GPUs.
@@ -229,7 +232,7 @@ def stay_beside(device: int, system: Path = Path("/sys")) -> None:
 
 
 def _address(device: int) -> str:
-    """Return a GPU's PCI address in the kernel's form."""
+    """Return a GPU's PCI address as the kernel writes it, such as 0000:3b:00.0."""
     import torch
 
     found: Any = torch.cuda.get_device_properties(device)
@@ -237,7 +240,7 @@ def _address(device: int) -> str:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return the numbers of a list of ranges: 0, 1, 2 and 8 for "0-2,8"."""
+    """Return the numbers in the kernel's list of ranges: 0, 1, 2 and 8 for "0-2,8"."""
     ends = [part.split("-") for part in ranges.strip().split(",") if part]
     return {number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1)}
 
@@ -264,24 +267,27 @@ def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, 
 
 
 def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangLink) -> object:
-    """Send the return value, or return its pickle if small: in a task rank 0's outputs, else every rank's value."""
+    """Send the rank's return value to the driver, or return its pickle, unsent, if that is small.
+
+    In a Flyte task only rank 0 sends a value: the task's outputs. The result is None if there is nothing left to send.
+    """
     if host is None:
         return link.send_returned(returned)
     return link.send_returned(host.outputs(unwrapped(returned))) if order.place.rank == 0 else None
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Return True if storage failed and a later try may succeed. False if the file to be stored is missing."""
+    """Return True if storing a result failed, and may succeed later. False if the file to be stored is missing."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
     is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # the file to be stored
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing
 
 
 def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1) -> None:
-    """Close the observers with the outcome (0: success, 1: failed or stopped), and end the program.
+    """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
 
-    Waits for threads and executors, calls the exit functions, and flushes the output, as Python does at its exit. The
-    fork server's ranks exit by `os._exit`, which skips these steps.
+    Waits for threads and executors, calls the exit functions, and flushes the output. The fork server's ranks exit by
+    `os._exit`, which skips these steps. If the steps take longer than `END_GRACE`, the rank ends with `exit_code`.
     """
     link.observers.tell("close", outcome)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
@@ -296,7 +302,7 @@ def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1)
 
 
 def _end_late(rank: int, exit_code: int) -> None:
-    """Print the names of the remaining threads or processes, and all stacks. End the process."""
+    """End a rank that takes too long to exit. First print its remaining threads and processes, and all stacks."""
     main = threading.main_thread()
     left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
     left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]

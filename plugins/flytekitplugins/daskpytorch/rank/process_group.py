@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 OTHER_FILES = 512
-"""Open files that rank 0 may have besides its store's connections. Half of the usual limit of 1024."""
+"""Number of open files that rank 0 may have besides connections to its rendezvous store. Half of the usual limit."""
 ON_GPUS = "cpu:gloo,cuda:nccl"
-"""Backends of a gang with nccl. Objects and asynchronous checkpoints need gloo."""
+"""Backends of the process group with `Gang(backend="nccl")`. Collectives of objects and asynchronous checkpoints need
+gloo."""
 
 
 @dataclass
@@ -35,17 +36,20 @@ class _Membership:
     place: Place
     backend: str
     form: Callable[[], None] | None
-    """Function that forms the gang's group. None once a call has begun."""
+    """Function that forms the gang's process group. None once the function has been called."""
     store: Store = field(init=False)
     num_groups: int = 0
-    """Number of default groups so far, which is the prefix of the next group's keys in the store. Values of an earlier
-    group would mislead a later group."""
+    """Number of default process groups that the gang has formed. The number is the prefix of the next group's keys in
+    the rendezvous store, where values of an earlier group would mislead a later group."""
     is_in: bool = False
-    """True if the newest default group is the gang's, False if it came from a rendezvous of the user's."""
+    """True if the gang's rendezvous formed the newest default process group, False if the user's own rendezvous did."""
 
 
 def install() -> None:
-    """Patch `torch.distributed.init_process_group` for gangs, before other modules import the function by name."""
+    """Patch `torch.distributed.init_process_group`, so that the user's calls in a rank give the gang's process group.
+
+    Must run before other modules import the function by name.
+    """
     from torch import distributed
 
     distributed_c10d = distributed.distributed_c10d
@@ -87,7 +91,7 @@ def install() -> None:
 
 
 def _watch_monitored_barrier(distributed_c10d: Any) -> None:
-    """Record calls of `monitored_barrier`. In torch 2.15 each call takes more collective numbers on rank 0."""
+    """Record whether `monitored_barrier` was called. In torch 2.15, a call shifts rank 0's numbers of collectives."""
     original = distributed_c10d.monitored_barrier
 
     @functools.wraps(original)
@@ -104,8 +108,8 @@ def _watch_monitored_barrier(distributed_c10d: Any) -> None:
 def are_numbers_comparable() -> bool:
     """Return True if all ranks give the same collective the same number, as far as this rank can tell.
 
-    False in a second default group, whose numbers begin at 0 again. False also with remote procedure calls and with
-    torch's detailed debugging, as both call collectives of their own.
+    False in a second default process group, whose numbers begin at 0 again. Also False with remote
+    procedure calls and with torch's detailed debugging, as both call collectives of their own.
     """
     from torch import distributed
 
@@ -118,12 +122,12 @@ def are_numbers_comparable() -> bool:
 
 
 def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None], listener: int | None = None) -> None:
-    """Prepare the gang's process group. `join` forms the group, or an earlier `init_process_group` of the user.
+    """Prepare the gang's process group. The user's first `init_process_group` forms the group, or else `join`.
 
     Args:
         place: This rank's place in the gang.
-        job: The gang's job.
-        take_device: Makes the rank's GPU the current one, and returns the device of GPU collectives, or None.
+        job: Settings of the attempt that all ranks share.
+        take_device: Makes the rank's GPU torch's current device. Returns the device of GPU collectives, if any.
         listener: Descriptor of the socket on which this rank serves the rendezvous store. None on other ranks.
     """
     from torch import distributed
@@ -140,7 +144,9 @@ def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None
 
 
 def _check_recorder() -> None:
-    """Check the size of torch's flight recorder. With a bad value, torch 2.15 hangs or aborts in the first group.
+    """Check the environment variables that set the size of torch's flight recorder.
+
+    With a bad value, torch 2.15 hangs or aborts when the first process group is formed.
 
     Raises:
         ValueError: Torch cannot read the value of a variable.
@@ -153,14 +159,14 @@ def _check_recorder() -> None:
 
 
 def join() -> None:
-    """Form the process group with the other ranks, unless this rank has formed the group before."""
+    """Form the gang's process group with the other ranks, unless this rank has formed the group before."""
     if _membership is not None and _membership.form is not None:
         form, _membership.form = _membership.form, None
         form()
 
 
 def leave() -> None:
-    """End this process's membership in the gang. Later calls of `init_process_group` form ordinary groups."""
+    """End this process's membership in the gang. Later calls of `init_process_group` are plain torch's."""
     from torch import distributed
 
     global _membership
@@ -192,7 +198,7 @@ def _check(member: _Membership, backend: str | None, world_size: int, rank: int)
     """Check that the arguments of `init_process_group` fit the gang's process group.
 
     Raises:
-        ValueError: The backend, the number of ranks or the rank differs.
+        ValueError: The backend, the number of ranks or the rank differs from the gang's.
     """
     place = member.place
     differing = []
@@ -210,7 +216,7 @@ def _check(member: _Membership, backend: str | None, world_size: int, rank: int)
 
 
 def _kinds(backend: str) -> set[str]:
-    """Return the names in a backend's text: gloo and nccl for "cpu:gloo,cuda:nccl"."""
+    """Return the names in torch's text of one or more backends: gloo and nccl for "cpu:gloo,cuda:nccl"."""
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
@@ -232,7 +238,7 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
 
 
 def _takes_listener_by_libuv() -> bool:
-    """Return True if torch's libuv server accepts a socket, from torch 2.8 on (pytorch#150215)."""
+    """Return True if torch's libuv `TCPStore` can serve on a given socket: torch 2.8 or newer (pytorch#150215)."""
     import torch
     from packaging.version import Version
 
@@ -240,14 +246,14 @@ def _takes_listener_by_libuv() -> bool:
 
 
 def nccl_variables() -> dict[str, str]:
-    """Return NCCL's variables. Empty if the gang has no NCCL, or the user has formed another default group."""
+    """Return NCCL's environment variables. Empty if NCCL is not used, or a second default process group was formed."""
     if _membership is None or _membership.backend != ON_GPUS or _membership.num_groups > 1:
         return {}
     return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def num_collectives() -> int:
-    """Return the number of collectives of the default group so far, or 0 if the function has closed the group."""
+    """Return the number of collectives in the default process group so far. 0 if the user has destroyed the group."""
     from torch import distributed
 
     try:
@@ -257,7 +263,7 @@ def num_collectives() -> int:
 
 
 def num_exchanges() -> int | None:
-    """Return the number of collectives of all groups of this rank so far, or None without a group."""
+    """Return the number of collectives in all of this rank's process groups so far. None without a process group."""
     try:
         groups = torch_parts.groups()
         return sum(map(torch_parts.num_collectives, groups)) if groups else None

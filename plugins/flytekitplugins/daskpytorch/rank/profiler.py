@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.settings import Profile
 
 PR_SET_PTRACER = 0x59616D61
-"""Option of `prctl` that lets py-spy, a child, trace the rank. Yama's ptrace_scope 1 allows only ancestors."""
+"""Option of `prctl` that lets py-spy, a child process, trace the rank. By default, some Linux systems forbid this
+(Yama's ptrace_scope 1)."""
 MAX_COMPLAINT = 500
-"""Maximum number of characters of py-spy's error output that the user gets."""
+"""Maximum number of characters of py-spy's error output that are shown to the user."""
 NEEDS = 'needs py-spy where the ranks run: pip install "flytekitplugins-daskpytorch[profile]"'
 
 
 @dataclass
 class Profiler:
-    """Records this rank's profiles. A failure gives the user a line and does not end the training."""
+    """Records this rank's profiles. A failure is shown to the user, and does not end the training."""
 
     rank: int
     scratch: Path
-    """Folder for profiles until they are submitted, and for requests of flame graphs."""
+    """Folder for profiles until they are sent to the driver, and for files that request flame graphs."""
     submit: Callable[[str, bytes], None]
-    """Sends a result to the driver, by its path."""
+    """Function that sends the driver a result file: first its path in the results folder, then its content."""
     note: Callable[[str], None]
-    """Sends a line to the user."""
+    """Function that sends a line to the driver, to show it to the user."""
     _profile: profile | None = field(default=None, init=False)
     """The running profiler of steps. None before `watching`, after the trace and after a failure."""
 
@@ -47,10 +48,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def watching(self, asked: Profile | None) -> Iterator[None]:
-        """Write the trace of the block's chosen steps, if this rank is chosen. A shorter block has a shorter trace.
+        """Write a trace of the chosen steps in the block, if this rank is chosen. A short block gives a short trace.
 
         Args:
-            asked: The gang's `profile`.
+            asked: The user's choice of steps, ranks and folder. None: no trace.
         """
         if asked is None or self.rank not in asked.ranks:
             yield
@@ -94,7 +95,7 @@ class Profiler:
         self.note(f"has recorded its steps {first} to {last}: {where} (open it at ui.perfetto.dev)")
 
     def _put(self, path: Path, folder: str | None = None) -> str:
-        """Move a profile to a folder, or to the results. Return its place in words."""
+        """Move a profile to this folder or, if None, to the gang's results. Return the new place in words."""
         data = path.read_bytes()
         path.unlink()
         if folder is None:
@@ -120,7 +121,7 @@ class Profiler:
             threading.Thread(target=self._draw, args=(seconds,), name="daskpytorch-flame-graph", daemon=True).start()
 
     def take_requests(self) -> list[int]:
-        """Remove the requests for this rank. Return the requested seconds of each."""
+        """Remove the files that request flame graphs of this rank. Return the requested durations, in seconds."""
         requests = list(self.scratch.glob(request_name(self.rank, "*", "*")))
         for request in requests:
             request.unlink(missing_ok=True)
@@ -136,12 +137,15 @@ class Profiler:
 
 
 def request_name(rank: int, seconds: int | str, token: str) -> str:
-    """Return the name of the file that requests a flame graph of a rank. Each requester has a token of its own."""
+    """Return the name of the file that requests a flame graph of a rank over some seconds.
+
+    `token` is different in each request. "*" for `seconds` and `token` gives a pattern for all requests.
+    """
     return f"flame-graph-of-{rank}-for-{seconds}-{token}"
 
 
 def _sample(seconds: int, path: Path) -> None:
-    """Write a flame graph of this process to a file.
+    """Let py-spy watch this process for some seconds, and write a flame graph to a file.
 
     Raises:
         RuntimeError: py-spy is missing or has failed.

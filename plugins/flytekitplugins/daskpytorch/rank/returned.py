@@ -21,11 +21,11 @@ SPREAD = (
 )
 """Modules and names of the classes whose instances are sharded over the ranks."""
 MAX_DEPTH = 2
-"""Depth of nested containers in which `unwrapped` finds models: the tuple of outputs, then a list or dict."""
+"""Maximum depth of nested containers in which models are unwrapped: the tuple of outputs, then a list or dict."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the value with each `DistributedDataParallel` replaced by its module, also in tuples, lists and dicts.
+    """Return the value with each `DistributedDataParallel` replaced by its model, also in tuples, lists and dicts.
 
     Raises:
         TypeError: The value is sharded over the ranks.
@@ -49,7 +49,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
-    """Check the return value of a task with several outputs: a tuple with one part per output.
+    """Check that the return value of a task with several outputs is a tuple with one part per output.
 
     Raises:
         TypeError: The value has another number of parts.
@@ -66,7 +66,13 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
 def dump_returned(
     value: Any, file: Writer | IO[bytes], takes: Callable[[pickle.PickleBuffer], bool] | None = None
 ) -> None:
-    """Pickle a return value, with CUDA tensors as CPU tensors and `DistributedDataParallel` replaced by its module.
+    """Pickle a return value, with CUDA tensors as CPU tensors and `DistributedDataParallel` replaced by its model.
+
+    Args:
+        value: The return value.
+        file: Destination of the pickle.
+        takes: Receives each large buffer of the value. If it returns False, the pickle leaves the buffer out. With
+            None, the pickle has all buffers.
 
     Raises:
         TypeError: The value cannot be pickled, or is sharded over the ranks.
@@ -117,6 +123,6 @@ def _refuse_spread(value: object, kinds: tuple[type, ...]) -> None:
 
 
 def _spread() -> tuple[type, ...]:
-    """Return the sharded classes whose modules are imported. Other classes cannot have instances."""
+    """Return torch's classes of sharded objects. Leave out classes whose modules this process has not imported."""
     found = [getattr(sys.modules.get(module), name, None) for module, name in SPREAD]
     return tuple(kind for kind in found if kind is not None)

@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 
 ACCOUNT_TIMEOUT = 2.0
-"""Timeout, in seconds, for the driver's final account of the gang's time. Only ranks with observers ask for it."""
+"""Timeout, in seconds, for the driver's final account of the gang's time, for which ranks with observers ask."""
 
 
 class Session:
-    """One rank's context and its work around the call of the function."""
+    """One rank's context, and the rank's work around the call of the user's function."""
 
     def __init__(self, order: RankOrder, link: GangLink) -> None:
         place = order.place
         self._order = order
         self._link = link
         self.prompt: Prompt | None = None
-        """This rank's use of the driver's terminal. None if the rank has a terminal of its own."""
+        """This rank's use of the driver's terminal for a debugger. None if the rank runs in the driver's process."""
         self.checkpoint = RankCheckpoint(order, link)
         self.rank = RankContext(
             rank=place.rank,
@@ -63,7 +63,7 @@ class Session:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Report the function's start and end, and record the block's time, usage, hints and profile."""
+        """Around the user's function, report its start and end, and record its time, usage, hints and profile."""
         link, order = self._link, self._order
         link.observers.tell("begins")  # directly before the call: they see the same process state as the function
         link.send(reports.Ready())
@@ -98,7 +98,7 @@ class Session:
         link.hint(hints.of_nccl(nccl_variables, process_group.nccl_variables()))
 
     def see_out(self) -> None:
-        """Wait until all ranks have finished, as other ranks may need this rank. Then give observers the account."""
+        """Wait until all ranks have finished, as others may need this rank. Then give observers the account of time."""
         link = self._link
         link.ended.wait()
         if not self.rank.stop_signal.has_fired:  # no later attempt needs the copies
@@ -108,7 +108,7 @@ class Session:
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
 
     def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901 - a case for each order
-        """Follow an order in the receiving thread, as the main thread may be in a collective."""
+        """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
             case orders.Leave():
@@ -148,7 +148,7 @@ class Session:
 
 
 def completed(returned: Any) -> Any:
-    """Return what a call has returned. Run a coroutine to its end first."""
+    """Return the result of a call. If the call has returned a coroutine, run it to its end first."""
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
@@ -167,7 +167,10 @@ def ending_as_program() -> Iterator[None]:
 
 
 def failure_of(error: BaseException, link: GangLink, *, is_final: bool) -> Failure:
-    """Return the report of an exception that ended the rank. `is_final`: a restart would fail in the same way."""
+    """Return the report of an exception that ended the rank.
+
+    `is_final`: True if a restart would fail in the same way.
+    """
     position = link.progress.step, link.progress.num_moves_since
     failure = Failure.of(error, time.time(), position, is_final=is_final)
     return replace(failure, recalled=flight_recorder.recall()) if failure.is_consequence else failure

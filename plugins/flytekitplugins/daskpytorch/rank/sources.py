@@ -14,10 +14,10 @@ from flytekitplugins.daskpytorch.protocol.code import MAX_BESIDE_BYTES, MAX_RESO
 
 
 def enter(sources: Sources) -> None:
-    """Import modules from the sources' folders first.
+    """Make imports look first in the folders of the user's sources.
 
-    If the sources are copies, warnings, stacks and tracebacks name the user's own files. `__file__` is the copy's path,
-    so that the program finds neighbouring files.
+    If the sources are copies of the driver's files, warnings, stacks and tracebacks name the driver's files. `__file__`
+    is the copy's path, so that the program finds neighbouring files.
     """
     sys.path[:0] = sources.folders
     if not sources.originals:
@@ -35,7 +35,10 @@ def enter(sources: Sources) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    """Add a note to the error if a file is missing beside copied sources, or a Dask collection has no `share`."""
+    """Add a note to the error of a missing file, or of a call of `share` on a Dask collection, which has no `share`.
+
+    Missing files get a note only on hosts with copies of the driver's sources.
+    """
     if isinstance(error, AttributeError) and error.name == "share":
         kind = type(error.obj)
         if kind.__module__.partition(".")[0] in ("dask", "dask_expr", "numpy", "pandas"):
@@ -68,7 +71,7 @@ class _Copied(SourceFileLoader):
         self._originals = originals
 
     def path_stats(self, path: Any) -> Never:
-        """Refuse bytecode, as Python would replace the original paths in cached bytecode by the copy's."""
+        """Raise OSError, so that Python uses no cached bytecode, which would name the copy instead of the original."""
         raise OSError
 
     def source_to_code(  # type: ignore[override] # `SourceLoader.get_code` calls an instance's method
@@ -80,6 +83,6 @@ class _Copied(SourceFileLoader):
 
 
 def _remember(path: str, data: bytes) -> None:
-    """Make Python's tracebacks show these lines for the path, whatever file this host has there."""
+    """Make Python's tracebacks show this text for the path, whatever file this host has at the path."""
     text = data.decode(errors="replace")
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)

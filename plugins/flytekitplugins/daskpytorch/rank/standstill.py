@@ -1,4 +1,4 @@
-"""Reports a rank's signs of life, and if the rank stands still without any, and writes its threads' stacks.
+"""Reports a rank's signs of life, reports when the rank stands still, and writes the stacks of its threads.
 
 Runs in a rank.
 """
@@ -21,17 +21,21 @@ from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 INTERVAL = 1.0
-"""Maximum number of seconds between two reads of the counts. A read takes microseconds."""
+"""Maximum number of seconds between two reads of the counts of collectives and signs of life. A read takes
+microseconds."""
 PATIENCE = 2.0
-"""Seconds without a change after which the rank counts as standing still."""
+"""Seconds without a new collective or sign of life after which a rank counts as standing still."""
 RECEIVED = struct.Struct("=B127xQ")
-"""Socket state and `tcpi_bytes_received` in the kernel's `struct tcp_info`, since Linux 4.1."""
+"""Format that reads a socket's state and its `tcpi_bytes_received` from the kernel's `struct tcp_info` (Linux 4.1)."""
 LISTENS = 10
-"""State of a listening socket, `TCP_LISTEN`."""
+"""Kernel's number for the state of a listening socket, `TCP_LISTEN`."""
 
 
 def watch(order: RankOrder, link: GangLink) -> None:
-    """Start a thread that reports signs of life, and when the rank begins and ends to stand still."""
+    """Start a thread that reports this rank's signs of life, and the start and end of each standstill.
+
+    A rank stands still if it has begun no collective and given no sign of life for two seconds.
+    """
     pulse, progress = order.job.pulse, link.progress
     if pulse is not None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -57,7 +61,10 @@ def watch(order: RankOrder, link: GangLink) -> None:
 
 
 def received_bytes() -> int | None:
-    """Return the bytes that this process has received by TCP. None if its sockets hold queued bytes, or if unknown."""
+    """Return the number of bytes that this process has received by TCP.
+
+    None if the number is unknown, or if a socket of this process still has queued bytes.
+    """
     total = 0
     try:
         for file in Path("/proc/self/fd").iterdir():
@@ -85,7 +92,7 @@ def _received_by(descriptor: int) -> int | None:
 
 
 def write_stacks_to(path: Path) -> None:
-    """Write the main thread's stack to this file on `DUMP_SIGNAL`, and all stacks to the log on a crash in C code."""
+    """From now on, write the main thread's stack to this file on SIGQUIT, and all stacks to the log on a crash in C."""
     global _stacks_file
     faulthandler.enable()
     _stacks_file = path.open("a+")
@@ -94,7 +101,10 @@ def write_stacks_to(path: Path) -> None:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change."""
+    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change.
+
+    Returns "" in a rank that runs in the driver's process.
+    """
     if _stacks_file is None:
         return ""
     _stacks_file.truncate(0)
@@ -105,10 +115,10 @@ def stacks() -> str:
 
 
 def show_stacks() -> None:
-    """Write all stacks to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
+    """Write the stacks of all threads to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
     with contextlib.suppress(OSError):  # standard error may be closed
         os.write(2, f"\n{stacks()}".encode())
 
 
 _stacks_file: IO[str] | None = None
-"""File for stacks, open as long as the rank may receive `DUMP_SIGNAL`. None outside a rank's own process."""
+"""File for the rank's stacks, open as long as the rank may receive SIGQUIT. None outside a rank's own process."""

@@ -20,31 +20,32 @@ from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.records import RankUsage
 
 INTERVAL = 2.0
-"""Minimum number of seconds between two samples of a rank."""
+"""Minimum number of seconds between two samples of a rank's processor, memory and GPU use."""
 MAX_SAMPLES = 200
-"""Maximum number of samples of all ranks together per second, for the driver to read."""
+"""Maximum number of usage samples per second that the driver gets from all ranks together."""
 
 
 @dataclass(slots=True)
 class _Page:
-    """State of a ledger. Each entry creates a new page, so that other threads read consistent values."""
+    """State of a `Ledger`. Each entry creates a new page, so that other threads read consistent values."""
 
     part: str
-    """Part that the time since `since` counts under. `open`: the next entry decides."""
+    """Part that the time since the newest entry counts under, such as `saving`. `open`: a later entry decides."""
     since: float
     """Time of the newest entry, in seconds on the ledger's clock."""
     seconds: dict[str, float]
-    """Seconds by part, until `since`."""
+    """Seconds by part, up to the newest entry."""
     has_begun: bool
-    """True once a batch has come or a step is over. Open time then belongs to a step."""
+    """True once the first batch has come or the first step is over. Time without a part then counts as `stepping`,
+    before that as `preparing`."""
 
     def until(self, now: float) -> dict[str, float]:
-        """Return the seconds by part, until `now`."""
+        """Return the seconds by part, up to the time `now` on the ledger's clock."""
         return {**self.seconds, self.part: self.seconds[self.part] + now - self.since}
 
 
 class Ledger:
-    """Account of the time of the thread that creates the ledger. An entry takes one or two microseconds.
+    """Account of one thread's time, by parts such as stepping and saving. An entry takes one or two microseconds.
 
     Preparing lasts until a loader gives the first batch, or until the first step ends. If parts are nested, the outer
     part counts: the wait for an evaluation's batches is evaluation.
@@ -55,7 +56,7 @@ class Ledger:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counts. This thread becomes the ledger's owner."""
+        """Reset all counts. From now on, the ledger counts the time of the calling thread."""
         self._owner = threading.get_ident()
         self.num_steps = 0
         """Number of optimizer steps so far."""
@@ -68,7 +69,10 @@ class Ledger:
         self.mark()
 
     def mark(self) -> None:
-        """End the current step: add the open time to `stepping`, or to `preparing` before the first step."""
+        """End the current step.
+
+        The step's time without a part counts as `stepping`, or as `preparing` if no batch or step came before.
+        """
         page = self._page
         if page.part != "open" or threading.get_ident() != self._owner:
             return
@@ -80,7 +84,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Count the owner's time in the block under this part, unless the block is nested in another part's."""
+        """Count the time of the block under this part, unless the block is within another part's or another thread."""
         page = self._page
         if page.part != "open" or threading.get_ident() != self._owner:
             yield
@@ -92,14 +96,20 @@ class Ledger:
             self._turn_to("open")
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by part so far. Open time counts as part of a step that will end."""
+        """Return the seconds by part so far.
+
+        Time without a part counts as `stepping`, or before the first batch or step as `preparing`.
+        """
         page = self._page
         seconds = page.until(self._clock())
         seconds["stepping" if page.has_begun else "preparing"] += seconds.pop("open")
         return seconds
 
     def close(self) -> dict[str, float]:
-        """Return the seconds by part at the end of the function. Open time after the last step counts as waiting."""
+        """Return the seconds by part at the end of the user's function. Time after the last step counts as `waiting`.
+
+        Without any step, all time without a part counts as `stepping`.
+        """
         seconds = self._page.until(self._clock())
         if self.num_steps or seconds["stepping"]:
             seconds["waiting"] += seconds.pop("open")
@@ -119,7 +129,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def watched(ledger: Ledger) -> Iterator[None]:
-    """Record the batches of torch's loaders and the steps of optimizers in the ledger, during the block."""
+    """During the block, record waits for batches of DataLoaders, and steps of optimizers, in the ledger."""
     with contextlib.ExitStack() as stack:
         with optional("Counting the waits for batches"):
             stack.enter_context(_counted_batches(ledger))
@@ -158,7 +168,7 @@ class Gauge:
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
-        """Return a sample, with the processor's use since the sample before."""
+        """Return a usage sample. Its processor use is the mean since the previous sample."""
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
         memory, utilization = _of_gpu(self._gpu)
@@ -177,7 +187,7 @@ class Gauge:
     def reporting(
         self, world_size: int, send: Callable[[RankUsage], None], look: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Send a sample every two seconds during the block, in a thread. Ranks of large gangs send fewer samples.
+        """Send a usage sample every two seconds during the block, in a thread. Ranks of large gangs send fewer samples.
 
         A block with at least one sample sends a final sample at its end, which counts all steps of the rank.
 
