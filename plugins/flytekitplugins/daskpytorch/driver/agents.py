@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
 MAX_BROKEN = 2
-"""Number of an agent's failures after which its worker is refused."""
+"""Number of agent failures on a worker after which the driver launches no more agents on that worker."""
 MAX_SILENCE = 15.0
 """Seconds without a message after which an agent's worker counts as lost. Agents send messages every 1 to 3 s."""
 SILENCE_INTERVAL = 0.5
@@ -42,11 +42,11 @@ class Peer:
 
     node: Node
     meets_at: tuple[str, int]
-    """Host and port of the rendezvous if rank 0 runs on this agent's worker."""
+    """Host and port of the ranks' rendezvous, if rank 0 runs on this agent's worker."""
     connection: Connection
     """Connection to the agent. The receiving thread sets its `heard_at`, the time of the agent's last message."""
     joined_at: float
-    """Time of the `Hello`, in seconds on the clock of `Agents`."""
+    """Time of the agent's first message (`Hello`), in seconds on the driver's clock."""
     _has_code: bool = False
 
     def start(self, job: Job, code: Code, places: list[Place]) -> None:
@@ -70,7 +70,7 @@ class Agents:
     address: tuple[str, int]
     """Host and port on which the driver listens."""
     post: Callable[[Call], object]
-    """Queues a call for the gang's thread. Any thread may use it."""
+    """Function that queues a call for the gang's thread. Any thread may use this function."""
     token: bytes = field(repr=False)
     """Secret that authenticates agents to the driver."""
     num_least: int = 1
@@ -78,7 +78,7 @@ class Agents:
     num_gpus: int = 0
     """Number of GPUs in each worker's resource limits. 0 if unknown."""
     folder: Path | None = None
-    """The driver's folder, for agents on its machine. None: no folder."""
+    """The driver's folder for checkpoints, which agents on its machine use directly. None: no folder."""
     peers: dict[str, Peer] = field(default_factory=dict)
     """Connected agents, by worker."""
     leaving: set[str] = field(default_factory=set)
@@ -135,7 +135,7 @@ class Agents:
         self.post(functools.partial(self.refuse, worker, error, launch))
 
     def _numbered(self, workers: Iterable[str]) -> dict[int, list[str]]:
-        """Group the workers by their number of launches, this launch included."""
+        """Count one more launch for each worker, and return the workers grouped by their numbers of launches."""
         numbered: dict[int, list[str]] = defaultdict(list)
         for worker in workers:
             self._launches[worker] += 1
@@ -181,7 +181,7 @@ class Agents:
         return len(self.peers) - len(self.leaving)
 
     def find(self, connection: Connection) -> Peer | None:
-        """Return this connection's agent, or None."""
+        """Return the agent at the other end of this connection. None: the agent is lost or was given up."""
         return self._by_connection.get(connection)
 
     def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
@@ -216,7 +216,7 @@ class Agents:
         self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
-        """Record that a connection has ended. Return its agent, or None."""
+        """Record that a connection has ended, and return its agent. None: the connection had no current agent."""
         peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
@@ -232,7 +232,7 @@ class Agents:
             self.refused[worker] = GangError(f"its agent failed {MAX_BROKEN} times: {last_line}", worker=worker)
 
     def silent(self) -> list[Peer]:
-        """Return the agents without a message for `MAX_SILENCE`. Checks once per `SILENCE_INTERVAL`.
+        """Return the agents without a message for 15 s (`MAX_SILENCE`). Checks every 0.5 s (`SILENCE_INTERVAL`).
 
         The caller must forget these agents, as silent agents may resume.
         """
@@ -253,7 +253,7 @@ class Agents:
         self._launch([peer.node.worker])
 
     def note_absences(self) -> None:
-        """Move expected workers that have left the cluster to `lost`. Checks once per `RECRUIT_INTERVAL`."""
+        """Move expected workers that have left the cluster to `lost`. Checks every 0.5 s (`RECRUIT_INTERVAL`)."""
         if self.expected and (present := self._look()) is not None:
             self._give_up(self.expected - present)
 
@@ -270,7 +270,7 @@ class Agents:
         return is_whole or self.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
 
     def recruit(self) -> None:
-        """Launch agents on new workers while the gang lacks workers. Checks once per `RECRUIT_INTERVAL`.
+        """Launch agents on new workers while the gang lacks workers. Checks every 0.5 s (`RECRUIT_INTERVAL`).
 
         Raises:
             ConnectionError: The scheduler is lost.
@@ -304,7 +304,7 @@ class Agents:
         return present
 
     def is_hopeless(self, *, recruits: bool) -> bool:
-        """Return True if refused and lost workers leave the gang too small.
+        """Return True if refused and lost workers leave fewer workers than the gang needs.
 
         Args:
             recruits: True if new workers replace lost ones.
@@ -313,7 +313,7 @@ class Agents:
         return self.num_wanted - len(gone) < self.num_least
 
     def too_few_came(self, name: str, timeout: float) -> GangError:
-        """Return the error that names the missing workers and the reason."""
+        """Return the error of a gang that cannot start, with the missing workers and the reason."""
         if gone := self.refused or self.lost:
             worker, error = next(iter(gone.items()))
             # A retry does not add a missing module to the worker's image.
@@ -332,7 +332,10 @@ class Agents:
         )
 
     def too_few_left(self, name: str, timeout: float, failures: Iterable[str]) -> WorkerLostError:
-        """Return the error of a gang that has too few workers for a restart, with its failures, a line each."""
+        """Return the error of a gang that has too few workers for a restart.
+
+        `failures` has a line per earlier failure.
+        """
         told = "\n".join(failures)
         return WorkerLostError(
             f"{self.num_nodes} of {self.num_wanted} workers are left of {name}, {self.num_least} are needed, "

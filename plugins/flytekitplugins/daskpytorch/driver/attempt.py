@@ -25,8 +25,8 @@ from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import Goodput
 
 KEPT_FOR = 1.0
-"""Seconds for which a stepping rank keeps the terminal. A step over a collective may need a rank that waits for the
-terminal."""
+"""Seconds for which the terminal is reserved for a rank whose debugger steps. Then another rank may get the terminal,
+as a step over a collective may need that rank."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Prompts:
 
     clock: Callable[[], float]
     shown: int | None = None
-    """The rank whose prompt the terminal shows. None: no rank's."""
+    """The rank whose debugger's prompt the terminal shows. None: no rank has the terminal."""
     debugged: set[int] = field(default_factory=set)
     """Ranks in their debugger, or in the queue for the terminal. All other ranks wait."""
     _waiting: list[int] = field(default_factory=list)
@@ -48,7 +48,12 @@ class Prompts:
         self._waiting.append(rank)
 
     def leave(self, rank: int, *, steps: bool) -> None:
-        """Record that a rank's function goes on. A stepping rank asks for the terminal again."""
+        """Record that a rank's debugger has left its prompt, so that the rank's function goes on.
+
+        Args:
+            rank: The rank.
+            steps: True if the debugger will soon ask for the terminal again, for example after `next`.
+        """
         if rank == self.shown:
             self.shown = None
         if steps:
@@ -84,7 +89,7 @@ class Prompts:
 
 @dataclass
 class Attempt:
-    """Records the events of one attempt's ranks. Times are seconds on `clock`."""
+    """Records the events of one attempt's ranks. Times are seconds on the driver's clock, unless stated otherwise."""
 
     number: int
     places: dict[int, tuple[Place, Node]]
@@ -110,14 +115,14 @@ class Attempt:
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
     """Unanswered checkpoint requests: the rank's agent, the rank and the request."""
     chosen: dict[int, Arrived] = field(default_factory=dict)
-    """Checkpoint for rank 0, by request number. Other ranks receive the same."""
+    """Checkpoint that rank 0 got to load, by the number of its request. Other ranks receive the same checkpoint."""
     accounts: dict[int, Goodput] = field(default_factory=dict)
-    """Goodput in the driver's answer, by request number. All ranks receive the same."""
+    """Goodput that the driver has sent to ranks, by the number of the ranks' request. All ranks receive the same."""
     accounts_wanted: list[tuple[Peer, int]] = field(default_factory=list)
     """Goodput requests of ranks other than 0: agent and request number. The driver answers after rank 0's next report
     about its time."""
     has_saved: bool = False
-    """True after a checkpoint of this attempt was fetched or committed."""
+    """True after a checkpoint of this attempt has reached the driver or was committed in storage."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)
     """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
     has_stopped_early: bool = False
@@ -133,7 +138,7 @@ class Attempt:
     standing: set[int] = field(default_factory=set)
     """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
-    """Time to send a `Locate` order after a failure that a collective may have caused."""
+    """Time to ask all ranks for their stacks, after a failure that a collective may have caused. Infinite: not set."""
     stillness: Stillness | None = None
     """Time of each rank's last progress. None until the process group is formed."""
     hangs_at: float = 0.0
@@ -143,8 +148,8 @@ class Attempt:
     set."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     began_at: float = field(init=False)
-    """Start of the attempt, from which `start_timeout` counts. Moves to the end of a debugger or commit that delayed
-    ranks."""
+    """Start of the attempt, from which `start_timeout` counts. Moves to the end of a debugger's prompt or a
+    checkpoint's commit that delayed ranks."""
     prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     _has_independent_failure: bool = False
@@ -246,7 +251,7 @@ class Attempt:
             self.stillness = Stillness(self.places, self.clock())
 
     def note_sign_of_life(self) -> None:
-        """Restart all ranks' hang timeout after a debugger or commit, which may have blocked ranks."""
+        """Restart all ranks' hang timeout after a debugger's prompt or a commit, which may have blocked ranks."""
         if self.stillness is not None:
             self.hangs_at = 0.0
             self.stillness.restart(self.clock())
@@ -277,7 +282,7 @@ class Attempt:
         """Record a rank's report about its part of a sharded checkpoint.
 
         Returns:
-            All ranks' reports after the last one's arrival, else None.
+            All ranks' reports once every rank has reported, else None.
         """
         all_said = self.shards.setdefault(said.number, {})
         all_said[rank] = said
@@ -296,11 +301,11 @@ class Attempt:
                 self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
 
     def unaccounted(self) -> set[str]:
-        """Return the workers whose ranks have yet to end."""
+        """Return the workers with ranks that have yet to end."""
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:
-        """Return True if all ranks that can answer have answered."""
+        """Return True if every rank has an entry in `answers`, or has failed or exited."""
         if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
             return False  # quick: a large gang calls this once for each answer
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)

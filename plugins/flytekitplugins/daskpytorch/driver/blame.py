@@ -13,9 +13,9 @@ from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerL
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
 OURS = "flytekitplugins/daskpytorch/"
-"""Path of this package's own frames, as opposed to the user's."""
+"""Part of the path of this package's source files, by which tracebacks tell its frames from the user's."""
 REPEATED = "the same error came at the same step twice"
-"""Reason for no restart after a repeated error. The error's `is_repeated` is true for this reason alone."""
+"""Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -160,7 +160,7 @@ class AttemptFailure:
     """Cause without the rank, by which two failures are compared. Exceptions count by type and raising line, since
     their text may hold a time or address."""
     position: tuple[int | None, int | None]
-    """Newest named step, and number of signs of life since then. None: unknown."""
+    """Newest logged or saved step, and number of signs of life since then. None: unknown."""
     is_infrastructure: bool
     """True if a worker, node or other infrastructure was lost. False if the function failed."""
     is_exception: bool = False

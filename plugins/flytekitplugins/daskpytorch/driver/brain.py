@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.records import Goodput
 
 BLAME_WINDOW = 0.7
-"""Seconds to wait for another failure while every failure so far reads like the loss of a peer."""
+"""Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0
 """Timeout, in seconds, between the last rank's result and its exit. Covers closing rank 0's observers."""
 SETTLE_TIME = 0.2
@@ -91,7 +91,8 @@ class Brain:
             The ranks' results after the gang's success, else None.
 
         Raises:
-            Exception: The gang has failed or was stopped. See `Supervisor.run`.
+            Exception: The error that ends the gang, such as a rank's own exception, a `GangError` or a
+                `PreemptedError`.
         """
         while self._results is None:
             if self._state.is_cancelled and self._phase not in (self._train, self._end_ranks):  # no rank runs
@@ -114,7 +115,7 @@ class Brain:
 
     @property
     def patience(self) -> float:
-        """Maximum number of seconds until the next call of `decide` without an event."""
+        """Seconds until `decide` must be called even without an event."""
         return max(0.0, min(self._wake_at - self._now(), TICK))
 
     def _wait(self, *moments: float | None) -> Phase | None:
@@ -136,7 +137,10 @@ class Brain:
         return self._gather
 
     def _gather(self) -> Phase | None:
-        """Start an attempt once all wanted workers are connected, or after a pause at least `min_workers`."""
+        """Start an attempt once all wanted workers are connected.
+
+        After a pause, `min_workers` connected workers are enough.
+        """
         if self._state.stop_request is not None:
             raise self._preempted(self._state.stop_request)
         is_first, now, agents = self._number == 0, self._now(), self._agents
@@ -222,7 +226,7 @@ class Brain:
         return is_independent and attempt.have_answered(attempt.remembered)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
-        """Return True if an attempt without failures has to be stopped: late, preempted, hung or about to grow."""
+        """Return True if an attempt without failures must stop: it is late, preempted, hung or about to grow."""
         has_kept, self._saving.has_news = self._saving.has_news, False
         if self._is_late(attempt):
             self._late = attempt.places.keys() - attempt.ready
@@ -255,7 +259,7 @@ class Brain:
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
-        """Let the ranks exit, since all functions have returned and no rank needs its peers."""
+        """Order all ranks to exit, since all functions have returned and no rank needs its peers."""
         if attempt.stop_at is None:
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
@@ -311,9 +315,9 @@ class Brain:
         return self._settle
 
     def _conclude(self) -> Phase | None:
-        """Set the results after the last sharded checkpoint's commit.
+        """Wait for the last sharded checkpoint's commit, then set the gang's results.
 
-        If checkpoints stay in the user's local folder, also wait for the last whole checkpoint's fetch.
+        If checkpoints stay in the user's local folder, also wait until the driver has the last whole checkpoint.
         """
         attempt, limit = self._attempt, self._ended_at + self._settings.start_timeout
         if (self._saving.is_committing or (self._saving.is_fetching and self._stays_here())) and self._now() < limit:
@@ -327,7 +331,7 @@ class Brain:
         return self._request.storage is not None and "://" not in self._request.storage.own
 
     def _settle(self) -> Phase | None:
-        """Wait for checkpoints that are being fetched or committed, then restart or raise the gang's error."""
+        """Wait for unfinished transfers and commits of checkpoints, then restart or raise the gang's error."""
         if self._observers.stopped_early is not None:
             raise self._observers.stopped_early
         if self._late:
@@ -392,7 +396,7 @@ class Brain:
         return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
-        """Upload the newest checkpoint, within a time limit, and return the error that ends the task."""
+        """Upload the newest checkpoint, within a time limit, and return the `PreemptedError` that ends the gang."""
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason
         rest = self._saving.store(self._request.storage, self._deadlines.storage)
         failed = f" while it was failing ({failure})" if failure else ""

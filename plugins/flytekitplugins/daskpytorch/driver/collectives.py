@@ -18,7 +18,7 @@ NOT_THE_USERS = re.compile(
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
-"""Maximum number of user frames per collective in the report."""
+"""Maximum number of the user's stack frames per collective in the report of a hang or failure."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {
@@ -33,7 +33,7 @@ PYTHON_NAMES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-"""Python's names of dtypes, by the C++ names in the flight recorder."""
+"""Python's names of dtypes, by the C++ names in torch's flight recorder."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,17 @@ class Difference:
     """Reason why ranks wait for each other."""
 
     rank: int
-    """Rank that holds up the others."""
+    """Rank that the other ranks wait for."""
     what: str
     """The reason in a sentence."""
     shown: str
-    """The collective, with each rank's call or its absence. Empty if no recorder has the call."""
+    """Text with each rank's call of the collective, or with the missing call. Empty if no flight recorder has the
+    collective."""
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """Collectives that the ranks of a process group have called under one number."""
+    """Collectives that the ranks of a process group have called under the same number."""
 
     group: str
     number: int
@@ -166,7 +167,7 @@ def _lacks(recalled: Recalled, calls: _Calls) -> bool:
 
 
 def in_words(collective: Collective) -> str:
-    """Return a call in words, for example `all_reduce of float32 [4, 3]`."""
+    """Return a collective in words, for example `all_reduce of float32 [4, 3]`."""
     shapes = collective.inputs or collective.outputs
     if not shapes:
         return collective.operation
@@ -185,7 +186,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _shown(calls: _Calls) -> str:
-    """Return each rank's call, in lines. Ranks with equal calls at the same place share a line."""
+    """Return text with each rank's call. Ranks with equal calls from the same source lines share an entry."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, collective in calls.by_rank.items():
         state = "done" if collective.is_done else "waiting"
@@ -210,5 +211,5 @@ def _called_from(collective: Collective) -> str:
 
 
 def users_frames(frames: Iterable[str]) -> list[str]:
-    """Return the frames of the user's own files."""
+    """Return the stack frames of the user's own files."""
     return [frame for frame in frames if not NOT_THE_USERS.search(frame)]

@@ -38,12 +38,12 @@ class GangFuture(Future[Any]):
         """True if the gang succeeded with fewer ranks, as `min_workers` allows, and without this rank."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the rank's result, or raise its error, as any future does."""
+        """Return the rank's return value, or raise the rank's error. Raise `TimeoutError` after `timeout` seconds."""
         self._wait(timeout)
         return super().result(None if timeout is None else 0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the rank's error or None, as any future does."""
+        """Return the rank's error, or None after a success. Raise `TimeoutError` after `timeout` seconds."""
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
@@ -126,7 +126,7 @@ class GangFutures(Futures[GangFuture]):
         return [future.result() for future in self._futures[: self._num_ranks]]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error that `result` would raise, or None."""
+        """Wait for the gang's end, and return the error that `result` would raise. None after a success."""
         self._futures[0].exception(timeout)
         futures = self._futures[: self._num_ranks]
         return next((error for future in futures if (error := future.exception()) is not None), None)

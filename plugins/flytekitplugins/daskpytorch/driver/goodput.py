@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Spent
 from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
 INTERVAL = 2.0
-"""Seconds between two accounts for the observers."""
+"""Minimum number of seconds between two accounts of the gang's time for the observers."""
 PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")
 
 
@@ -25,14 +25,14 @@ class _Training:
     span: float = 0.0
     """Seconds of the training phase, on the driver's clock."""
     late: float = 0.0
-    """Seconds by which rank 0's ledger started before the driver's training phase. A lower bound."""
+    """Seconds by which rank 0 began to count its time before the driver's training phase began. A lower bound."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by field of `Goodput`, from rank 0's newest report."""
+    """Seconds by field of `Goodput`, as counted by rank 0 until its newest report."""
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Step of a save -> `spent` at that save. Saves before the newest kept one are removed."""
+    """Step of a checkpoint's save -> rank 0's seconds (`spent`) at that save. Saves before the newest kept checkpoint
+    are removed."""
     safe: set[int] = field(default_factory=set)
-    """Steps of kept checkpoints, starting with the newest step in `at_saves`. `keep` may come before rank 0's
-    report."""
+    """Steps of kept checkpoints: the newest one in `at_saves`, and those whose report from rank 0 has yet to come."""
 
     def hear(self, spent: Mapping[str, float]) -> None:
         """Note the seconds that rank 0 has reported."""
@@ -49,11 +49,11 @@ class _Training:
 
     @property
     def kept(self) -> Mapping[str, float] | None:
-        """The seconds at the newest kept save. None without a report for a kept save."""
+        """Rank 0's seconds at the newest kept save. None until rank 0 has reported a kept save."""
         return next((spent for step, spent in reversed(self.at_saves.items()) if step in self.safe), None)
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
-        """Return the parts of `span`, in seconds.
+        """Divide the training phase by field of `Goodput`, in seconds. The parts add up to `span`.
 
         Args:
             is_lost: Counts all time after the newest kept save as lost.
@@ -68,7 +68,7 @@ class _Training:
         return parts
 
     def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """Return the rank's seconds within the training phase, scaled down to `span` if their sum exceeds `span`."""
+        """Return rank 0's seconds within the training phase, scaled down if their sum exceeds `span`."""
         spent = {**spent, "preparing": max(0.0, spent.get("preparing", 0.0) - self.late)}
         whole = math.fsum(spent.values())
         scale = min(1.0, self.span / whole) if whole else 0.0
@@ -110,11 +110,11 @@ class Accountant:
             self.enter("waiting")
 
     def keep(self, step: int) -> None:
-        """Mark a checkpoint of this attempt as kept."""
+        """Mark the checkpoint of this step, from the current attempt, as kept."""
         self._training.keep(step)
 
     def close(self, *, is_lost: bool) -> None:
-        """End the account of the attempt.
+        """End the current attempt's part of the account.
 
         Args:
             is_lost: Counts the training time after the newest kept checkpoint as lost.
@@ -125,7 +125,7 @@ class Accountant:
         self._training = _Training()
 
     def goodput(self) -> Goodput:
-        """Return the current account. Work without a checkpoint counts as kept."""
+        """Return the gang's time account so far. Steps after the newest checkpoint do not count as lost."""
         self._go_on()
         parts = dict(self._parts)
         for name, seconds in self._training.parts().items():
@@ -133,7 +133,7 @@ class Accountant:
         return Goodput(total=math.fsum(parts.values()), **parts)
 
     def is_due(self) -> bool:
-        """Return True once every `INTERVAL`, when the observers are due an account."""
+        """Return True if the observers' last account is 2 s (`INTERVAL`) old, and restart the interval then."""
         now = self._now()
         if now < self._shown_at + INTERVAL:
             return False

@@ -25,29 +25,31 @@ from flytekitplugins.daskpytorch.driver.collectives import (
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective, Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
-"""Frames of ranks waiting for peers. During `backward`, these frames are hooks of DistributedDataParallel."""
+"""Matches the stack frames of a rank that waits for other ranks. During `backward`, these frames are hooks of
+DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
-"""Number of innermost frames in which `_is_waiting` looks for a frame of a collective."""
+"""Number of innermost stack frames that are searched for a collective, to find whether a rank waits."""
 NEEDS_ALL = re.compile(r"barrier|_?all_?reduce|_?all_?gather|_?reduce_?scatter")
 """Matches operations that complete only after every rank has called them."""
 POINT_TO_POINT = re.compile(r'torch/distributed/distributed_c10d\.py", line \d+ in (recv|send)$')
 PLACE = re.compile(r", line \d+ in ")
 
 LEAST_TIMEOUT = 300.0
-"""Minimum hang timeout with `auto`, in seconds."""
+"""Minimum hang timeout with `hang_timeout="auto"`, in seconds."""
 SLOWNESS = 10.0
-"""Hang timeout with `auto`, as a multiple of `Stillness.slowest`. `LEAST_TIMEOUT` is the lower bound."""
+"""Hang timeout with `hang_timeout="auto"`, as a multiple of the longest time between two signs of life of a rank.
+`LEAST_TIMEOUT` is the lower bound."""
 AUTO_INTERVAL = 30.0
-"""Minimum number of seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
+"""Minimum number of seconds between two requests for all ranks' stacks, with `hang_timeout="auto"`."""
 MAX_FRAMES = 10
-"""Maximum number of frames per rank in the report. The log contains all frames."""
+"""Maximum number of stack frames per rank in the report of a hang. The rank's log contains all frames."""
 
 
 class Stillness:
     """Times of the ranks' last signs of life, in seconds on the caller's clock."""
 
     slowest: float = 0.0
-    """Longest time between two signs of life of a rank, in seconds."""
+    """Longest time between two signs of life of one rank so far, in seconds."""
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._num_moves = dict.fromkeys(ranks, -1)
@@ -66,7 +68,8 @@ class Stillness:
     def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"]) -> float:
         """Return the time from which these ranks count as hung if all stay silent. Infinity without ranks.
 
-        With a timeout in seconds, the rank with the longest silence decides. With `auto`, the shortest silence decides.
+        With a timeout in seconds, the rank with the longest silence decides. With `auto`, the rank with the shortest
+        silence decides.
         """
         moved_at = [self._moved_at[rank] for rank in ranks]
         if not moved_at:
@@ -95,7 +98,7 @@ class RankState:
     num_moves: int | None = None
     """Number of the rank's signs of life so far. None if the rank does not answer."""
     num_bytes: int | None = None
-    """Bytes received by the rank over TCP, as in `Located`. None if unknown."""
+    """Bytes that the rank has received over TCP. None while its sockets hold unread or unsent bytes, or if unknown."""
     recalled: Recalled | None = None
     """The rank's last collectives. None without an answer, or if torch records no collectives."""
 
@@ -103,7 +106,7 @@ class RankState:
 def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[str, int]]] | None:
     """Return the collectives, as group and number, in which each running rank waits.
 
-    None if a rank may be working, or gave no answer. If all ranks wait, no rank can complete a collective.
+    None if a rank may be working, or gave no answer.
     """
     running = {rank: state.recalled for rank, state in states.items() if not state.is_done}
     waits = {rank: _waits(recalled) for rank, recalled in running.items() if recalled is not None}
@@ -115,7 +118,7 @@ def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
 
 
 def next_look(states: Mapping[int, RankState]) -> float:
-    """Return the seconds until `auto` asks for the ranks' stacks again.
+    """Return the seconds until the next request for the ranks' stacks, with `hang_timeout="auto"`.
 
     The pause equals 10 % of the shortest silence, but at least `AUTO_INTERVAL`: long work needs few requests.
     """
@@ -123,7 +126,7 @@ def next_look(states: Mapping[int, RankState]) -> float:
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
-    """Return the blocking rank and a report. Line 1 gives the reason, further lines show the ranks' stacks."""
+    """Return the rank that holds up the others, and a report: the reason in line 1, then the ranks' stacks."""
     difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
     rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
@@ -133,7 +136,7 @@ def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["
 
 
 def report_deadlock(states: Mapping[int, RankState], difference: Difference) -> tuple[int, str]:
-    """Return the rank that causes a deadlock, and the report."""
+    """Return the rank that causes a deadlock, and a report: the reason in line 1, then the ranks' stacks."""
     if states[difference.rank].is_done:
         ended = "; its function has returned, or has ended by exit code 0, and calls no collective any more"
     else:
@@ -183,7 +186,7 @@ def _doing(state: RankState) -> str:
 
 
 def find_hung(states: Mapping[int, RankState], difference: Difference | None = None) -> tuple[int, str]:
-    """Return the blocking rank and the reason.
+    """Return the rank that holds up the others, and the reason.
 
     The first rule that finds a rank decides:
 
@@ -218,13 +221,16 @@ def _is_waiting(stacks: str) -> bool:
 
 
 def main_frames(stacks: str) -> list[str]:
-    """Return the frames of the main thread, the innermost first. faulthandler writes the main thread last."""
+    """Return the main thread's frames, innermost first, from stacks that `faulthandler` has written.
+
+    `faulthandler` writes the main thread last.
+    """
     _, header, frames = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in frames.strip().splitlines()] if header else []
 
 
 def other_frames(stacks: str) -> list[str]:
-    """Return the frames of all threads but the main thread."""
+    """Return the frames of all threads but the main thread, from stacks that `faulthandler` has written."""
     others, _, _ = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in others.splitlines() if line.strip().startswith("File ")]
 
@@ -234,16 +240,16 @@ def other_frames(stacks: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Look:
-    """Snapshot of the running ranks' waits."""
+    """Snapshot of the collectives in which all running ranks wait."""
 
     waits: Mapping[int, Collective | str]
-    """The collective of each rank. For `recv` and `send`, which the flight recorder lacks, the name."""
+    """Rank -> collective in which the rank waits, or `"recv"` or `"send"`, which torch's flight recorder lacks."""
     counts: Mapping[int, object]
-    """Counters and stacks of each rank, which change with its progress."""
+    """Rank -> the rank's counters and stacks, which change with its progress."""
 
 
 def look_at(states: Mapping[int, RankState]) -> Look | None:
-    """Return the ranks' waits. None: a rank may be working, or its state is unknown."""
+    """Return the collectives in which all running ranks wait. None: a rank may be working, or its state is unknown."""
     if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
         return None
     running = {rank: state for rank, state in states.items() if not state.is_done}
@@ -262,7 +268,7 @@ def look_at(states: Mapping[int, RankState]) -> Look | None:
 
 
 def _has_other_threads(stacks: str) -> bool:
-    """Return True if a thread beside the main thread may call collectives, or stacks are incomplete."""
+    """Return True if a thread other than the main thread may call collectives, or the stacks are incomplete."""
     frames = other_frames(stacks)
     if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
         return True
@@ -288,12 +294,12 @@ def _is_within(frames: Sequence[str], recorded: Sequence[str]) -> bool:
 
 
 def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState]) -> Difference | None:
-    """Return the reason for a deadlock, and the rank to blame. None: no proof of a deadlock.
+    """Return the reason for a proven deadlock, with the rank to blame. None: no proof of a deadlock.
 
     Args:
-        before: Previous look. None: no earlier look.
-        look: The newest look. None: a rank may be working.
-        states: State of each rank at the newest look.
+        before: The snapshot a few seconds earlier. None: no such snapshot, or a rank was working.
+        look: The newest snapshot. None: a rank may be working.
+        states: State of each rank at the newest snapshot.
     """
     if before is None or look is None or before.counts != look.counts or before.waits != look.waits:
         return None

@@ -18,21 +18,23 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
 from flytekitplugins.daskpytorch.protocol import messages, orders
 
 ANSWER_TIME = 0.4
-"""Timeout, in seconds, for the stacks of ranks that may hang, before silent ranks get a signal."""
+"""Timeout, in seconds, for ranks that may hang to report their stacks. Then silent ranks get a signal."""
 STACKS_WAIT = 1.5
-"""Timeout, in seconds, for the stacks of ranks that may hang. Includes `ANSWER_TIME` and the time after the signal."""
+"""Timeout, in seconds, for the stacks of ranks that may hang, from the request. Includes `ANSWER_TIME` and the time
+after the signal."""
 LOOK_INTERVAL = 3.0
-"""Seconds between two looks at ranks that stand still, the two of a deadlock's proof included."""
+"""Seconds between two requests for the stacks of ranks that stand still. The answers to two requests may prove a
+deadlock."""
 MAX_INTERVAL = 30.0
-"""Maximum number of seconds between two looks. The pause grows while looks find ranks at work, as in steps of several
-minutes."""
+"""Maximum number of seconds between two requests for the stacks of ranks that stand still. The pause grows while the
+stacks show ranks at work, as in steps of several minutes."""
 
 
 class HangWatch:
-    """Watch of one attempt, which looks at all ranks' stacks and collectives in two cases.
+    """Watches one attempt for hangs and deadlocks. Requests all ranks' stacks and collectives in two cases.
 
-    - The ranks have been silent for too long. The look decides whether the gang hangs.
-    - All running ranks stand still: they enter no collective and give no sign of life. Two looks may prove a deadlock.
+    - The ranks have been silent for the hang timeout. The answers decide whether the gang hangs.
+    - All running ranks enter no collective and give no sign of life. The answers to two requests may prove a deadlock.
     """
 
     def __init__(
@@ -57,15 +59,16 @@ class HangWatch:
         self._now = clock
         self._is_committing = is_committing
         self._is_looking = False
-        """True while ranks have yet to answer the newest look."""
+        """True while ranks have yet to answer the newest request for their stacks."""
         self._signal_at = self._answers_until = math.inf
-        """Deadlines of the look that decides about a hang. Infinite for other looks."""
+        """Times to signal silent ranks, and to stop waiting for the stacks, if the gang may hang. Infinite
+        otherwise."""
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
-        """Collectives in which the ranks waited at the last look for a hang. None if a rank was working."""
+        """Collectives in which each rank waited when the last hang was suspected. None if a rank was working."""
         self._before: Look | None = None
-        """Waits of the ranks at the last look for a deadlock. None if a rank was working."""
+        """Snapshot of the ranks at the last search for a deadlock. None if a rank was working."""
         self._num_vain = 0
-        """Number of looks for a deadlock that have found a rank at work, since the ranks stand still."""
+        """Number of searches for a deadlock that have found a rank at work since all ranks stand still."""
         self._look_at = 0.0
 
     def is_hung(self) -> bool:
@@ -88,7 +91,7 @@ class HangWatch:
         return self._has_looked() and self._is_proven()
 
     def stop_looking(self) -> None:
-        """Ignore answers to the last look that arrive later."""
+        """Ignore answers to the last request for stacks that arrive from now on."""
         self._is_looking = False
         self._signal_at = self._answers_until = math.inf
 
@@ -105,7 +108,7 @@ class HangWatch:
         return hangs_at is not None and self._now() >= hangs_at
 
     def _hangs_at(self) -> float | None:
-        """Return the time from which a silent gang counts as hung, or with `auto` must send stacks.
+        """Return the time from which a silent gang counts as hung, or with `auto` is asked for its stacks.
 
         None while hang detection is suspended.
         """
@@ -135,7 +138,10 @@ class HangWatch:
         self._is_looking = True
 
     def _has_looked(self) -> bool:
-        """Return True if all ranks have answered the look, or had time to. Signal silent ranks that may hang."""
+        """Return True if all ranks have sent their stacks, or the timeout has passed.
+
+        Signals silent ranks that may hang.
+        """
         attempt = self._attempt
         if attempt.have_answered(attempt.located) and attempt.have_answered(attempt.remembered):
             return True
@@ -152,7 +158,7 @@ class HangWatch:
                 peer.send(messages.Dump(silent))
 
     def _is_proven(self) -> bool:
-        """Return True if the look shows a hang, or a deadlock together with the look before."""
+        """Return True if the ranks' answers show a hang, or prove a deadlock together with the previous answers."""
         attempt, states = self._attempt, self._states()
         if self._answers_until < math.inf:
             self._judge_silence(states)
@@ -176,7 +182,10 @@ class HangWatch:
             attempt.hangs_at = self._now() + next_look(states)
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
-        """Return True if all ranks still wait in the collectives of the previous look. Then no rank can continue."""
+        """Return True if all ranks wait in the same collectives as in the previous answers.
+
+        Then no rank can continue.
+        """
         before, self._waits = self._waits, waits_of(states)
         return self._waits is not None and self._waits == before
 

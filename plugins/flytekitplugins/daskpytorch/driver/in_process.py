@@ -40,7 +40,7 @@ from flytekitplugins.daskpytorch.rank.session import Session, completed, ending_
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Variable left unchanged in this process, which may already use its GPUs."""
+"""Environment variable that the rank leaves unchanged, as the calling process may already use its GPUs."""
 
 
 def run_here(
@@ -131,19 +131,19 @@ class _Agent(OwnNode, Connection):
         self._say(messages.Hello(describe_node(self.workers[0], None), ("", 0)))
 
     def note_end(self, ended: Future[list[Any]]) -> None:
-        """Forward the gang's error to `call` if the gang ended before the rank's start."""
+        """Make `call` raise the gang's error, if the gang ended before the rank's start."""
         if not self._started.done():
             self._started.set_exception(ended.exception())
 
     def close(self) -> None:
-        """Refuse further reports, and end all waits of the rank."""
+        """Refuse further reports of the rank, and end the rank's waits for the driver."""
         self._is_closed = True
         self._end_rank()
 
     # ---- the driver's connection
 
     def send(self, message: object) -> None:
-        """Follow a message of the driver. Runs in the gang's thread."""
+        """Act on a message of the driver, in place of an agent. Runs in the gang's thread."""
         match message:
             case messages.Start():
                 self._started.set_result(self._start(message))

@@ -26,38 +26,41 @@ from flytekitplugins.daskpytorch.protocol.reports import unpack
 
 Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
-"""Sends or receives a checkpoint over a connection, or sends a call's large arguments."""
+"""Function that sends or receives a checkpoint over a connection, or sends a call's large arguments."""
 MAX_WAITING = 3000
-"""Number of calls in the supervisor's queue at which the listener stops reading from agents.
+"""Number of calls in the gang's queue at which the listener stops reading from agents.
 
-The limit bounds the driver's memory. Ranks that report faster than the supervisor works wait for the supervisor."""
+The limit bounds the driver's memory. Ranks that report faster than the gang's thread works must wait.
+"""
 MAX_REPORTS = 16
-"""Maximum number of a rank's reports per call. A message may hold 1000 log records. Unpickling takes ten times its
-memory."""
+"""Maximum number of a rank's reports per call in the gang's queue. A message may hold 1000 log records, which take ten
+times its memory when unpickled."""
 WAIT_INTERVAL = 0.005
-"""Seconds between looks at a full queue."""
+"""Seconds between two checks whether the gang's full queue has room again."""
 MANY_AGENTS = 100
-"""Number of agents from which on the listener sleeps `NAP` seconds after heartbeats."""
+"""Minimum number of agents for which the listener sleeps `NAP` seconds after heartbeats."""
 NAP = 0.01
 """Seconds to sleep after heartbeats of `MANY_AGENTS` or more agents. Thousands of heartbeats per second would each wake
 the listener's thread, which costs more than reading them."""
 BEAT_INTERVAL = 0.05
-"""Seconds of heartbeats combined into one call, because each call wakes the supervisor."""
+"""Seconds of heartbeats combined into one call, because each call wakes the gang's thread."""
 MAX_UNAUTHENTICATED = 256
-"""Maximum number of unauthenticated callers. Further callers wait in the kernel's queue, where they use no descriptors
-here."""
+"""Maximum number of callers of the driver's port that have yet to authenticate. Further callers wait in the kernel's
+queue, without a descriptor in the driver."""
 AUTHENTICATION_TIMEOUT = 20.0
 """Timeout, in seconds, for a caller's authentication."""
 GRACE = 1.0
-"""Seconds until new callers may displace an unauthenticated caller, if all `MAX_UNAUTHENTICATED` places are taken.
+"""Seconds after which a new caller may displace an unauthenticated one, if `MAX_UNAUTHENTICATED` such callers are
+connected.
 
-The address with most callers loses its oldest caller first."""
+The address with most callers loses its oldest caller first.
+"""
 FIRST_MESSAGE_TIMEOUT = 120.0
 """Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
 """Pause, in seconds, after an error while accepting callers, such as too many open files."""
 END_TIME = 5.0
-"""Timeout, in seconds, for threads to end after the shutdown of all connections."""
+"""Timeout, in seconds, for the listener's threads to end after the shutdown of all connections."""
 
 
 class Listener:
@@ -92,7 +95,7 @@ class Listener:
         """Authenticated callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
         self._beats: dict[Connection, bytes] = {}
-        """Each agent's newest heartbeat, until the supervisor receives the heartbeat."""
+        """Each agent's newest heartbeat that is not yet in the gang's queue."""
         self._is_napping = False
         self._is_calm = True
         """True if only heartbeats have come since the last nap."""
@@ -100,18 +103,18 @@ class Listener:
         self._is_closing = False
         self._is_closed = asyncio.Event()
         self._has_changed = asyncio.Event()
-        """Set when an agent has gone."""
+        """Event that is set when an agent's connection has ended."""
         self._is_over = False
         self._known: list[Connection] = []
         """Connections of all current and past agents. The gang's thread closes ended connections."""
         self._lock = threading.Lock()
-        """Held while shutting down or closing a transfer's connection. After the close, other files may get its
-        descriptor."""
+        """Lock held while a transfer's connection is shut down or closed. After the close, another file may get the
+        same descriptor."""
         self._transfers: dict[Connection, threading.Thread] = {}
         self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
 
     def listen(self, state: GangState) -> None:
-        """Accept agents from now on. Their messages become calls of this state's methods."""
+        """Accept agents from now on. Their messages become calls of the methods of `state`."""
         self._state = state
         # A selector loop: uvloop would make the sockets non-blocking, through which the gang's thread sends.
         self._loop = asyncio.SelectorEventLoop()
@@ -199,7 +202,11 @@ class Listener:
             caller.add_done_callback(self._unauthenticated.pop)
 
     async def _make_room(self) -> None:
-        """Wait for a free place. After `GRACE`, drop the oldest caller from the address with most callers."""
+        """Wait until another caller may connect.
+
+        If too many callers are unauthenticated for `GRACE` seconds, drop the oldest one from the address with most
+        callers.
+        """
         while len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
             [(crowded, _)] = Counter(host for host, _ in self._unauthenticated.values()).most_common(1)
             oldest, room_at = next((task, at) for task, (host, at) in self._unauthenticated.items() if host == crowded)
@@ -242,7 +249,7 @@ class Listener:
             self._take_in(connection, message)
 
     def _start(self, meeting: Coroutine[Any, Any, None], sock: socket.socket) -> asyncio.Task[None]:
-        """Start a part of meeting a caller. Close the caller's socket if the part fails or is cancelled."""
+        """Run this coroutine as a task. Close the caller's socket if the task fails or is cancelled."""
 
         def close_on_failure(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -256,7 +263,7 @@ class Listener:
         return started
 
     async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
-        """Return the next frame, and leave the bytes after the frame in the socket."""
+        """Return the next frame from a caller, and leave the bytes after the frame in the socket."""
         while True:
             for frame in frames.take(await self._loop.sock_recv(sock, frames.wanted)):
                 return frame

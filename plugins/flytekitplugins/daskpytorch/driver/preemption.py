@@ -42,7 +42,7 @@ class Deadlines:
 
 @dataclass
 class StopRequest:
-    """Request to save a checkpoint and end. All ranks stop at the same call of `should_stop` (see `StopSignal`)."""
+    """Request that the gang save a checkpoint and end. All ranks stop at the same call of `should_stop`."""
 
     reason: str
     ends_gang: bool

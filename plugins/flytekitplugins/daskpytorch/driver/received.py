@@ -19,7 +19,7 @@ descriptors."""
 
 @dataclass(frozen=True)
 class Kept:
-    """Location of a piece's bytes: memory, buffer file, or the rank's own file."""
+    """Location of the bytes of a piece of a result: memory, buffer file, or the rank's own file."""
 
     size: int
     """Size of the piece, in bytes. 0 if `mapped` is set."""
@@ -45,20 +45,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Submission:
-    """A complete result."""
+    """A complete file that a rank has submitted as a result."""
 
     rank: int
     """Rank that submitted the result."""
     key: str
-    """Key of the submitting handler."""
+    """Key of the `DaskResultsHandler` that submitted the result."""
     path: str
-    """Path of the result below the handler's prefix."""
+    """Path of the result's file, relative to the folder of the results."""
     parts: list[Kept]
-    """Pieces of the result, in order."""
+    """Locations of the result's pieces, in order."""
 
 
 class ReceivedResults:
-    """Results and return values of one gang, over all attempts. Results stay in order of arrival."""
+    """Results (submitted files) and return values of one gang's ranks, over all attempts.
+
+    Results stay in order of arrival.
+    """
 
     def __init__(self) -> None:
         self._buffer = ResultBuffer()
@@ -69,10 +72,10 @@ class ReceivedResults:
         self.notify: Callable[[], object] = lambda: None
         """Called after each complete result, in the gang's thread."""
         self.folder_is_wanted = False
-        """True if any rank has requested the task's results folder."""
+        """True if any rank has requested the folder of the task's results, which must then exist."""
 
     def keep(self, rank: int, piece: Piece) -> Part:
-        """Put a piece into the buffer, and return the part to `add`.
+        """Put a piece of a result or return value into the buffer, and return the part for `add`.
 
         Runs in the listener's thread, so a slow disk makes ranks wait.
         """
@@ -101,11 +104,11 @@ class ReceivedResults:
 
     @property
     def is_empty(self) -> bool:
-        """True if no complete result waits."""
+        """True if no complete result waits to be processed."""
         return not self._waiting
 
     def take(self, others: Container[str]) -> Submission | None:
-        """Remove and return the oldest result whose key is not among `others`, or None.
+        """Remove and return the oldest result whose key is not in `others`. None: no such result.
 
         Callers must `drop` or `put_back` the result.
         """
@@ -116,7 +119,7 @@ class ReceivedResults:
             return found
 
     def put_back(self, submission: Submission) -> None:
-        """Put a result back, before newer results."""
+        """Put a result from `take` back, before newer results."""
         with self._lock:
             self._waiting.appendleft(submission)
 
@@ -165,7 +168,7 @@ class ReceivedResults:
 
 
 class ResultBuffer:
-    """Stores up to `MAX_IN_MEMORY` bytes in memory, further bytes in an unnamed temporary file.
+    """Stores results up to 1 MiB (`MAX_IN_MEMORY`) in memory, further bytes in an unnamed temporary file.
 
     Any thread may put, get and drop. A slow disk blocks only the thread that puts. The kernel removes the file when the
     driver ends. `tempfile.SpooledTemporaryFile` serves only one thread, and loses its content on a full disk.
@@ -195,7 +198,7 @@ class ResultBuffer:
         return kept
 
     def get(self, kept: Kept) -> bytes:
-        """Return the bytes of a piece."""
+        """Return the bytes of a piece from memory or the file."""
         return kept.data if kept.file is None else os.pread(kept.file.fileno(), kept.size, kept.offset)
 
     def drop(self, several: Iterable[Kept]) -> None:

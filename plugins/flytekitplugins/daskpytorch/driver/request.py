@@ -30,12 +30,12 @@ MAX_NAME = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Description of one training run for the `Supervisor`."""
+    """Request for one gang: the call, the settings, and where checkpoints go."""
 
     name: str
     """Function name or task name."""
     call: bytes
-    """The pickled call, without the values in `large`."""
+    """The pickled call of the user's function, without the memory in `large`."""
     large: SharedMemory | None = field(default=None, repr=False)
     """Large arguments of the call. None without large arguments."""
     ranks_per_worker: int
@@ -45,23 +45,25 @@ class Request:
     pass_local_rank: bool = False
     """True passes the argument `local_rank` to the function: the rank's index on its worker."""
     host: bytes | None = field(default=None, repr=False)
-    """A pickled `RankHost`. None outside Flyte tasks."""
+    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs in ranks. None outside Flyte tasks."""
     execution: bytes | None = field(default=None, repr=False)
-    """The pickled `Execution` of ranks without a `RankHost`, from `Execution.in_ranks`. None if ranks need none."""
+    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The host's environment variables for the ranks, which may hold secrets."""
+    """Environment variables that a Flyte task gives its ranks, which may hold secrets."""
     observers: Sequence[Observer] = ()
-    """Observers of this gang alone."""
+    """Observers of this gang, such as the user's and the display's."""
     training: Training | None = None
-    """Argument of `Observer.begins`. None to skip the call."""
+    """Name, id and inputs of the training for observers. None: `Observer.begins` is not called."""
     storage: StoragePaths | None = None
-    """Checkpoint folders of this attempt and the previous attempt. None if no later attempt looks for checkpoints."""
+    """Checkpoint folders of this attempt and the previous attempt of the task. None if no later attempt or call looks
+    for checkpoints."""
     code: Code | None = None
-    """The project's packed sources. None to let the supervisor pack them."""
+    """The project's packed sources. None: the supervisor packs the sources."""
     key: str = ""
     """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     keep: object = field(default=None, repr=False, compare=False)
-    """Function and arguments. While the driver references Dask futures among the arguments, Dask keeps their data."""
+    """The call's function and arguments, referenced until the gang's end. Dask then keeps the data of Dask futures
+    among the arguments."""
 
 
 def request_for(
@@ -74,7 +76,7 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    """Return the request for one gang that calls a function. `named` adds the key for a task with several gangs.
+    """Return the request for one gang that calls a function. `named` adds a key if the task has several gangs.
 
     Args:
         function: The function that each rank calls.
@@ -83,7 +85,7 @@ def request_for(
         settings: Settings of the gang.
         pass_local_rank: Passes the argument `local_rank`, too: the rank's index on its worker.
         code: The project's packed sources. By default, the supervisor packs them.
-        execution: Execution in which the user asked for the gang. None uses this thread's execution.
+        execution: Flyte execution in which the user asked for the gang. None uses this thread's execution.
     """
     in_ranks = (execution or current_execution()).in_ranks()
     memory = _memory()
@@ -182,7 +184,7 @@ def storage_of(
     Args:
         execution: Execution of the task.
         key: Key of the gang.
-        settings: Settings of the gang, whose `checkpoint_uri` may name a place.
+        settings: Settings of the gang, whose `checkpoint_uri` may name a folder for checkpoints.
         paths: Folders used instead of the execution's folders.
     """
     paths, uri = paths or execution.checkpoint_paths(key), settings.checkpoint_uri
@@ -203,14 +205,14 @@ def storage_of(
 
 
 class Keys:
-    """Keys of the current task's gangs."""
+    """Unique keys for the gangs of a task, which stay equal in all attempts of the task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._task: object = None
         self._taken: set[str] = set()
         self._unfinished: dict[object, list[str]] = {}
-        """Calls that have failed -> their keys."""
+        """Failed call, as identified by `call_of` -> the keys of its gangs."""
         self._num_calls: Counter[str] = Counter()
 
     def take(
@@ -266,12 +268,22 @@ class Keys:
 def take_keys(
     function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), *, call: object = None
 ) -> list[str]:
-    """Return the keys of a call in the current task. See `Keys.take`."""
+    """Return keys for one call's gangs in the current task: a base plus each suffix.
+
+    Args:
+        function: The function that the gangs call.
+        asked: Base that the user has set. None: the function's name and the call's number in the task.
+        suffixes: One suffix per gang.
+        call: Result of `call_of`. A call equal to a failed call gets the failed call's keys.
+
+    Raises:
+        ValueError: Another gang of this task already uses the key `asked`.
+    """
     return _keys.take(function, asked, suffixes, current_execution().task, call=call)
 
 
 def note_unfinished(call: object, key: str) -> None:
-    """Record a failed call and its key, see `Keys.take`. Do nothing if `call` is None."""
+    """Record a failed call and its key, which the next equal call gets again. Do nothing if `call` is None."""
     if call is not None:
         _keys.note_unfinished(call, [key])
 
@@ -310,7 +322,7 @@ def start_of(storage: StoragePaths | None, settings: Gang, step: int | None) -> 
 
 
 def key_of(function: Callable[..., Any]) -> str:
-    """Return a function's name as a part of a path."""
+    """Return a function's name in a form that fits into a path: letters, digits, `_` and `-`."""
     name = name_of(function).replace("<locals>.", "")
     return re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[-MAX_NAME:].strip("-")
 

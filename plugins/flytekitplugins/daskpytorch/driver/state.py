@@ -37,7 +37,7 @@ class GangState:
     is_cancelled = False
     """True once the caller has cancelled the gang."""
     lost_at: float | None = None
-    """Time of the attempt's newest worker loss, in seconds on `now`. None without losses."""
+    """Time at which the attempt last lost a worker, in seconds on the driver's clock. None without losses."""
 
     def __init__(
         self,
@@ -56,12 +56,13 @@ class GangState:
         Args:
             request: The gang's request.
             agents: The gang's agents.
-            committer: Commits sharded checkpoints, and has the vault of whole ones.
+            committer: Commits sharded checkpoints, and holds the vault of whole checkpoints.
             observers: The gang's observers.
             received: Results and return values of the ranks.
             asked_at: Time of the user's request, in seconds on `clock`.
             clock: Returns seconds, and never goes back.
-            running_clock: Clock of all deadlines. None for `clock`.
+            running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
+                `clock`.
         """
         self.request = request
         self.agents = agents
@@ -82,7 +83,10 @@ class GangState:
 
     @property
     def has_lost_scheduler(self) -> bool:
-        """True if the Dask scheduler is gone. All workers end then, and may report their end before this change."""
+        """True if the Dask scheduler is gone.
+
+        All workers end then, and may report their end before this value changes.
+        """
         return not self.agents.launcher.is_connected()
 
     # ---- from the user's side
@@ -99,13 +103,13 @@ class GangState:
     def request_stop(
         self, reason: str, *, ends_gang: bool = True, is_workers: bool = False, is_awaited: bool = False
     ) -> None:
-        """Request that the gang save a checkpoint, then end or continue without the worker.
+        """Request that the gang save a checkpoint, then end or continue without a departing worker.
 
         A second request only counts if the first does not end the gang, but the second does.
 
         Args:
             reason: Reason for the user.
-            ends_gang: False if the gang continues without the worker.
+            ends_gang: False if the gang continues without the departing worker.
             is_workers: True if a departing worker requests the stop.
             is_awaited: True if a user waits for the end.
         """
@@ -153,14 +157,14 @@ class GangState:
     def note_end(self, connection: Connection) -> None:
         """Record the end of an agent's connection, and close the connection.
 
-        Runs in the thread that sends messages to agents. If another thread closed connections, messages could reach the
-        descriptor's next owner.
+        Runs in the thread that sends messages to agents. If another thread closed connections, a message could go to
+        another connection with the same descriptor.
         """
         connection.close()
         self._lose(connection)
 
     def look_for_silence(self) -> None:
-        """Give up agents that have been silent for `agents.MAX_SILENCE` seconds."""
+        """Give up agents that have been silent for 15 seconds (`agents.MAX_SILENCE`)."""
         for peer in self.agents.silent():
             self.give_up(peer)
 
@@ -310,9 +314,9 @@ class GangState:
     # ---- from threads that store checkpoints
 
     def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Record a checkpoint's arrival in the driver, or its transfer error."""
+        """Record that a checkpoint has arrived in the driver, or that its transfer failed with this error."""
         self.saving.note_kept(self.attempt, file, error)
 
     def note_commit(self, commit: Committed) -> None:
-        """Record a sharded checkpoint's commit, or its commit error."""
+        """Record that a sharded checkpoint was committed, or that its commit failed."""
         self.saving.note_committed(self.attempt, commit)

@@ -43,7 +43,8 @@ class RunningClock:
     """
 
     MAX_GAP = 2.0
-    """Longest gap between two calls that counts in full, in seconds. A busy machine may cause gaps of this length."""
+    """Longest gap between two calls of the clock that counts in full, in seconds. A busy machine may cause gaps of this
+    length."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +60,7 @@ class RunningClock:
 
 
 def _flush(several: Sequence[Vault | Committer], timeout: float) -> None:
-    """Wait until storage has all checkpoints, for at most `timeout` seconds in all."""
+    """Wait until storage has all checkpoints, for at most `timeout` seconds in total."""
     until = time.monotonic() + timeout
     for each in several:
         each.flush(max(0.0, until - time.monotonic()))
@@ -178,7 +179,7 @@ class Supervisor:
             self._observers.tell("ended", error)
 
     def _give_up(self, committer: Committer) -> None:
-        """Stop writing to storage, which another gang has claimed, and end this gang."""
+        """Stop writing checkpoints to storage, which another gang has claimed, and end this gang."""
         committer.close()
         self.cancel()
 
@@ -244,7 +245,7 @@ class Supervisor:
         return results
 
     def _take(self, timeout: float) -> None:
-        """Make the queue's next call, waiting up to `timeout` seconds."""
+        """Wait up to `timeout` seconds for the next call in the gang's queue, and make the call."""
         try:
             call = self._calls.get(timeout=timeout)
         except queue.Empty:
