@@ -71,8 +71,8 @@ def dump_returned(
     Args:
         value: The return value.
         file: Destination of the pickle.
-        takes: Receives each large buffer of the value. If it returns False, the pickle leaves the buffer out. With
-            None, the pickle has all buffers.
+        takes: Receives each buffer of the value, such as a tensor's data. False leaves the buffer out of the pickle.
+            With None, the pickle has all buffers.
 
     Raises:
         TypeError: The value cannot be pickled, or is sharded over the ranks.
