@@ -71,7 +71,7 @@ def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, 
 
 
 def test_an_index_of_another_folder_is_refused(index: Path) -> None:
-    with pytest.raises(ValueError, match=r"index\.json' is of s3://b/p/ \(nested=False\), not of s3://b/q"):
+    with pytest.raises(ValueError, match=r"index\.json' lists s3://b/p/ \(nested=False\), not s3://b/q/"):
         data.S3ImageFolder("b", "q", index=index, **NOWHERE)
 
 

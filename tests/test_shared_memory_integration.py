@@ -78,4 +78,4 @@ def test_arguments_that_do_not_come_fail_the_gang_and_say_why(monkeypatch: pytes
     monkeypatch.setattr(SharedMemory, "received", no_memory)
     error = run(max_restarts=0).exception()
     assert isinstance(error, OSError)
-    assert "large arguments of the call did not arrive: OSError: [Errno 28] No space left on device" in str(error)
+    assert "large arguments did not arrive on this node: OSError: [Errno 28] No space left on device" in str(error)

@@ -194,7 +194,7 @@ def test_storage_that_fails_is_tried_again_and_harms_no_result(tmp_path: Path, m
     assert storage.open(train, [1])[0].result == "a result"
     monkeypatch.setattr(storage.files, "write", lambda *_: _raise(OSError("full")))
     model_of(storage, 1, 1).note_end("a result", None, said.append)
-    assert said[-1].endswith("(OSError: full); the same call will train the model again")
+    assert said[-1].endswith("(OSError: full); a repeated call trains the model again")
 
 
 def _raise(error: Exception) -> None:

@@ -256,8 +256,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             wanted = (bucket.name, f"{prefix}/" if prefix else "", nested)
             if (found.bucket, found.prefix, found.nested) != wanted:
                 raise ValueError(
-                    f"index={os.fspath(path)!r} is of s3://{found.bucket}/{found.prefix} (nested={found.nested}), not "
-                    f"of s3://{bucket.name}/{prefix} (nested={nested}): name another file, or delete this one"
+                    f"index={os.fspath(path)!r} lists s3://{found.bucket}/{found.prefix} (nested={found.nested}), not "
+                    f"s3://{bucket.name}/{wanted[1]} (nested={nested}): name another file, or delete this one"
                 )
             return found
         index = ImageIndex.of(bucket.listing(f"{prefix}/" if prefix else ""), bucket.name, prefix, nested=nested)

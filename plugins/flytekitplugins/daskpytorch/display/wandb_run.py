@@ -170,7 +170,10 @@ class Tracker(RankObserver):
             run.log({"step": record.step, **{name: _shown(value) for name, value in record.metrics.items()}})
         except Exception as error:
             if not self._has_refused:
-                say(f"{LABEL}: {error}. Of such records only the numbers are kept.")
+                say(
+                    f"{LABEL} refused the record of step {record.step}: {error}. It has only the numbers of this "
+                    "record, and of later ones that it refuses."
+                )
             self._has_refused = True
             with contextlib.suppress(Exception):  # a metric's name may be the problem
                 run.log({"step": record.step, **record.numbers})

@@ -45,6 +45,7 @@ class GangCancelledError(Exception):
     """The user cancelled the gang."""
 
 
+COMPLETING = "waiting until the newest checkpoint is complete"
 Phase = Callable[[], Any]
 """Phase of a gang: a method that acts on the events so far.
 
@@ -321,7 +322,7 @@ class Brain:
         """
         attempt, limit = self._attempt, self._ended_at + self._settings.start_timeout
         if (self._saving.is_committing or (self._saving.is_fetching and self._stays_here())) and self._now() < limit:
-            self._observers.remind("waiting until the newest checkpoint is complete")
+            self._observers.remind(f"{COMPLETING}, for at most {limit - self._now():.0f} s more")
             return self._wait(limit)
         self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
@@ -338,7 +339,7 @@ class Brain:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._saving.is_busy and self._now() < self._ended_at + limit:
-            self._observers.remind("waiting until the newest checkpoint is complete")
+            self._observers.remind(f"{COMPLETING}, for at most {self._ended_at + limit - self._now():.0f} s more")
             return self._wait(self._ended_at + limit)
         self._saving.give_up_fetches()
         return self._go_on()

@@ -94,7 +94,10 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> P
         with unfinished.open("wb") as file:
             while size < wanted.size:
                 if not (piece := connection.read(min(CHUNK, wanted.size - size))):
-                    raise EOFError(f"the checkpoint of step {wanted.step} ended after {size:,} of its bytes")
+                    raise EOFError(
+                        f"the connection closed after {size:,} of the {wanted.size:,} bytes of the checkpoint of step "
+                        f"{wanted.step}: the sender's process or node may have ended"
+                    )
                 digest.update(piece)
                 size += len(piece)
                 file.write(piece)

@@ -286,7 +286,10 @@ class GangLink(Link):
         """
         arrived = self.arrival(orders.LARGE_ARGUMENTS).result()
         if not isinstance(arrived.value, Address):
-            raise OSError(f"the large arguments of the call did not arrive: {arrived.failure}")
+            raise OSError(
+                f"the function's large arguments did not arrive on this node: {arrived.failure}. If memory is short "
+                "here, raise the worker's memory, or load the data inside the function."
+            )
         return arrived.value.mapped()
 
     def arrival(self, number: int) -> Future[orders.Arrived]:

@@ -143,7 +143,7 @@ class ShardReader:
     def _read_layout(self) -> Mapping[str, Any]:
         data: bytes = self._with_retries(functools.partial(self._files.cat_file, f"{self._checkpoint.uri}/{LAYOUT}"))
         if hashlib.sha256(data).hexdigest() != self._checkpoint.layout_digest:
-            raise DamagedError(f"its {LAYOUT} is not the one that was written")
+            raise DamagedError(f"its {LAYOUT} has changed since the save: has another program written to it?")
         layout: Mapping[str, Any] = json.loads(data)
         return layout
 

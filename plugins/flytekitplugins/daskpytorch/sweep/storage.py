@@ -154,10 +154,9 @@ class ModelStorage:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a store's client and the pickling of a result may raise anything
-                again = f"trying again in {wait_for:g} s" if wait_for else "the same call will train the model again"
-                say(
-                    f"the model's outcome could not be kept in {self.folder} ({type(error).__name__}: {error}); {again}"
-                )
+                again = f"trying again in {wait_for:g} s" if wait_for else "a repeated call trains the model again"
+                failed = f"the model's outcome could not be written to {self.folder}"
+                say(f"{failed} ({type(error).__name__}: {error}); {again}")
                 time.sleep(wait_for or 0.0)
         return None
 
