@@ -24,10 +24,10 @@ SILENCE_INTERVAL = 0.5
 RECRUIT_INTERVAL = 0.5
 """Seconds between two queries of the cluster's workers."""
 SCHEDULER_TIMEOUT = 5.0
-"""Seconds without an answer after which a disconnected scheduler counts as lost. A client reconnects sooner."""
+"""Seconds without an answer after which a disconnected Dask scheduler counts as lost. A client reconnects sooner."""
 BUSY_SCHEDULER_TIMEOUT = 30.0
-"""Seconds without an answer after which a connected scheduler counts as lost. A busy scheduler answers late. The value
-equals Dask's own timeout for connections."""
+"""Seconds without an answer after which a connected Dask scheduler counts as lost. A busy scheduler answers late. The
+value equals Dask's own timeout for connections."""
 
 
 GROWTH_SETTLE_TIME = 1.0
@@ -38,7 +38,7 @@ Call = Callable[[], object]
 
 @dataclass
 class Peer:
-    """An agent that has connected and sent `Hello`."""
+    """An agent that has connected to the driver and sent its first message (`Hello`)."""
 
     node: Node
     meets_at: tuple[str, int]
@@ -225,7 +225,7 @@ class Agents:
         return peer
 
     def note_broken(self, worker: str, traceback: str) -> None:
-        """Record an agent's own failure. After `MAX_BROKEN` failures the worker is refused."""
+        """Record an agent's own failure. After two failures (`MAX_BROKEN`), the worker gets no more agents."""
         self._num_broken[worker] += 1
         if self._num_broken[worker] >= MAX_BROKEN:
             last_line = traceback.rstrip().rpartition("\n")[2]

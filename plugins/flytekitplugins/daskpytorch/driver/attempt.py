@@ -37,7 +37,7 @@ class Prompts:
     shown: int | None = None
     """The rank whose debugger's prompt the terminal shows. None: no rank has the terminal."""
     debugged: set[int] = field(default_factory=set)
-    """Ranks in their debugger, or in the queue for the terminal. All other ranks wait."""
+    """Ranks in a debugger, or in the queue for the terminal. While there are any, no rank counts as hung."""
     _waiting: list[int] = field(default_factory=list)
     _kept_for: int | None = None
     _kept_until: float = 0.0
@@ -75,7 +75,7 @@ class Prompts:
         """Give the free terminal to the next rank and return the rank, which keeps it until `leave`.
 
         Returns:
-            None: the terminal is taken or kept for a stepping rank, or no rank waits.
+            The rank. None: the terminal is taken or kept for a stepping rank, or no rank waits.
         """
         if self.shown is not None or not self._waiting:
             return None

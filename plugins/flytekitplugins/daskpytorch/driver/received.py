@@ -70,7 +70,7 @@ class ReceivedResults:
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
         self.notify: Callable[[], object] = lambda: None
-        """Called after each complete result, in the gang's thread."""
+        """Function that is called in the gang's thread after each complete result."""
         self.folder_is_wanted = False
         """True if any rank has requested the folder of the task's results, which must then exist."""
 

@@ -182,7 +182,7 @@ def storage_of(
     """Return the folders of a gang's checkpoints, or None if no later attempt looks for checkpoints.
 
     Args:
-        execution: Execution of the task.
+        execution: Flyte execution of the task.
         key: Key of the gang.
         settings: Settings of the gang, whose `checkpoint_uri` may name a folder for checkpoints.
         paths: Folders used instead of the execution's folders.

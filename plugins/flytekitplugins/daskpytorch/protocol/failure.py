@@ -289,7 +289,8 @@ def raisable(error: BaseException, raiser: str) -> Exception:
     `asyncio` would never end. Python itself replaces a `StopIteration` from a generator or coroutine (PEP 479).
 
     Args:
-        error: Any error. Types in `SIGNALS_TO_CALLERS`, and types that do not derive from `Exception`, get replaced.
+        error: Any error. A `RuntimeError` replaces `StopIteration`, `StopAsyncIteration`, `CancelledError`, `BdbQuit`,
+            and types that do not derive from `Exception`.
         raiser: Name of the part that has raised the error, for the message.
     """
     if isinstance(error, Exception) and not isinstance(error, SIGNALS_TO_CALLERS):
@@ -318,8 +319,8 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 def _is_of_group(error: BaseException) -> bool:
     """Return True if an exception reads like the loss of a peer, and comes from the process group.
 
-    Torch raises its own types, or a `RuntimeError` with a text in `CONSEQUENCES`. Any socket may raise an `OSError`, so
-    the source file that made the call decides.
+    Torch raises its own types, or a `RuntimeError` whose text names a lost connection. Any socket may raise an
+    `OSError`, so the source file that made the call decides.
     """
     if _is_memory_of_nccl(_text_of(error)):
         return False

@@ -83,7 +83,7 @@ class Training:
     A dataclass is replaced by its fields, and a long collection by its length, as `num_<name>`. Other values become
     strings. `(hidden)` replaces a value whose name suggests a secret, such as `api_key`."""
     link: str | None = None
-    """URL of the training's Flyte execution in Flyte's console. None without a URL."""
+    """URL of the training's Flyte execution in Flyte's console. None if unknown, as outside of Flyte."""
 
 
 class RankObserver:

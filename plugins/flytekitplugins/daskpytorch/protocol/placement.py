@@ -80,7 +80,10 @@ class Place:
 
 
 def worker_order(address: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts 10.0.0.9 before 10.0.0.10, so that ranks are stable and neighbours stay together."""
+    """Return a sort key for workers' addresses, which puts 10.0.0.9 before 10.0.0.10.
+
+    Workers get their ranks in this order. So attempts number them alike, and neighbours get consecutive ranks.
+    """
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]
 
 

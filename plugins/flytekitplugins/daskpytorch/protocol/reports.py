@@ -71,11 +71,11 @@ class GoodputWanted:
 
 @dataclass(frozen=True)
 class Hint:
-    """Advice about a call that the user's code seems to have forgotten. Shown once for each kind."""
+    """Hint to the user about a call that the rank's code seems to lack. Shown once for each kind."""
 
     kind: str
     text: str
-    """Description of the rank's action."""
+    """Text about the rank, which the driver shows after the words `rank N`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Noted:
     """Note of a rank, which the driver shows to the user."""
 
     text: str
-    """Description of the rank's action."""
+    """Text about the rank, which the driver shows after the words `rank N`."""
 
 
 @dataclass(frozen=True)
