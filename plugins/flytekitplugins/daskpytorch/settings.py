@@ -176,7 +176,8 @@ class Gang:
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
-    task. Set a key if attempts may make other calls, or the same calls in another order, for example from threads."""
+    task. Set a key if a later attempt of the task may make other calls, or the same calls in another order, for
+    example from threads."""
     keep: Keep = field(default_factory=Keep)
     """Retention policy for checkpoints. Default: the newest two are kept."""
     debug: bool = False
@@ -199,7 +200,7 @@ class Gang:
     reads its shards from this folder instead of storage. Copies take up to twice the size of the state's part that
     the node's ranks hold. A gang that succeeds removes its copies. None: no copies."""
     profile: Profile | None = None
-    """Steps that `torch.profiler` records. None: no steps. With `debug`, run a profiler of your own."""
+    """Steps that `torch.profiler` records. None: no steps. With `debug=True` not used."""
     observers: tuple[Callable[[], Any], ...] = ()
     """Functions or classes that return an `Observer`. The driver calls each one once per gang."""
 

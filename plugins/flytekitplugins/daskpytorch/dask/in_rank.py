@@ -75,7 +75,7 @@ def _bind_late(future_type: Any, ours: RankWorker) -> None:
 
 @functools.cache
 def worker_of(way: WorkerData) -> RankWorker:
-    """Return the stand-in for the Dask worker beside this rank: the same object, with one client, at each call."""
+    """Return the stand-in for this rank's Dask worker: the same object, with one client, at each call."""
     return RankWorker(way)
 
 

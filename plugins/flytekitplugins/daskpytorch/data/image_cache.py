@@ -25,7 +25,7 @@ MAX_WRITING = 3600.0
 LOW_WATER = 0.9
 """Share of the cache's maximum size, from 0 to 1, to which a full cache is reduced. The oldest files are removed."""
 SHARE_BETWEEN_LOOKS = 0.03
-"""Share of the cache's maximum size, from 0 to 1, that a process writes between two checks of the total size."""
+"""Share of the picture cache's maximum size, from 0 to 1, that a process writes between two checks of its size."""
 DIGEST_SIZE = 16
 """Number of bytes of the checksum that ends each file. The checksum reveals files that a crash has cut short."""
 

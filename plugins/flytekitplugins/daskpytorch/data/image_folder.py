@@ -343,7 +343,7 @@ class _Source:
 
     @property
     def here(self) -> _Threads:
-        """Client and threads of this process, which the first access makes."""
+        """This process's S3 client, and its threads that read and decode pictures. The first access makes them."""
         if (pid := os.getpid()) not in self._by_process:
             self._by_process[pid] = _Threads(
                 Bucket(self._name, self._access),

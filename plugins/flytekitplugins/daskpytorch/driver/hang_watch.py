@@ -20,8 +20,8 @@ from flytekitplugins.daskpytorch.protocol import messages, orders
 ANSWER_TIME = 0.4
 """Timeout, in seconds, for ranks that may hang to report their stacks. Then silent ranks get a signal."""
 STACKS_WAIT = 1.5
-"""Timeout, in seconds, for the stacks of ranks that may hang, from the request. Includes `ANSWER_TIME` and the time
-after the signal."""
+"""Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME` of these seconds, ranks without an
+answer get a signal that makes them write their stacks."""
 LOOK_INTERVAL = 3.0
 """Seconds between two requests for the stacks of ranks that stand still. The answers to two requests may prove a
 deadlock."""

@@ -28,7 +28,8 @@ Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
 """Function that sends or receives a checkpoint over a connection, or sends a call's large arguments."""
 MAX_WAITING = 3000
-"""Number of calls in the gang's queue at which the listener stops reading from agents.
+"""Maximum number of agents' messages, as calls in the queue of the gang's thread. At this number the listener stops
+reading from agents.
 
 The limit bounds the driver's memory. Ranks that report faster than the gang's thread works must wait.
 """
@@ -249,7 +250,7 @@ class Listener:
             self._take_in(connection, message)
 
     def _start(self, meeting: Coroutine[Any, Any, None], sock: socket.socket) -> asyncio.Task[None]:
-        """Run this coroutine as a task. Close the caller's socket if the task fails or is cancelled."""
+        """Run this coroutine as a task, which talks to a connecting process. Close its socket if the task fails."""
 
         def close_on_failure(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()

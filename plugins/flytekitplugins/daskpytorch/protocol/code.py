@@ -204,7 +204,7 @@ class _Project:
 
     @classmethod
     def loaded(cls) -> Self:
-        """Return the project's files: packages and neighbour files of this process's modules, except installed ones."""
+        """Return the project's files: for each imported module that is not installed, its package or folder."""
         project = cls()
         companions: set[tuple[Path, str | None]] = set()
         for module in _modules_not_installed():

@@ -62,7 +62,7 @@ class AgentLauncher(Protocol):
         return self.workers
 
     def is_connected(self) -> bool:
-        """Return True while the Dask scheduler, or another process that knows the workers, is connected."""
+        """Return True while the Dask scheduler is connected. Always True on one node, which has no scheduler."""
         return True
 
     def hindrance(self) -> str:

@@ -108,7 +108,7 @@ class RankCheckpoint(Checkpoint):
             self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state from the newest sharded checkpoint before this attempt, from the best, or from one of `step`.
+        """Fill a state from the newest sharded checkpoint before this attempt, from the best, or from that of `step`.
 
         Returns:
             The checkpoint's step. None: there is no checkpoint, and the state stays unchanged.

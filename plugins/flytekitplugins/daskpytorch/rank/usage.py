@@ -34,7 +34,7 @@ class _Page:
     since: float
     """Time of the newest entry, in seconds on the ledger's clock."""
     seconds: dict[str, float]
-    """Seconds by part, up to the newest entry."""
+    """Main thread's seconds by kind of work, such as `stepping`, up to the ledger's last change."""
     has_begun: bool
     """True once the first batch has come or the first step is over. Time without a part then counts as `stepping`,
     before that as `preparing`."""
@@ -106,9 +106,9 @@ class Ledger:
         return seconds
 
     def close(self) -> dict[str, float]:
-        """Return the seconds by part at the end of the user's function. Time after the last step counts as `waiting`.
+        """Return the main thread's seconds by kind of work, at the end of the user's function.
 
-        Without any step, all time without a part counts as `stepping`.
+        Time after the last step counts as `waiting`. Without any step, all time without a kind counts as `stepping`.
         """
         seconds = self._page.until(self._clock())
         if self.num_steps or seconds["stepping"]:

@@ -305,7 +305,7 @@ def _figure(name: str, value: object) -> str:
 
 
 def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
-    """Return a table of cells that are HTML already, as HTML without the style that all pieces share."""
+    """Return the HTML of a table, without the style sheet that `page` adds once. The cells are HTML already."""
     columns = list(zip(*cells, strict=True)) if cells else []
     numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
     kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)

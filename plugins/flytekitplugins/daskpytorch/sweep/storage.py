@@ -32,8 +32,8 @@ CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
 """Number of files of a `dispatch.map` that are read from storage at the same time."""
 MAX_COMPARED = 1 << 16
-"""Maximum size, in bytes, of a pickled argument of a partial function. Larger arguments are not compared with those of
-the earlier call."""
+"""Maximum size, in bytes, of a pickled argument of a partial function. If a `dispatch.map` is repeated, larger
+arguments are not compared with those that the storage names."""
 RETRY_AFTER = (1.0, 2.0, 4.0)
 """Pauses, in seconds, before the retries to write a model's result to storage."""
 MAX_TOLD = 3
