@@ -13,8 +13,8 @@ from flytekitplugins.daskpytorch.media import Histogram, Picture
 __all__ = ["MIN_TOTAL", "Goodput", "LogRecord", "RankUsage", "SavedCheckpoint", "numbers"]
 
 MIN_TOTAL = 60.0
-"""Minimum duration, in seconds, of a gang whose goodput is shown to the user. A shorter gang spends most of its time on
-the start."""
+"""Minimum duration, in seconds, of a gang whose goodput the log and the Deck's head show. A shorter gang spends most of
+its time on the start."""
 MAX_BITS = sys.float_info.max_exp
 """Maximum number of bits of a whole number that a float can hold."""
 PLAIN = frozenset((int, float, bool, str))
@@ -81,7 +81,7 @@ class LogRecord:
         return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
 
     def sent(self) -> Self:
-        """Return the record as a rank sends it to the driver: with plain numbers and strings.
+        """Return the record as a rank sends it to the driver: other values than numbers and strings are dropped.
 
         Only rank 0's record keeps its histograms and pictures.
         """
@@ -157,8 +157,8 @@ class Goodput:
     saving: float = 0.0
     """Seconds in calls of `checkpoint.save` and `checkpoint.save_sharded`."""
     waiting: float = 0.0
-    """Seconds waiting for lost workers to come back, for other ranks to finish, and for the last checkpoint at the
-    end."""
+    """Seconds waiting for lost workers to come back, seconds of rank 0 after its last step, and seconds of waiting for
+    other ranks and for the last checkpoint at the end."""
     lost: float = 0.0
     """Seconds of work that was in no checkpoint when an attempt ended. The next attempt repeats the work, and the
     repetition counts as `stepping`, `data` and so on. `stepping` is therefore the time of an undisturbed gang."""

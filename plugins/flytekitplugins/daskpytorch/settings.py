@@ -200,7 +200,7 @@ class Gang:
     reads its shards from this folder instead of storage. Copies take up to twice the size of the state's part that
     the node's ranks hold. A gang that succeeds removes its copies. None: no copies."""
     profile: Profile | None = None
-    """Steps that `torch.profiler` records. None: no steps. With `debug=True` not used."""
+    """Steps that `torch.profiler` records. None: no steps."""
     observers: tuple[Callable[[], Any], ...] = ()
     """Functions or classes that return an `Observer`. The driver calls each one once per gang."""
 
@@ -345,8 +345,8 @@ class Wandb:
     """Mode of the run. None: the mode of wandb itself (`WANDB_MODE`, `wandb offline`). Its default is online with an
     API key, else offline with a line in the log. Prompts are switched off."""
     id: str | None = None
-    r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: derived from the Flyte execution and the
-    workflow node, so that a retry continues the run."""
+    r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: `WANDB_RUN_ID`, or else derived from
+    the Flyte execution and the workflow node, so that a retry continues the run. Random outside Flyte."""
     name: str | None = None
     """Display name of the run. None: `WANDB_NAME`, or else the task's name."""
     group: str | None = None

@@ -190,7 +190,10 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
     @property
     def etags(self) -> list[str]:
-        """Text with ETag and size of each picture, in the order of `all_files`. Equal pictures have equal texts."""
+        """Text with ETag and size of each picture, in the order of `all_files`.
+
+        Equal pictures have equal texts, except after uploads in parts or with KMS keys.
+        """
         return [f"{listed.etag} {listed.size}" for listed in self._index.files]
 
     @property

@@ -31,10 +31,11 @@ class MapStyle(Sized, Protocol):
 class RankLoader:
     """Data loader that gives each rank its batches, and keeps the gang's position in the dataset for checkpoints.
 
-    All ranks together see each item exactly once per epoch. The order depends on the seed and the epoch alone. In one
-    step, the sizes of the ranks' batches differ by one item at most. The position is the number of items that all ranks
-    have received. Batches that DataLoader workers fetched ahead do not count. A gang that starts from `state_dict` goes
-    on with the next item, also with another number of ranks. A loop over the loader is one epoch, or the rest of one.
+    All ranks together see each item exactly once per epoch, unless `drop_last` leaves out the last ones. The order
+    depends on the seed and the epoch alone. In one step, the sizes of the ranks' batches differ by one item at most.
+    The position is the number of items that all ranks have received. Batches that DataLoader workers fetched ahead do
+    not count. A gang that starts from `state_dict` goes on with the next item, also with another number of ranks. A
+    loop over the loader is one epoch, or the rest of one.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import current_rank, data

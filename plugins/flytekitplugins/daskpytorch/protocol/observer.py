@@ -129,7 +129,7 @@ class RankObserver:
         """Called with a line that a user should read."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Called once with the driver's final account of the gang's time, after all ranks' functions have returned."""
+        """Called once with the account of the gang's time, when all ranks' functions have returned."""
 
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
         """Called at the end of rank 0. A second call must have no effect.

@@ -71,7 +71,7 @@ class GoodputWanted:
 
 @dataclass(frozen=True)
 class Hint:
-    """Hint to the user about a call that the rank's code seems to lack. Shown once for each kind."""
+    """Hint to the user about a likely mistake in the function. Shown once for each kind."""
 
     kind: str
     text: str

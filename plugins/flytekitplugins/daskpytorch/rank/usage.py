@@ -108,7 +108,8 @@ class Ledger:
     def close(self) -> dict[str, float]:
         """Return the main thread's seconds by kind of work, at the end of the user's function.
 
-        Time after the last step counts as `waiting`. Without any step, all time without a kind counts as `stepping`.
+        Time after the last step counts as `waiting`. Without any step or call of `log`, that time is
+        `stepping` or `preparing`.
         """
         seconds = self._page.until(self._clock())
         if self.num_steps or seconds["stepping"]:
