@@ -94,7 +94,7 @@ class Flyte2Execution(host.Execution):
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):
-    """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
+    """Access of the ranks of `dispatch.run` to Flyte's storage, with the credentials of the driver's task."""
 
     storage: Storage | None
     """The driver's settings of Flyte's storage, with access keys. None: each rank finds settings in its environment."""
@@ -131,7 +131,10 @@ def _is_there(path: str) -> bool:
     try:
         return bool(_opened(path, storage()).exists(path))
     except Exception as error:  # whatever a store's client raises
-        say(f"cannot look for {path} ({type(error).__name__}: {error})")
+        say(
+            f"cannot look for {path} ({type(error).__name__}: {error}). If an earlier start of this attempt has written "
+            "it, its checkpoints are not used: check the task's access to this storage"
+        )
         return False
 
 

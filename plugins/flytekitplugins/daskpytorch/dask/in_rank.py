@@ -182,7 +182,8 @@ def _check_coming(key: Key, state: str | None) -> None:
     if state is None:
         raise LookupError(
             f"Dask no longer knows partition {key!r}. Likely causes: the partition was scattered data, which were lost "
-            "with their worker, or the driver closed its client or released the futures before the gang had ended."
+            "with their worker, or the driver closed its client or released the futures before the gang had ended. Let "
+            "Dask compute the data instead of scattering them, and keep client and futures until then."
         )
     if state == "erred":
         raise LookupError(

@@ -89,7 +89,8 @@ class ImageIndex:
             version = content.pop("format")
             index = cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not an index of a folder of pictures ({error}). {ANEW}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is not an index of a folder of pictures ({what}). {ANEW}") from error
         if version != FORMAT:
             raise ValueError(f"{path} is an index in format {version}, not {FORMAT}. {ANEW}")
         return index

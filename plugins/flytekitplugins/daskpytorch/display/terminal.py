@@ -248,7 +248,7 @@ class ProgressDisplay(Display):
         self._newest = None
 
     def ended(self, error: Exception | None) -> None:
-        """Remove the gang's live line and write the held lines. `conclude` writes the outcome."""
+        """Remove the gang's live line, and write lines that waited for a debugger. `conclude` writes the outcome."""
         self._close_line()
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:

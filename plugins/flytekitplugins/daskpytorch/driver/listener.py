@@ -145,7 +145,7 @@ class Listener:
     def end(self) -> None:
         """Shut down all connections, wait up to `END_TIME` for threads, then close all connections.
 
-        Call this method after the last message to agents and the last queued call.
+        Call this method after the last message to agents, when the gang's thread has handled all agents' messages.
         """
         self.close()
         self._is_over = True

@@ -192,7 +192,10 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         if self.execution_mode != self.ExecutionBehavior.DEFAULT:
             kind = type(task_config).__name__
-            raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
+            raise ValueError(
+                f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function, which would start "
+                "its tasks in every rank. Train in a @task, and call that from the @dynamic or @eager function."
+            )
 
     def execute(self, **kwargs: Any) -> Any:
         """Train, and return rank 0's outputs: as literals if Flyte runs the task, else as Python values."""

@@ -70,7 +70,7 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
         num_gpus: Number of GPUs in the worker's resource limits. 0 if unknown.
 
     Raises:
-        GangStartError: This node has fewer GPUs than were asked for.
+        GangStartError: This node has fewer than `num_gpus` GPUs.
     """
     from dask.system import cpu_count  # respects containers' limits, and takes 0.3 s to import outside Dask's workers
 

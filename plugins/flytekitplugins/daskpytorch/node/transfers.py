@@ -165,7 +165,8 @@ def dial(order: AgentOrder) -> Connection:
         raise ConnectionError(
             f"the worker at {order.worker} called {':'.join(map(str, order.driver))} {len(REDIAL_WAITS) + 1} times, "
             f"and the driver of its gang is not there, or has too many other callers (the last time {error}). The "
-            "driver may have ended, and another program may use its port. The driver's log names other callers."
+            "driver may have ended, another program may use its port, or a proxy between them may hang up. See the "
+            "driver's log for other callers, and check that the worker reaches this address directly."
         ) from error
 
 

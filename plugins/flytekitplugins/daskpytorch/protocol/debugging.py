@@ -41,7 +41,7 @@ class Terminal:
         return None
 
     def open(self) -> int | None:
-        """Open the terminal and return the file descriptor. Return None on another machine or in another container."""
+        """Open the terminal and return the file descriptor. None: it belongs to another machine or container."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:

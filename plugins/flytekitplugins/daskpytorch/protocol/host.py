@@ -82,7 +82,8 @@ class Execution:
             ValueError: The host has no secret of this name.
         """
         raise ValueError(
-            f"there is no secret {name.group}/{name.key}: only a Flyte task has secrets. Leave it out here"
+            f"there is no secret {name.group}/{name.key}: only a Flyte task has secrets. Outside a task leave "
+            "out secret=. The key then comes from WANDB_API_KEY or `wandb login`"
         )
 
 

@@ -179,7 +179,7 @@ class Release:
     """Order to a rank: unblock `should_stop`, and return True from all calls after call number `last_call`."""
 
     last_call: int
-    """Number of the last call that returns False. Later calls return True."""
+    """Number of the last call of `should_stop` that returns False. Later calls return True."""
 
 
 @dataclass(frozen=True)

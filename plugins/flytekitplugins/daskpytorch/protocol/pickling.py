@@ -144,8 +144,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Return instructions for pickling an object, and record the object's definition if it belongs to `__main__`.
 
-        Modules with a custom class are pickled by name. Cloudpickle adds one example, `torch.classes`, to every
-        function that uses `torch` and an attribute `classes`.
+        Modules with a custom class are pickled by name. Such a module is `torch.classes`, which cloudpickle adds to
+        every function that uses `torch` and an attribute `classes`.
         """
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)

@@ -215,8 +215,9 @@ class RankCheckpoint(Checkpoint):
         if chosen is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
             raise LookupError(
-                f"step={step}: {what} is not kept. It was never saved, or Gang(keep=...) has removed it. Steps of kept "
-                f"checkpoints: {steps}"
+                f"step={step}: {what} is not kept. It was never saved, its write failed (see the log), Gang(keep=...) "
+                "has removed it, or it is of the other kind (`load`, `load_sharded`). Steps of kept checkpoints: "
+                f"{steps}"
             )
         return chosen if isinstance(chosen, kind) else None
 

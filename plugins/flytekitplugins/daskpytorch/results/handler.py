@@ -162,14 +162,14 @@ class DaskResultsHandler:
 
 
 def write_out(received: ReceivedResults, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
-    """Write files that ranks have submitted to a folder. Return an error for each file whose path is refused.
+    """Write into a folder the files that ranks have submitted. Return an error for each file whose path is refused.
 
     Each error is also written to standard error.
 
     Args:
         received: Files that the driver has received and not yet written.
         folder: Folder to write to.
-        others: Keys of other handlers, whose files are left for these handlers.
+        others: Keys of other `DaskResultsHandler`s, whose files are left for them.
 
     Raises:
         OSError: The folder cannot be written. The remaining files are kept.

@@ -160,7 +160,7 @@ class Sweep:
         return observers
 
     def is_over(self, model: Model) -> bool:
-        """Return True if an earlier call has completed the model.
+        """Return True if an earlier `dispatch.map` with the same storage has completed the model.
 
         A model that was stopped early counts as incomplete in a call without early stopping and without a search.
         """

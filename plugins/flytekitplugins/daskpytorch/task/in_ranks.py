@@ -81,7 +81,7 @@ class _Shown:
         return left
 
     def files(self) -> dict[str, str]:
-        """Return paths and URLs of the training's results, checkpoints, tracker pages and single profiles, by name."""
+        """Return paths and URLs of the training's results, checkpoints, tracker pages and of each profile, by name."""
         return self.places() | self.results.profiles()
 
 
