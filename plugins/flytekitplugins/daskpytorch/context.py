@@ -119,19 +119,21 @@ class Checkpoint:
         numbers(metrics)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state from the newest checkpoint of `save_sharded`. Each rank reads its own part.
+        """Fill a state from the sharded checkpoint from which this attempt starts. Each rank reads its own part.
 
-        The number of ranks may differ from the number at the save. All ranks call `load_sharded` together. The call
-        fills tensors in place, replaces plain values in `state`, and loads `Stateful` objects. A model and an optimizer
-        then take the state by `set_state_dict` of `torch.distributed.checkpoint.state_dict`.
+        The checkpoint is the newest undamaged one of `save_sharded` from before the gang's restart, or from an earlier
+        attempt of the Flyte task. The number of ranks may differ from the number at the save. All ranks call
+        `load_sharded` together. The call fills tensors in place, replaces plain values in `state`, and loads `Stateful`
+        objects. A model and an optimizer then take the state by `set_state_dict` of
+        `torch.distributed.checkpoint.state_dict`.
 
         Args:
             state: A state with the same keys and shapes as the saved state.
-            best: True for the best checkpoint, as for `load`. The call first waits for all earlier saves.
-            step: Training step of the wanted checkpoint.
+            best: True for the best checkpoint, as for `load`. The call first waits for this rank's earlier saves.
+            step: Training step of the wanted checkpoint. The call first waits for this rank's earlier saves.
 
         Returns:
-            The checkpoint's step, or None on a fresh start, which leaves `state` as it is.
+            The checkpoint's step. None: there is no such checkpoint, and `state` stays unchanged.
 
         Raises:
             OSError: Storage does not answer, or the checkpoint is damaged and `state` has been changed.

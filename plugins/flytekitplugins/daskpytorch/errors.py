@@ -101,7 +101,7 @@ class WorkerLostError(GangError):
 
 
 class PreemptedError(WorkerLostError):
-    """The task or one of its workers received SIGTERM. The next attempt goes on from the newest checkpoint.
+    """The task or one of its workers was told to end, for example by SIGTERM. The next attempt resumes the training.
 
     Has the fields of `GangError`. Flyte retries the task. Without Flyte, call `dispatch.run` in a loop, as in the
     example.

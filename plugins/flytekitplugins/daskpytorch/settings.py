@@ -172,7 +172,8 @@ class Gang:
     times this value. For 20 the product is Kubernetes' default of 30."""
     hints: bool = True
     """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
-    collectives, a shuffling `DistributedSampler` without `set_epoch`, and a metric of `keep` that no checkpoint has."""
+    collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has, NCCL
+    variables that are set too late, and a seed that was set only outside the function."""
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
@@ -184,8 +185,8 @@ class Gang:
     """True: train in one rank, the calling process, where breakpoints, profilers and `pytest --pdb` work as usual.
     `DASKPYTORCH_DEBUG=1` switches on debug mode for all gangs. `dispatch.map` ignores both."""
     checkpoint_uri: str | None = None
-    """Storage for sharded checkpoints: a folder that all workers reach, or an fsspec URL (`s3://bucket/prefix`). Each
-    gang gets a folder below it.
+    """Storage for sharded checkpoints, and outside Flyte tasks for all checkpoints: a folder that all workers reach,
+    or an fsspec URL (`s3://bucket/prefix`). Each gang gets a folder in this storage.
 
     None: Flyte's storage for the task's checkpoints. Without Flyte: a temporary folder of the driver, which ranks on
     other machines cannot reach.
@@ -256,9 +257,9 @@ class EarlyStopping:
     """
 
     metric: str
-    """Name of the compared metric. Rank 0 must log the metric together with `epoch`, which should count from 1. The
-    first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN at a
-    comparison is stopped."""
+    """Name of the metric that is compared at the rungs. Rank 0 must log the metric together with `epoch`, which should
+    count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN
+    at a rung is stopped."""
     mode: Literal["min", "max"] = "min"
     """Direction of the metric: `min` if low values are best, `max` if high values are best."""
     reduction_factor: int = 4
@@ -358,7 +359,8 @@ class Wandb:
     host: str = "https://wandb.ai"
     """Address of the Weights & Biases server, for the link from the Flyte console to the run's page."""
     dir: str | None = None
-    """Folder for offline runs. None: `WANDB_DIR`, or the directory in which the task was started."""
+    """Folder for wandb's local files, such as offline runs, on rank 0's machine. None: `WANDB_DIR` of rank 0, or rank
+    0's working directory."""
 
     def __post_init__(self) -> None:
         require_extra("wandb", "Wandb(...)")

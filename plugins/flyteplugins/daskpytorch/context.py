@@ -132,8 +132,8 @@ def _is_there(path: str) -> bool:
         return bool(_opened(path, storage()).exists(path))
     except Exception as error:  # whatever a store's client raises
         say(
-            f"cannot look for {path} ({type(error).__name__}: {error}). If an earlier start of this attempt has written "
-            "it, its checkpoints are not used: check the task's access to this storage"
+            f"cannot look for {path} ({type(error).__name__}: {error}). If an earlier start of this attempt has "
+            "written it, its checkpoints are not used: check the task's access to this storage"
         )
         return False
 

@@ -23,8 +23,8 @@ class DaskPartitions:
 
     Make the object in the driver, and pass it to `dispatch.run` or `dispatch.map`. The constructor computes the
     collection, waits for the result, and keeps the partitions on their workers. Each rank calls `share`, and fetches
-    its partitions straight from the workers by a Dask client of its own. Partitions do not pass through the driver or
-    the scheduler.
+    its partitions by a Dask client of its own: straight from the workers, or through the scheduler if the workers are
+    threads of one process. Partitions do not pass through the driver.
 
     Examples:
         >>> import dask.bag
@@ -194,7 +194,7 @@ class _Rank:
 
 
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
-    """Divide partitions among ranks. A rank gets those of its worker, unless it would have far more bytes than others.
+    """Divide partitions among ranks. A rank gets those of its worker, up to `TOLERANCE` times the average bytes.
 
     Args:
         num_partitions: Number of partitions, which are numbered from 0.

@@ -45,7 +45,7 @@ class Request:
     pass_local_rank: bool = False
     """True passes the argument `local_rank` to the function: the rank's index on its worker."""
     host: bytes | None = field(default=None, repr=False)
-    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs in ranks. None outside Flyte tasks."""
+    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs in ranks. None for gangs of `dispatch`."""
     execution: bytes | None = field(default=None, repr=False)
     """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)

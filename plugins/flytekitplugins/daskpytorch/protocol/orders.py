@@ -68,8 +68,8 @@ class Job:
     """Folder to which the driver uploads checkpoints. None without storage."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
-    """Pickled `RankHost`, Flyte's part in a rank, which converts inputs and outputs. None outside Flyte: each rank then
-    returns its value pickled."""
+    """Pickled `RankHost`, Flyte's part in a rank of a Flyte task type, which converts inputs and outputs. None for
+    gangs of `dispatch`: each rank then returns its value pickled."""
     execution: bytes | None = field(default=None, repr=False)
     """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none. May hold
     secrets."""

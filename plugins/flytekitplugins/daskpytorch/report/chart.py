@@ -16,7 +16,7 @@ NUM_COLOURS = 8
 NUM_ROWS = 12
 """Maximum number of evenly spread rows in the table below a chart. Short lines may add the same number of rows."""
 WIDE_RANGE = 100.0
-"""Minimum ratio of the largest to the smallest value at which a chart is first shown with a logarithmic axis."""
+"""Ratio of the largest to the smallest value above which a chart is first shown with a logarithmic axis."""
 MAX_MARKS = 100
 MAX_POINTS = 2_000
 """Maximum number of points of a curve. Longer curves are thinned."""
