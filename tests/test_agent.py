@@ -8,6 +8,7 @@ import hashlib
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -212,6 +213,14 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     assert (text, path == str(file)) == ("before", False)
 
 
+def refuses_connections(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "DIAL_WAITS", (0.01, 0.01))
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
@@ -219,7 +228,8 @@ def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver, monkeypatch:
     told = driver.next(messages.Sent)
     assert told.file == missing
     assert "FileNotFoundError" in told.failure
-    driver.listener.close()  # nobody answers the call any more
+    driver.listener.close()
+    until(lambda: refuses_connections(driver.listener.address), "the listener's thread to close its socket")
     driver.send(messages.Fetch(missing))
     told = driver.next(messages.Sent)
     assert "cannot reach the driver" in told.failure
