@@ -1097,6 +1097,20 @@ def test_failed_collective_is_explained_by_what_the_other_ranks_say(world_of: Ma
     assert "  rank 0: all_reduce of float32 [4], waiting" in str(error.__cause__)
 
 
+def test_answers_to_an_earlier_look_do_not_explain_a_failed_collective(world_of: MakeWorld) -> None:
+    world = world_of(num_workers=3, max_restarts=0, hang_timeout=10.0)
+    world.recalled = {1: recalled(1), 2: recalled(1)}
+    world.form()
+    world.wait(10.0)
+    for rank, worker in enumerate((W1, W2, W3)):
+        assert world.agent(worker).orders.pop() == messages.Tell(Locate(1))
+        locate(world, worker, rank, "still busy")
+    world.wait(1.0)
+    world.recalled = {1: recalled(1, 2, is_done=False), 2: recalled(1)}
+    world.leave(world.agent(W1), 0, -signal.SIGABRT)
+    assert world.agent(W2).orders == deque([messages.Tell(Locate(2))])
+
+
 def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_have_answered(world_of: MakeWorld) -> None:
     world = world_of(num_workers=3, max_restarts=0)
     world.recalled = {1: recalled(1, 2, is_done=False), 2: recalled(1)}

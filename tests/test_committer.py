@@ -232,6 +232,18 @@ def test_attempt_that_starts_removes_what_those_before_have_not_finished_and_wha
     assert mine.steps() == [11, 10]
 
 
+def test_driver_that_lost_its_folder_removes_no_checkpoint_of_the_driver_that_took_over(driver: MakeDriver) -> None:
+    suspended = driver()
+    suspended.save(1, 0)
+    successor = driver()
+    for number, step in enumerate((2, 3)):
+        successor.save(step, number)
+    suspended.committer.sweep(0, 0)  # the suspended driver wakes up
+    assert suspended.flush()
+    assert [entry.step for entry in successor.named()] == [3, 2]
+    assert successor.folders() == ["step-2/0-0", "step-3/0-1"]
+
+
 def test_next_call_with_the_same_uri_goes_on_and_removes_what_was_not_finished(driver: MakeDriver) -> None:
     first = driver()
     first.save(10, 0)

@@ -6,12 +6,14 @@ import gc
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+from flytekitplugins.daskpytorch.driver.saving import MAX_RETRIES, Fetches
 from flytekitplugins.daskpytorch.driver.vault import LANE, MAX_READ_ATTEMPTS, Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -512,3 +515,47 @@ def end(task: Task) -> None:
         vault.worker.close()
     S3FileSystem.clear_instance_cache()
     gc.collect()  # its sessions complain when the interpreter ends
+
+
+# ---- Files in a local folder
+
+
+def _fail(*_: object) -> None:
+    raise OSError("power cut")
+
+
+def test_file_is_never_seen_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, path = Files(LocalFileSystem()), tmp_path / "manifest.json"
+    files.write(str(path), b"before")
+    monkeypatch.setattr(os, "fsync", _fail)
+    with pytest.raises(OSError, match="power cut"):
+        files.write(str(path), b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_system_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, source = Files(LocalFileSystem()), tmp_path / "source"
+    source.write_bytes(b"weights")
+    monkeypatch.setattr(os, "link", _fail)
+    files.put(source, str(tmp_path / "kept" / "step-1.pt"))
+    assert (tmp_path / "kept" / "step-1.pt").read_bytes() == b"weights"
+    claim = str(tmp_path / "claim.json")
+    assert [files.create(claim, b"first"), files.create(claim, b"second")] == [True, False]
+    assert Path(claim).read_bytes() == b"first"
+
+
+# ---- Fetches of whole checkpoints from agents
+
+
+def test_first_fetch_after_a_cancelled_one_has_all_retries() -> None:
+    requests: list[object] = []
+    peer: Any = SimpleNamespace(send=requests.append)
+    fetches = Fetches()
+    for step in (1, 2):
+        file, _ = checkpoint(step)
+        fetches.fetch(peer, file)
+        for _ in range(MAX_RETRIES):
+            assert not fetches.note_failure(file, is_worth_a_retry=True)
+        fetches.clear()
+    assert len(requests) == 2 * (1 + MAX_RETRIES)

@@ -235,6 +235,8 @@ class Attempt:
     def locate(self) -> None:
         """Request all ranks' stacks, progress and newest collectives."""
         self.look += 1
+        self.located.clear()
+        self.remembered = {rank: failure.recalled for rank, failure in self.failures.items()}
         self.tell(Tell(Locate(self.look)))
 
     def note_located(self, rank: int, located: Located) -> None:

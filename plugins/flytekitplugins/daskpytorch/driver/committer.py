@@ -83,6 +83,8 @@ class Committer:
         self._say = say
         self._cache = settings.shard_cache
         self._nonce = secrets.token_hex(4)
+        self._earlier: set[str] = set()
+        """Nonces of the earlier drivers whose checkpoints the gang starts from."""
         self.base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
         """Path or fsspec URL of the folder that contains a folder for each sharded checkpoint."""
         self.previous = paths.previous_shards or paths.previous if paths is not None else None
@@ -108,6 +110,8 @@ class Committer:
             OSError: The folder that the user has named cannot be written.
         """
         self._leave_token()
+        saves = (save_of(_name_of(entry)) for entry in self.vault.sharded)
+        self._earlier = {save[1] for save in saves if save is not None}
         if self.vault.is_known and (previous := self.previous) is not None:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
 
@@ -139,7 +143,9 @@ class Committer:
         self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
-        """Queue the removal of outdated sharded checkpoints and of uncommitted saves, also those of earlier drivers.
+        """Queue the removal of outdated sharded checkpoints and uncommitted saves of this driver and those it follows.
+
+        Saves of any other driver stay, which may have taken over the folder from a driver that stood still.
 
         Args:
             attempt: Number of an attempt. Saves of this driver's earlier attempts are removed, too.
@@ -147,7 +153,7 @@ class Committer:
         """
 
         def is_over(save: tuple[int, int], nonce: str) -> bool:
-            return save <= (attempt, number) if nonce == self._nonce else self.vault.is_known
+            return save <= (attempt, number) if nonce == self._nonce else nonce in self._earlier
 
         self._submit_removal(self.base, is_over)
 

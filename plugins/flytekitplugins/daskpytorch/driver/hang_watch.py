@@ -132,8 +132,6 @@ class HangWatch:
 
     def _look(self) -> None:
         self._attempt.stacks.clear()
-        self._attempt.located.clear()
-        self._attempt.remembered.clear()
         self._attempt.locate()
         self._is_looking = True
 

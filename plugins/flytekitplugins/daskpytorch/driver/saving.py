@@ -288,7 +288,7 @@ class Fetches:
 
     def clear(self) -> None:
         """Cancel the running fetch and all waiting fetches."""
-        self._queue.clear()
+        self._queue, self._num_retries = [], 0
 
     def _is_running(self, file: CheckpointFile) -> bool:
         return bool(self._queue) and self._queue[0][1] == file

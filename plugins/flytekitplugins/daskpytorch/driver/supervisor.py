@@ -165,7 +165,7 @@ class Supervisor:
                     _flush([vault, committer], ends.cancelled if is_short else ends.storage)
                     raise
                 is_users_folder = vault.own is not None and "://" not in vault.own
-                _flush([committer, vault] if is_users_folder else [committer], ends.storage)
+                _flush([vault, committer] if is_users_folder else [committer], ends.storage)
                 return results
         except Exception as caught:
             error = from_user(caught)

@@ -333,9 +333,9 @@ class Vault:
             paths.prepare()
             paths.files.put(source, f"{paths.own}/{name}")
         except Exception:
-            if source.exists():
-                raise
-            with self._lock:  # the file was removed, for example for a newer checkpoint
+            with self._lock:  # the file may have been removed, for example for a newer checkpoint
+                if source.exists():
+                    raise
                 self._whole[name].state = None
             return
         with self._lock:
