@@ -74,7 +74,10 @@ class Folder:
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, without partial files of killed processes."""
-        return sorted(path.name for path in self._path(folder).glob("[!.]*"))
+        try:
+            return sorted(path.name for path in self._path(folder).iterdir() if not path.name.startswith("."))
+        except FileNotFoundError:
+            return []
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the files' bytes."""

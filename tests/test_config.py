@@ -186,7 +186,7 @@ def test_what_nobody_has_said_is_the_default() -> None:
     gang, stop = Gang(), EarlyStopping(metric="loss")
     assert (gang.max_restarts, gang.hang_timeout, gang.keep) == (3, "auto", Keep(last=2, best=0, metric=None))
     assert (stop.mode, stop.reduction_factor, stop.grace_period) == ("min", 4, 1)
-    assert (DaskDDP().num_workers, DaskDDP().ranks_per_worker) == (2, 1)
+    assert DaskDDP().num_workers == 2
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_auto_ranks_per_worker_is_the_gpus_in_limits_else_requests_else_one(
 ) -> None:
     asked = {"requests": Resources(cpu="4", gpu=requests), "limits": Resources(mem="4Gi", gpu=limits)}
     workers = WorkerGroup(number_of_workers=2, **asked)
-    assert DaskDDP(workers=workers).ranks_per_worker == expected
-    assert DaskDDP(workers=workers, gang=Gang(ranks_per_worker=2)).ranks_per_worker == 2
+    assert make(DaskDDP(workers=workers))._num_ranks_per_worker() == expected
+    assert make(DaskDDP(workers=workers, gang=Gang(ranks_per_worker=2)))._num_ranks_per_worker() == 2
 
 
 @pytest.mark.parametrize("kind", [DaskDDP, DaskCluster, SpawnDDP, EarlyStopping, Gang, Keep, Profile, Wandb])
@@ -453,12 +453,13 @@ def test_task_configs(kind: Any, workers: Any, scheduler: Any, gang: Any, wandb:
     config = built(kind, {name: value for name, value in values.items() if name in allowed})
     if config is None:
         return
-    template = serialised(make(config))
+    task = make(config)
+    template = serialised(task)
     assert template.to_flyte_idl().SerializeToString()
     if kind is not SpawnDDP:
         assert template.custom["workers"]["numberOfWorkers"] == config.num_workers
     if kind is DaskDDP:
-        assert config.ranks_per_worker >= 1
+        assert task._num_ranks_per_worker() >= 1
 
 
 @thoroughly

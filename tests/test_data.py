@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import data
+from flytekitplugins.daskpytorch.data import image_folder
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
@@ -59,8 +60,8 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
         ),
         (
             ("b",),
-            {"storage_options": {"kee": 1, "client_kwargs": {"verify": False}}},
-            "has kee, verify, which is unknown. Known are",
+            {"storage_options": {"kee": 1, "client_kwargs": {"verify": False, "key": "k", "secret": "s"}}},
+            "has kee, key, secret, verify, which is unknown. Known are",
         ),
         (("b",), {"storage_options": {"key": "k"}}, "only one of key and secret"),
     ],
@@ -68,6 +69,12 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
 def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
+
+
+def test_option_that_is_none_hides_no_option_of_the_client() -> None:
+    options = {"endpoint_url": None, "client_kwargs": {"endpoint_url": "http://own", "region_name": "eu"}}
+    access = image_folder._access_options(options, anon=False, endpoint_url=None)
+    assert (access["endpoint_url"], access["region"]) == ("http://own", "eu")
 
 
 def test_an_index_of_another_folder_is_refused(index: Path) -> None:

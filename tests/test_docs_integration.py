@@ -268,7 +268,7 @@ def test_the_configuration_is_what_it_says_to_the_backend(tmp_path: Path, monkey
     (tmp_path / "on_gpus.py").write_text(block("min_workers=3"))
     monkeypatch.syspath_prepend(tmp_path)
     on_gpus = import_module("on_gpus")
-    assert on_gpus.config.ranks_per_worker == 4
+    assert on_gpus.train._num_ranks_per_worker() == 4
     image = Image(name="default", fqn="registry.example/image", tag="v1")
     settings = SerializationSettings(image_config=ImageConfig(default_image=image))
     template = get_serializable(OrderedDict(), settings, on_gpus.train).template

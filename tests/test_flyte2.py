@@ -66,7 +66,7 @@ def test_the_cluster_is_the_one_that_flytes_own_plugin_asks_for() -> None:
         assert ours.custom_config(SERIALIZED)["workers"]["numberOfWorkers"] == 3
         assert ours.task_type == theirs.task_type == "dask"
     assert ours.plugin_config.num_workers == 3
-    assert made(DaskDDP(workers=WorkerGroup(**pods))).plugin_config.ranks_per_worker == 2
+    assert made(DaskDDP(workers=WorkerGroup(**pods)))._num_ranks_per_worker() == 2
 
 
 def test_gpus_that_flyte_would_ask_for_by_a_wrong_name_are_told_and_those_of_the_environment_are_the_workers() -> None:
@@ -214,7 +214,7 @@ for config in configs:
     made = task(task_config=config)(train).plugin_config
     print(type(made).__module__, type(made).__name__)
     if type(made).__name__ == "DaskDDP":
-        print(made.num_workers, made.ranks_per_worker, made.workers.image, made.gang == config.gang)
+        print(made.num_workers, made.gang.ranks_per_worker, made.workers.image, made.gang == config.gang)
     elif type(made).__name__ == "SpawnDDP":
         print(made.nproc, made.start_method)
     else:
@@ -222,7 +222,14 @@ for config in configs:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     package = "flyteplugins.daskpytorch.config"
-    lines = (f"{package} DaskDDP", "3 2 i True", f"{package} SpawnDDP", "2 forkserver", f"{package} DaskCluster", "7.0")
+    lines = (
+        f"{package} DaskDDP",
+        "3 auto i True",
+        f"{package} SpawnDDP",
+        "2 forkserver",
+        f"{package} DaskCluster",
+        "7.0",
+    )
     assert done.stdout.splitlines() == list(lines), done.stderr
 
 

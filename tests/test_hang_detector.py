@@ -184,7 +184,7 @@ def test_ranks_wait_if_none_of_them_is_at_work_or_silent() -> None:
 
 
 def is_outside(stacks: str) -> bool:
-    """Whether the rank with these stacks, of two, is found to wait for no other."""
+    """Return True if the rank with these stacks, of two, is said to wait for no other rank."""
     rank, why = find_hung({0: state(still_for=99.0), 1: state(stacks=stacks)})
     return rank == 1 and why == "it is not inside a collective"
 

@@ -61,7 +61,8 @@ LOCAL, BACKEND = ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.T
 def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) -> None:
     in_task(LOCAL)
     recorder = Recorder("flows.train")
-    with deck.published(recorder, lambda: {"results": "s3://bucket/results"}) as file:
+    with deck.published(recorder, lambda: {"results": "s3://bucket/results"}):
+        file = deck.local_file.get()
         assert file is not None
         assert state(file.read_text()) == "starting"
         recorder.placed(shape(2))
@@ -103,8 +104,8 @@ def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, t
     in_task(BACKEND)
     recorder = Recorder("flows.train")
     published = tmp_path / "out" / "deck.html"
-    with deck.published(recorder, dict) as file:
-        assert file is None  # the console shows it
+    with deck.published(recorder, dict):
+        assert deck.local_file.get() is None  # the console shows the Deck
         until(lambda: published.exists() and ">starting</span>" in published.read_text())
         recorder.placed(shape(1))
         recorder.formed(1.0)
@@ -131,7 +132,9 @@ def test_a_later_trainings_deck_takes_the_place_of_the_one_before(in_task: Enter
     in_task(LOCAL)
     Deck("mine", "<p>own</p>")
     for name in ("first", "second"):
-        with deck.published(Recorder(name), dict) as file:
+        with deck.published(Recorder(name), dict):
+            file = deck.local_file.get()
+            assert file is not None
             assert "<p>own</p>" in file.read_text()
     assert [each.name for each in decks()] == ["Training", "mine"]
     assert "<h1>second</h1>" in decks()[0].html
@@ -172,20 +175,21 @@ def test_a_page_that_cannot_be_written_spoils_no_training(in_task: Entered) -> N
 
 def test_the_last_page_of_a_task_is_in_the_file_of_the_live_one(in_task: Entered) -> None:
     in_task(LOCAL)
-    with deck.published(Recorder("flows.train"), dict) as file:
-        pass
+    with deck.published(Recorder("flows.train"), dict):
+        file = deck.local_file.get()
     Deck("mine", "the last one")
     deck.write_local(FlyteContextManager.current_context())
     assert file is not None
     assert "the last one" in file.read_text()
-    with deck.published(Recorder("flows.other"), dict) as other:
-        assert other != file
+    with deck.published(Recorder("flows.other"), dict):
+        assert deck.local_file.get() != file
 
 
 def test_no_page_asks_a_server_for_fonts(in_task: Entered) -> None:
     in_task(LOCAL)
     assert "https://" in get_deck_template().template  # flytekit's
-    with deck.published(Recorder("flows.train"), dict) as file:
+    with deck.published(Recorder("flows.train"), dict):
+        file = deck.local_file.get()
         assert file is not None
         assert "<link" not in file.read_text()
         assert "googleapis" not in file.read_text()

@@ -166,7 +166,7 @@ def test_calls_that_wait_leave_half_of_the_files_that_may_be_open_to_others(monk
 
 
 def sent(folder: Path, value: Any) -> tuple[bytes | None, list[Piece]]:
-    """What the driver gets of a value."""
+    """Return what a rank reports for a value: a small report or None, and the pieces."""
     pieces: list[Piece] = []
 
     def dump(file: IO[bytes], takes: Callable[[pickle.PickleBuffer], bool]) -> None:
@@ -227,7 +227,7 @@ def test_what_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def written(data: bytes, step: int) -> tuple[bytes | None, list[Piece]]:
-    """What becomes of some bytes that are written in steps."""
+    """Write bytes in steps. Return the report or None, and the pieces that were sent."""
     pieces: list[Piece] = []
     writer = Writer(pieces.append)
     for start in range(0, len(data), step):

@@ -117,6 +117,13 @@ def test_a_version_without_its_manifest_is_not_there(registry: Registry, state: 
     assert registry.champion() is None
 
 
+def test_a_registry_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    (root / "promotions").write_text("a file in the place of the folder")
+    with pytest.raises(NotADirectoryError):
+        Registry(str(root)).champion()
+
+
 def test_a_manifest_that_names_files_elsewhere_writes_none(registry: Registry, root: Path, tmp_path: Path) -> None:
     manifest = b'{"../x": {"size": 1, "sha256": "ab"}}'
     version = f"20260131T060000000000Z-{hashlib.sha256(manifest).hexdigest()[:12]}"

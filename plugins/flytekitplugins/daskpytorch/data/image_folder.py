@@ -403,9 +403,10 @@ def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
 
 def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
     """Convert options of s3fs to the arguments of `Access`. `anon` and `endpoint_url` win over the options."""
-    told = {**(options.get("client_kwargs") or {}), **options}
+    of_client = options.get("client_kwargs") or {}
+    told = {**of_client, **{name: value for name, value in options.items() if value is not None}}
     told.pop("client_kwargs", None)
-    if unknown := told.keys() - set(STORAGE_OPTIONS):
+    if unknown := (options.keys() - set(STORAGE_OPTIONS)) | (of_client.keys() - {"endpoint_url", "region_name"}):
         names = ", ".join(sorted(unknown))
         raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")
     if (told.get("key") is None) != (told.get("secret") is None):

@@ -57,15 +57,12 @@ class _TrainingDeck(Deck):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[Path | None]:
+def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[None]:
     """During the block, keep a Deck with the training's page up to date, as the first Deck of the task.
 
     Args:
         recorder: Observer that writes the page.
         places: Function that returns paths and URLs of the training's files, by name.
-
-    Yields:
-        Local file of the Deck, which the user may open and reload. None on Flyte's backend.
     """
     ctx = FlyteContextManager.current_context()
     deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
@@ -73,7 +70,7 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
     file = _DeckFile(ctx)
     try:
         with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # a local file also before the training
-            yield local_file.get()
+            yield
     finally:
         deck.freeze()
 

@@ -86,14 +86,16 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         try:
             params.decks.sort(key=lambda each: each.name == DeckField.TIMELINE.value)
             for field in filter(self.deck_fields.__contains__, OWN_TABS):
-                Deck(field.value, self._own_tab(field, inputs, outputs))
+                if tab := self._own_tab(field, inputs, outputs):
+                    Deck(field.value, tab)
             deck.write_local(ctx)
         except Exception as error:  # any exception of a disk or a user's Deck
             say(f"{self.name}: the Deck could not be written ({type(error).__name__}: {error}); the outcome stands")
 
     def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
         if field == DeckField.SOURCE_CODE:
-            return str(SourceCodeRenderer().to_html(local_runs.source_of(self._task_function)))
+            source = local_runs.source_of(self._task_function)
+            return str(SourceCodeRenderer().to_html(source)) if source else ""
         if field == DeckField.DEPENDENCIES:  # flytekit's own tab runs pip twice, which takes seconds
             from flytekitplugins.daskpytorch.report import card, page, table
 

@@ -130,13 +130,6 @@ class GangOnDask(OnDask):
         )
         problems.raise_any()
 
-    @property
-    def ranks_per_worker(self) -> int:
-        """Number of ranks on each worker: the gang's setting. If that is `auto`, one per requested GPU, or 1."""
-        if self.gang.ranks_per_worker != "auto":
-            return int(self.gang.ranks_per_worker)
-        return self.num_gpus or 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class GangOnOwnNode(Config):
