@@ -103,10 +103,11 @@ class Feeder:
 
     def _wait(self, limit: float) -> None:
         deadline, before = time.monotonic() + limit, None
-        while (jobs := self._worker.jobs(LANE)) and (left := deadline - time.monotonic()) > 0:
-            if jobs[0] is before and before.num_failures:
+        while self.is_feeding and (left := deadline - time.monotonic()) > 0:
+            first = self._worker.first()
+            if first is None or (first is before and first.num_failures):
                 return
-            before = jobs[0]
+            before = first
             self._worker.flush(LANE, min(left, STALL))
 
     def _say(self, text: str) -> None:

@@ -112,7 +112,8 @@ class Worker:
 
     def first(self) -> Job | None:
         """Return the job that is due first among the oldest jobs of all lanes, or None without jobs."""
-        return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
+        with self._changed:
+            return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
     def do(self, job: Job) -> None:
         """Try a job once. A failed job stays for a retry, unless its `gives_up` returns True."""
