@@ -269,7 +269,7 @@ def test_storage_that_takes_nothing_costs_a_notice(
     observer.ended(None)
     said = capsys.readouterr().err
     assert f"TensorBoard: file://{tmp_path}/file/below/train-f3a-n0 cannot be written to (NotADirectoryError" in said
-    assert "could not be written in time" in said
+    assert "TensorBoard: the last 3 records and notes could not be written in time, and are missing" in said
 
 
 def test_folder_that_cannot_be_written_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -519,7 +519,7 @@ def test_mlflow_server_that_never_comes_costs_notices(
     observer.ended(None)
     said = capsys.readouterr().err
     assert "MLflow: http://127.0.0.1:9 does not answer" in said
-    assert "MLflow: the last 6 records and notes could not be written in time" in said
+    assert "MLflow: the last 3 records and notes could not be written in time" in said
 
 
 # ---- Settings

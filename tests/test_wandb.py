@@ -544,7 +544,7 @@ def test_a_server_that_has_gone_delays_the_end_no_longer_than_it_takes_to_knock(
     assert run.logged == [{"step": 1, "loss": 0.5}]
     said = capsys.readouterr().err
     assert "http://127.0.0.1:9 does not answer" in said
-    assert "the last 1 records and notes could not be written in time" in said
+    assert "Weights & Biases: the run's end could not be recorded in time" in said
     assert wandb.init is init  # the user's own again
 
 

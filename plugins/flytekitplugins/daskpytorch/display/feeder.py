@@ -52,6 +52,10 @@ class Feeder:
         """True from the call of `start` to the end of `end`. False after a failure of the first job."""
         self._worker = Worker(RETRY_AFTER, label)
         self._num_dropped = 0
+        self._num_offered = 0
+        """Number of records and notes that were queued."""
+        self._num_written = 0
+        """Number of records and notes up to the last one that the tracker has received or refused."""
         self._said: set[str] = set()
 
     def start(self, begin: Job) -> None:
@@ -67,6 +71,7 @@ class Feeder:
         if len(self._worker.jobs(LANE)) >= MAX_WAITING:
             self._num_dropped += 1
             return
+        self._num_offered += 1
         self.put(job)
         if self._flush is not None and time.monotonic() - self._flushed_at >= INTERVAL:
             self._flushed_at = time.monotonic()
@@ -74,7 +79,7 @@ class Feeder:
 
     def put(self, job: Job) -> None:
         """Queue a job, even if the queue is full."""
-        self._worker.submit(LANE, job, self._gives_up)
+        self._worker.submit(LANE, partial(self._run, job, self._num_offered), self._gives_up)
 
     def drain(self, limit: float) -> None:
         """Wait for the jobs in the queue, at most `limit` seconds."""
@@ -84,7 +89,7 @@ class Feeder:
         """Queue the last job, and wait until the queue is empty. Later calls do nothing.
 
         The wait ends after `limit` seconds, or earlier if the tracker's server cannot be reached for about 10 seconds.
-        A notice gives the number of jobs that were dropped or late.
+        A notice gives the number of records and notes that were dropped or late.
         """
         if not self.is_feeding:
             return
@@ -96,8 +101,10 @@ class Feeder:
             return
         self.is_feeding = False
         self._worker.close()
-        if num_left := len(self._worker.jobs(LANE)):
-            self._say(f"the last {num_left} records and notes could not be written in time, and are missing")
+        if self._worker.jobs(LANE):
+            num_left = self._num_offered - self._num_written
+            lost = f"the last {num_left} records and notes could not be written in time, and are missing"
+            self._say(lost if num_left else "the run's end could not be recorded in time")
         if self._num_dropped:
             self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
 
@@ -120,6 +127,11 @@ class Feeder:
     def _begin(self, begin: Job) -> None:
         begin()
         self.has_begun.set()
+
+    def _run(self, job: Job, num_offered: int) -> None:
+        job()
+        if self._flush is None or job is self._flush:  # with a flush, a record's job only fills a batch
+            self._num_written = num_offered
 
     def _gives_up_all(self, error: Exception, *_: object) -> bool:
         if gives_up := self._gives_up(error, loss="Nothing is recorded"):
