@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
-from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Log, ModelFuture
@@ -211,6 +211,7 @@ def test_beside_the_table_only_its_news_are_written(notebook: Any, capsys: pytes
         line.logged(LogRecord(rank=0, step=1, num_steps=2, time=0.0, metrics={"epoch": 1, "loss": 1.0}))
         line.wrote(0, ["hello"])
         line.noted("it goes on")
+        line.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
         line.ended(error)
         board.count(index, error)
     lines = [line for index in range(3) for line in (f"[model {index}, rank 0] hello", f"model {index}, it goes on")]

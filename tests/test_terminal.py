@@ -168,6 +168,13 @@ def test_the_plain_echo_ends_with_where_the_time_went(capfd: pytest.CaptureFixtu
     ]
 
 
+def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    echo = Display(Board(is_quiet=True))
+    echo.accounted(Goodput(total=80.0, starting=80.0))
+    echo.ended(GangError("no worker came within 80 s"))
+    assert capfd.readouterr().err == "the gang failed: no worker came within 80 s\n"
+
+
 def test_a_run_that_failed_before_it_was_placed_ends_with_a_line_of_its_name() -> None:
     text = io.StringIO()
     ProgressDisplay(Board(Console(file=text, width=60)), "flows.train").conclude("failed", {})

@@ -209,7 +209,9 @@ class Display(Observer):
             self._line = None
 
     def _tell_goodput(self) -> None:
-        if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
+        """Write the account of the gang's time, unless the gang has ended within a minute or before it had workers."""
+        is_in_table = self._board.is_quiet and bool(self._mark)  # a notebook's table has all models
+        if self._goodput is not None and self._goodput.total >= MIN_TOTAL and self._name and not is_in_table:
             self.say(str(self._goodput))
 
 
