@@ -8,6 +8,8 @@ import http.server
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -342,6 +344,36 @@ def test_wandb_that_cannot_be_asked_costs_a_line(
     monkeypatch.setattr(wandb_observer, "TIMEOUT", 0.01)
     assert settings().mode == "offline"
     assert "wandb's settings could not be read" in capsys.readouterr().err
+
+
+SLOW = """
+import os, pathlib, time
+parent = os.getppid()
+pathlib.Path("asked").touch()
+while os.getppid() == parent:
+    time.sleep(0.05)
+"""
+"""A wandb whose import ends only with the driver."""
+DRIVER = """
+import pathlib, time
+from flytekitplugins.daskpytorch import Wandb
+from flytekitplugins.daskpytorch.display.wandb import begin
+
+begin(Wandb(project="names"), task="train", execution=None)
+while not pathlib.Path("asked").exists():
+    time.sleep(0.05)
+raise LookupError("no data")
+"""
+
+
+def test_a_driver_that_fails_early_does_not_wait_for_wandb(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/__init__.py").write_text(SLOW)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", DRIVER]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("LookupError: no data\n")
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])

@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import gang_config, run_id
@@ -111,8 +112,19 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], Run
     """
     needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
     key = current_execution().secret(wandb.secret) if needs_key else None
-    asking, notes = ThreadPoolExecutor(1).submit(_ask, wandb.mode), os.environ.get("FLYTE_EXECUTION_URL")
+    asking: Future[dict[str, Any]] = Future()
+    # An executor's thread would delay the exit of a driver that fails early.
+    threading.Thread(target=_settle, args=(asking, _ask, wandb.mode), name="daskpytorch-wandb", daemon=True).start()
+    notes = os.environ.get("FLYTE_EXECUTION_URL")
     return functools.cache(functools.partial(_settled, wandb, asking, key, task, execution, notes))
+
+
+def _settle(future: Future[dict[str, Any]], ask: Callable[[str | None], dict[str, Any]], mode: str | None) -> None:
+    """Give the future wandb's settings as `ask` returns them, or the error that `ask` raises."""
+    try:
+        future.set_result(ask(mode))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _settled(
