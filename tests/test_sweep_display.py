@@ -80,6 +80,12 @@ def test_how_many_have_ended_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_models_that_have_only_begun_in_an_earlier_call_are_no_ended_ones() -> None:
+    text = io.StringIO()
+    board_of(4, text).restored([], "s3://bucket/sweep")
+    assert text.getvalue() == "0 of 4 models have ended before, as s3://bucket/sweep has it\n"
+
+
 def test_a_model_that_was_stopped_early_has_not_failed() -> None:
     text = io.StringIO()
     error = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)

@@ -78,7 +78,8 @@ class SweepDisplay:
 
     def _tell_count(self, remark: str) -> None:
         each = _in_words(self._ended.values())
-        text = f"{len(self._ended)} of {self._num_models} models have ended{remark and f' {remark}'}: {each}"
+        text = f"{len(self._ended)} of {self._num_models} models have ended"
+        text += f"{remark and ' '}{remark}{each and ': '}{each}"
         if log.is_for_machines():
             log.say(text, logging.INFO)
         elif not self._board.is_quiet:
