@@ -113,6 +113,12 @@ class Trials:
             trial.report(value, epoch)
             return trial.should_prune()
 
+    def claim_notice(self) -> bool:
+        """Return True to the first caller if no model has logged the metric. This caller shows the notice."""
+        with self._lock:
+            is_first, self.is_metric_known = not self.is_metric_known, True
+            return is_first
+
     def next_rung(self, epoch: int) -> int:
         """Return the first epoch after `epoch` whose value is reported to the study.
 
@@ -247,8 +253,7 @@ class _Judge(Observer):
             self._complain()
 
     def _complain(self) -> None:
-        if not self._trials.is_metric_known:
-            self._trials.is_metric_known = True
+        if self._trials.claim_notice():
             names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
             wanted = f"both 'epoch' and {self._trials.metric!r} as numbers"
             self._say(
