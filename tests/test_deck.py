@@ -229,6 +229,12 @@ def test_a_change_is_counted_once_it_can_be_seen() -> None:
     assert recorder.num_changes == 1
 
 
+def test_records_of_other_ranks_change_nothing() -> None:
+    recorder = Recorder()
+    recorder.logged(record(1, rank=1, loss=7.0))
+    assert (recorder.num_changes, recorder.story.record) == (0, None)
+
+
 # ---- How it is going
 
 

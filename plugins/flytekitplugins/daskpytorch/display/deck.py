@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.display.story import STEPS, Story
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, plain_inputs, seconds_left
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord, SavedCheckpoint
 
 P = ParamSpec("P")
 MAX_FIGURES = 6
@@ -60,12 +60,12 @@ class Recorder(Observer):
         self.story = Story(name=name, clock=clock)
         self._inputs = plain_inputs(inputs or {})
         self.num_changes = 0
-        """Number of changes of the Deck's content. While the number stays the same, `html` returns the same content."""
+        """Number of events that have changed the Deck. Times on the page, such as durations, change without events."""
 
     resumed = _recorded(Story.resumed)
     placed = _recorded(Story.placed)
     formed = _recorded(Story.formed)
-    logged = _recorded(Story.logged)
+    _logged = _recorded(Story.logged)
     kept = _recorded(Story.kept)
     keeps = _recorded(Story.keeps)
     used = _recorded(Story.used)
@@ -75,6 +75,11 @@ class Recorder(Observer):
     ended = _recorded(Story.ended)
     conclude = _recorded(Story.ended)
     """Called at the task's end with the task's error, such as a failed upload of outputs."""
+
+    def logged(self, record: LogRecord) -> None:
+        """Record the metrics of rank 0's log record. Ignore records of other ranks, without waiting for the lock."""
+        if record.rank == 0:
+            self._logged(record)
 
     def html(self, places: Mapping[str, str] | None = None) -> str:
         """Return the Deck as HTML, with the state of the training at the time of the call.

@@ -141,9 +141,7 @@ class Story(Observer):
         self._enter((TRAINING, "busy"))
 
     def logged(self, record: LogRecord) -> None:
-        """Record the metrics of rank 0's log record. Records of other ranks are ignored."""
-        if record.rank != 0:
-            return
+        """Record the metrics of rank 0's log record."""
         self.record = record = record.bare()
         numbers = record.numbers
         self.metrics.take(record.step, numbers)
