@@ -128,6 +128,11 @@ def test_large_values_are_shown_by_their_size(value: Any, text: str) -> None:
     assert text in texts(shown(value))
 
 
+def test_a_data_frame_without_rows_is_shown_by_its_columns() -> None:
+    found = texts(shown(pd.DataFrame({"name": [], 7: []})))
+    assert found[-3:] == ["0 rows, 2 columns", "name", "7"]
+
+
 def test_a_file_is_its_address_and_is_not_downloaded(tmp_path: Path) -> None:
     def download() -> NoReturn:
         raise AssertionError("downloaded")

@@ -119,6 +119,8 @@ def _frame(frame: Any, depth: int) -> str:
     """Return the first rows of a pandas data frame as an HTML table. Columns with a secret's name are hidden."""
     head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS]
     size = text_of(f"{len(frame):,} rows, {len(frame.columns):,} columns")
+    if head.empty:
+        return size + _table([str(name) for name in head.columns], (), 0, depth)
     return size + folded(f"the first {len(head)}", _sequence(without_secrets(head.to_dict("records")), depth))
 
 
