@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hashlib
@@ -47,6 +48,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
+from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import ends, fork_server, ranks_of, until
 
@@ -180,13 +182,23 @@ def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(d
     assert len(ranks_of(fork_server())) == 1
 
 
-def test_ctrl_c_in_a_rank_whose_function_has_returned_does_not_fail_the_rank(driver: Driver) -> None:
-    driver.start()
+def test_ctrl_c_in_a_rank_whose_function_has_returned_does_not_fail_the_rank(driver: Driver, tmp_path: Path) -> None:
+    def end_as_program() -> None:
+        def interrupt(*_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+        hints.of_exchange = interrupt  # before the rank has told that the function has returned
+        atexit.register(os.system, f"grep SigIgn /proc/self/status > {tmp_path}/child")
+        sys.exit(0)
+
+    driver.start(end_as_program)
     driver.next(Returned)
     [rank] = ranks_of(fork_server())
     rank.send_signal(signal.SIGINT)
     driver.send(messages.Tell(Leave()))
     assert driver.next(messages.Exited).exitcode == 0
+    ignored = int((tmp_path / "child").read_text().split()[1], 16)
+    assert not ignored & 1 << signal.SIGINT - 1
 
 
 def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(

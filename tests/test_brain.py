@@ -1123,6 +1123,16 @@ def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_hav
     assert "rank 2 has not called collective 2 of the default group (gloo)" in str(raised(world))
 
 
+def test_what_a_rank_reports_before_its_abort_explains_the_abort(world_of: MakeWorld) -> None:
+    world = world_of(num_workers=2, max_restarts=0)
+    world.recalled = {1: recalled(1)}
+    world.form()
+    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False), is_final=True))
+    world.leave(world.agent(W1), 0, -signal.SIGABRT)
+    world.obey_all()
+    assert "rank 1 has not called collective 2 of the default group (gloo)" in str(raised(world))
+
+
 WATCHDOG = "[PG ID 0 Rank 0] Process group watchdog thread terminated with exception: NCCL error: remote process exited"
 
 

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Reca
 from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
-from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Located, Remembered, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import Goodput
 
@@ -134,7 +134,9 @@ class Attempt:
     stacks: dict[int, str] = field(default_factory=dict)
     """Stacks of ranks that did not answer a `Locate` order and got a signal instead."""
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
-    """Newest collectives of each rank that failed or answered a `Locate` order. None: no flight record."""
+    """Newest collectives of each rank that failed, aborts or answered a `Locate` order. None: no flight record."""
+    final: dict[int, Recalled | None] = field(default_factory=dict)
+    """The part of `remembered` that ranks reported with their failure or before an abort."""
     standing: set[int] = field(default_factory=set)
     """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
@@ -236,7 +238,7 @@ class Attempt:
         """Request all ranks' stacks, progress and newest collectives."""
         self.look += 1
         self.located.clear()
-        self.remembered = {rank: failure.recalled for rank, failure in self.failures.items()}
+        self.remembered = dict(self.final)
         self.tell(Tell(Locate(self.look)))
 
     def note_located(self, rank: int, located: Located) -> None:
@@ -245,6 +247,12 @@ class Attempt:
             self.located[rank] = located
             self.remembered.pop(rank, None)  # the answer to an earlier order
         self.note_moves(rank, located.num_moves)
+
+    def note_remembered(self, rank: int, said: Remembered) -> None:
+        """Record a rank's newest collectives."""
+        self.remembered[rank] = said.recalled
+        if said.is_final:
+            self.final[rank] = said.recalled
 
     def note_ready(self, rank: int) -> None:
         """Record that a rank has joined the process group."""
@@ -268,7 +276,7 @@ class Attempt:
     def note_failure(self, rank: int, failure: Failure) -> None:
         """Record that a rank's function has raised an exception."""
         self.failures[rank] = failure
-        self.remembered[rank] = failure.recalled
+        self.remembered[rank] = self.final[rank] = failure.recalled
         self.prompts.forget(rank)
         self._has_independent_failure |= not failure.is_consequence
 

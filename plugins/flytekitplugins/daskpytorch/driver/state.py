@@ -262,8 +262,8 @@ class GangState:
                 attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located():
                 attempt.note_located(rank, report)
-            case reports.Remembered(recalled):
-                attempt.remembered[rank] = recalled
+            case reports.Remembered():
+                attempt.note_remembered(rank, report)
             case reports.Returned(value, stopped_early):
                 attempt.results[rank] = value
                 attempt.has_stopped_early |= stopped_early

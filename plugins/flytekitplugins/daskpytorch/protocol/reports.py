@@ -112,10 +112,12 @@ class Located:
 
 @dataclass(frozen=True)
 class Remembered:
-    """The rank's last collectives, sent right after the rank's stacks."""
+    """The rank's last collectives, sent right after the rank's stacks, or before an abort of the rank's process."""
 
     recalled: Recalled | None
     """The collectives. None if torch does not record them."""
+    is_final: bool = False
+    """True before an abort."""
 
 
 @dataclass(frozen=True)

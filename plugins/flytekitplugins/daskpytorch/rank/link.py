@@ -236,9 +236,9 @@ class GangLink(Link):
             if data:
                 self._channel.send_bytes(data)
 
-    def send_collectives(self) -> None:
-        """Report this rank's newest collectives to the driver."""
-        self.send(reports.Remembered(flight_recorder.recall()))
+    def send_collectives(self, *, is_final: bool = False) -> None:
+        """Report this rank's newest collectives to the driver (`is_final`: before an abort)."""
+        self.send(reports.Remembered(flight_recorder.recall(), is_final))
 
     def note(self, text: str) -> None:
         """Send the driver a line to show to the user."""

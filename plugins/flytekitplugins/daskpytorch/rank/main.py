@@ -75,13 +75,15 @@ def main(channel: Connection) -> int:
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link)
             process_group.join()
-            flight_recorder.call_before_abort(link.send_collectives)
+            flight_recorder.call_before_abort(functools.partial(link.send_collectives, is_final=True))
             standstill.watch(order, link)
             returned = None
-            with session.at_work(), _ending_forks(), ending_as_program():
-                returned = completed(call.function(*call.args, **_keywords(order, call, host)))
+            with session.at_work(), _ending_forks():
+                with ending_as_program():
+                    returned = completed(call.function(*call.args, **_keywords(order, call, host)))
+                # A Ctrl-C from now on must not fail the finished function. Child programs would inherit SIG_IGN.
+                signal.signal(signal.SIGINT, lambda *_: None)
             has_returned = True
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C from now on must not fail the finished function
             _report_returned(order, returned, host, link, is_stopped=session.rank.stop_signal.has_fired)
     except BaseException as error:
         sources.explain(error, order.sources)
