@@ -52,8 +52,9 @@ class ShardCopies:
             with copy.open("wb") as file:
                 for write in writes:
                     write(file)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
-            copy.unlink(missing_ok=True)
+        except Exception as error:  # torch raises RuntimeError on a full disk. Storage has the object in any case.
+            with contextlib.suppress(OSError):
+                copy.unlink()
             self._complain(error)
 
     def read(self, path: str, start: int, end: int) -> bytes | None:
