@@ -90,3 +90,38 @@ def test_programs_that_a_worker_starts_end_by_sigterm_and_nothing_of_a_worker_st
         rank = Rank.running(client, 0, STARTING)
         assert rank.line() == "[-15]"
         assert rank.line() == "None"
+
+
+SAMPLING = """
+    import os
+    from torch.utils.data import DataLoader
+    from flytekitplugins.daskpytorch.rank import loaders
+
+    class Sampler:
+        def __len__(self):
+            return 1
+
+        def __iter__(self):
+            import multiprocessing, subprocess, time
+
+            self.program = subprocess.Popen(["sleep", "600"])
+            self.process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            self.process.start()
+            yield 0
+
+    loaders.shield()
+    sampler = Sampler()
+    list(DataLoader(range(1), num_workers=1, sampler=sampler, multiprocessing_context="fork"))
+    sampler.process.terminate()
+    sampler.program.terminate()
+    sampler.process.join(20)
+    print(sampler.process.exitcode, sampler.program.wait(20))
+    os._exit(0)
+"""
+
+
+def test_processes_that_a_sampler_starts_end_by_sigterm() -> None:
+    with nothing_left_behind(), contextlib.ExitStack() as stack:
+        stack.callback(fork_client.shutdown)
+        client = stack.enter_context(contextlib.closing(fork_client.connect()))
+        assert Rank.running(client, 0, SAMPLING).line() == "-15 -15"

@@ -6,6 +6,8 @@ Runs in ranks and in the workers.
 import atexit
 import functools
 import multiprocessing
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
@@ -23,31 +25,41 @@ _preloaded = ["__main__"]
 """Modules that `multiprocessing`'s fork server imports ahead. The first value is Python's default."""
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 """DataLoader workers of this process that may still run."""
+_iterating = threading.local()
+"""`pid`: this process's id while this thread runs `DataLoader.__iter__`, which starts the workers."""
 
 
 def shield() -> None:
     """Patch `DataLoader` in this process, so that all its workers ignore SIGTERM, with any start method."""
-    iterate = DataLoader.__iter__
+    iterate, start = DataLoader.__iter__, BaseProcess.start
 
     @functools.wraps(iterate)
     def iterate_shielded(loader: DataLoader[Any]) -> Any:
         if not loader.num_workers:
             return iterate(loader)
         _start_forerunners((loader.multiprocessing_context or multiprocessing).get_start_method())
-        given, others = loader.worker_init_fn, multiprocessing.active_children()
-        loader.worker_init_fn = functools.partial(_begin, given)
+        given, before = loader.worker_init_fn, getattr(_iterating, "pid", None)
+        loader.worker_init_fn, _iterating.pid = functools.partial(_begin, given), os.getpid()
         try:
-            with signals.sigterm_held_back():
-                return iterate(loader)
+            return iterate(loader)
         finally:
-            loader.worker_init_fn = given
-            for worker in set(multiprocessing.active_children()).difference(others):
-                # The worker ignores SIGTERM, so `terminate` sends SIGKILL. The proxy avoids a reference cycle, which
-                # would keep descriptors open until a garbage collection.
-                worker.terminate = functools.partial(type(worker).kill, weakref.proxy(worker))  # type: ignore[method-assign]
-                _workers.add(worker)
+            loader.worker_init_fn, _iterating.pid = given, before
+
+    @functools.wraps(start)
+    def start_shielded(process: BaseProcess) -> None:
+        # Torch's workers are daemons. A sampler's `__iter__` may start other processes, which must end by SIGTERM.
+        if getattr(_iterating, "pid", None) != os.getpid() or not process.daemon:
+            start(process)
+            return
+        with signals.sigterm_held_back():
+            start(process)
+        # The worker ignores SIGTERM, so `terminate` sends SIGKILL. The proxy avoids a reference cycle, which would keep
+        # descriptors open until a garbage collection.
+        process.terminate = functools.partial(type(process).kill, weakref.proxy(process))  # type: ignore[method-assign]
+        _workers.add(process)
 
     DataLoader.__iter__ = iterate_shielded  # type: ignore[method-assign]
+    BaseProcess.start = start_shielded  # type: ignore[assignment, method-assign]
     forkserver.set_forkserver_preload = _note_preloaded
     atexit.register(_kill_workers)  # runs before `multiprocessing` sends SIGTERM and waits for the workers' ends
 
