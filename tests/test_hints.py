@@ -86,6 +86,14 @@ def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: 
     assert told == []
 
 
+def test_training_without_a_sampler_is_not_told_of_the_sampler_that_its_evaluations_use(told: list[Hint]) -> None:
+    evaluated = loader()
+    for _ in range(3):
+        epoch(range(4))
+        epoch(evaluated, trains=False)
+    assert told == []
+
+
 def test_variables_that_nccl_has_read_before_they_were_set_are_told() -> None:
     assert of_nccl({"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "WARN"}) is None
     assert of_nccl({"NCCL_DEBUG": "WARN"}, {}) is None

@@ -101,6 +101,28 @@ def test_a_library_that_is_too_old_is_named_before_it_trains(monkeypatch: pytest
         trainer.fit("model")
 
 
+def fabric_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
+    """A Fabric of Lightning's, not yet made."""
+
+    class Fabric:
+        strategy = its
+        num_launches = 0
+
+        def launch(self) -> None:
+            self.num_launches += 1
+
+    module_with(monkeypatch, "lightning.fabric.fabric", Fabric=Fabric)
+    libraries.guide()
+    return Fabric
+
+
+def test_a_fabric_that_fits_the_gang_is_launched_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fabric_with(monkeypatch, strategy())().num_launches == 1
+    small = fabric_with(monkeypatch, strategy(num_nodes=1))
+    with pytest.raises(ValueError, match=r"this Fabric .* does not fit the gang of 4 ranks"):
+        small()
+
+
 @pytest.mark.parametrize(("host_rank", "is_first"), [(0, True), (1, False)])
 def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
     monkeypatch: pytest.MonkeyPatch, host_rank: int, *, is_first: bool
@@ -110,10 +132,8 @@ def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
     trainer, state = trainer_with(monkeypatch, strategy()), accelerate_with(monkeypatch)()
     arguments = type("TrainingArguments", (), {})
     module_with(monkeypatch, "transformers.training_args", TrainingArguments=arguments)
-    fabrics = type("Fabric", (), {"_validate_launched": None})
-    module_with(monkeypatch, "lightning.fabric.fabric", Fabric=fabrics)
-    libraries.guide()
-    assert trainer.local_rank == arguments().local_process_index == fabrics.__new__(fabrics).local_rank == host_rank
+    fabric = fabric_with(monkeypatch, strategy())()
+    assert trainer.local_rank == arguments().local_process_index == fabric.local_rank == host_rank
     assert state.is_local_main_process is is_first
 
 

@@ -104,15 +104,21 @@ def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
     """Sampler -> number and `epoch` of the newest pass over the sampler in which an optimizer made a step."""
     has_epochs: WeakSet[Any] = WeakSet()
     latest: list[Any] = [None]
-    """One element: the sampler that gave the newest index, or None before the first."""
+    """One element: the sampler that gave the newest index. None before the first, and after a pass without a step."""
 
-    def note(sampler: DistributedSampler[Any], index: int) -> int:
-        latest[0] = sampler
-        return index
+    def noted(sampler: DistributedSampler[Any], indices: Iterator[int]) -> Iterator[int]:
+        number = num_begun[sampler]
+        try:
+            for index in indices:
+                latest[0] = sampler
+                yield index
+        finally:  # a pass without a step, such as an evaluation, must not count the steps that follow the pass
+            if latest[0] is sampler and trained.get(sampler, (0, 0))[0] != number:
+                latest[0] = None
 
     def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[int]:
         num_begun[sampler] = num_begun.get(sampler, 0) + 1
-        return (note(sampler, index) for index in begin(sampler))
+        return noted(sampler, begin(sampler))
 
     def set_epoch_noted(sampler: DistributedSampler[Any], epoch: int) -> None:
         has_epochs.add(sampler)
