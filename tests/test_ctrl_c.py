@@ -72,7 +72,7 @@ def test_a_second_one_in_a_notebook_is_raised_and_the_handler_is_the_usual_one_a
         with pytest.raises(KeyboardInterrupt):
             press()
 
-    monkeypatch.setattr(module, "_is_interactive", lambda: True)
+    monkeypatch.setattr(module, "is_interactive", lambda: True)
     ctrl_c = CtrlC()
     with pytest.raises(KeyboardInterrupt), ctrl_c.heeded(), ctrl_c.ends(lambda: None):
         run()

@@ -104,11 +104,11 @@ def press_ctrl_c_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_ctrl_c_in_result_ends_the_gang_and_is_raised_after_that() -> None:
     supervisor: Any = Running()
     unfinished: list[str] = []
-    futures = GangFutures(supervisor, 2, lambda: unfinished.append("noted"))
+    futures = GangFutures(supervisor, 2, lambda error: unfinished.append(type(error).__name__))
     with pytest.raises(KeyboardInterrupt):
         futures.result()
     assert futures[0].done()
-    assert unfinished == ["noted"]
+    assert unfinished == ["PreemptedError"]
 
 
 @pytest.mark.usefixtures("press_ctrl_c_once")

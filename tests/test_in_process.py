@@ -290,18 +290,6 @@ def test_a_call_goes_on_from_an_equal_one_that_failed_and_says_from_where_or_tha
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_dispatch_says_that_it_does_not_heed_the_variable_of_tasks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    dispatch.run(mock.create_autospec(Client, instance=True), train, steps=1).result()
-    assert (
-        "DASKPYTORCH_RESUME=1 has no effect on dispatch.run outside a task. To go on from an earlier call, give "
-        "both calls the same Gang(checkpoint_uri=...)\n"
-    ) in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_an_exit_code_is_the_end_of_the_rank_alone() -> None:
     client = mock.create_autospec(Client, instance=True)
     assert exits(code=0) is None

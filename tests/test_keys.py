@@ -27,7 +27,7 @@ def train(*args):
     pass
 
 if __name__ == "__main__":
-    dispatch.Supervisor, dispatch.GangFutures = lambda request, *_: print(request.key), lambda *_: None
+    dispatch.task_run.start = lambda call, *_: print(call.key)
     with cluster.opened(num_workers=1) as client:
         for _ in range(2):
             dispatch.run(client, train, {"some", "words", "in", "a", "set"}, torch.ones(3), Own())

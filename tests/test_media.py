@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from flytekitplugins.daskpytorch import Histogram, LogRecord, Picture
-from flytekitplugins.daskpytorch.sweep.model import Log
+from flytekitplugins.daskpytorch.display.logged import Log
 
 
 class Figure:

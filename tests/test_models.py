@@ -14,10 +14,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
+from flytekitplugins.daskpytorch.display import notebook as notebook_table
+from flytekitplugins.daskpytorch.display.logged import Log
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from flytekitplugins.daskpytorch.sweep.model import Log, ModelFuture
+from flytekitplugins.daskpytorch.sweep.model import ModelFuture
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 from processes import until
 
@@ -190,8 +192,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDispla
 def test_a_notebook_has_one_table_which_is_kept_up_to_date(
     models: ModelFutures, notebook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(display, "REFRESH", 0.01)
-    assert display.is_notebook()
+    monkeypatch.setattr(notebook_table, "REFRESH", 0.01)
+    assert notebook_table.is_notebook()
     display.show_live(models)
     models[4]._log.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.125}))
     until(lambda: "0.125" in notebook.outputs[-1]["data"]["text/html"], "the newest value")

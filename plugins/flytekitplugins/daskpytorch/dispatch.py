@@ -17,27 +17,23 @@ from distributed import Client
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
-from flytekitplugins.daskpytorch.display import machine, training
-from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.driver.request import (
     call_of,
     check_arguments,
     check_function,
     key_of,
-    named,
     note_unfinished,
     request_for,
-    storage_of,
     take_keys,
 )
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
+from flytekitplugins.daskpytorch.task import run as task_run
+from flytekitplugins.daskpytorch.task.run import Call, RunFutures
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -53,7 +49,7 @@ def run(
     pass_local_rank: bool = False,
     gang: Gang | None = None,
     **kwargs: Any,
-) -> GangFutures:
+) -> RunFutures:
     """Call a function in every rank of a new gang, which takes all of the client's workers.
 
     In the function, `torch.distributed` is initialised, and `current_rank()` returns the rank's context. Each call
@@ -103,14 +99,15 @@ def run(
         [15.0, 15.0]
     """
     Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN).raise_any()
-    _tell_of_resume("dispatch.run", "Gang(checkpoint_uri=...)")
     check_function(pytorch_function)
     check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
     settings = gang or Gang()
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
     if is_debugging(settings):
-        return _run_here(pytorch_function, args, kwargs | ({"local_rank": 0} if pass_local_rank else {}), settings)
+        kwargs |= {"local_rank": 0} if pass_local_rank else {}
+        called = functools.partial(getattr(pytorch_function, "_task_function", pytorch_function), *args, **kwargs)
+        return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
     agents = DaskAgents(client)
     if len(agents.workers) < (settings.min_workers or 1):
         raise GangStartError(
@@ -119,13 +116,8 @@ def run(
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    call = call_of(pytorch_function, args, kwargs, settings)
-    [key] = take_keys(pytorch_function, settings.key, call=call)
-    about = training.of_call(pytorch_function, key, current_execution(), args, kwargs)
-    request = replace(named(request, key), training=about)
-    supervisor = Supervisor(request, agents, [machine.echo()])
-    note = functools.partial(note_unfinished, call, key)
-    return GangFutures(supervisor, len(agents.workers) * request.ranks_per_worker, note)
+    call = _call(pytorch_function, args, kwargs, settings)
+    return task_run.start(call, request, agents, len(agents.workers) * request.ranks_per_worker)
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -211,7 +203,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     from flytekitplugins.daskpytorch.sweep import models
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
-    _tell_of_resume("dispatch.map", "storage=...")
+    _tell_of_resume()
     check_function(pytorch_function)
     experiments = experiments if isinstance(experiments, Search) else list(experiments)
     for experiment in [None] if isinstance(experiments, Search) else experiments:
@@ -228,40 +220,25 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     )
 
 
-def _run_here(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
-) -> GangFutures:
-    from flytekitplugins.daskpytorch.driver.in_process import run_here
-
-    received = ReceivedResults()
+def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> Call:
     again = call_of(function, args, kwargs, settings)
     [key] = take_keys(function, settings.key, call=again)
-    called = functools.partial(getattr(function, "_task_function", function), *args, **kwargs)
-
-    def call() -> Any:
-        try:
-            return run_here(
-                called,
-                name_of(function),
-                settings,
-                received,
-                observers=[machine.echo(), *(make() for make in settings.observers)],
-                training=training.of_call(function, key, current_execution(), args, kwargs),
-                storage=storage_of(current_execution(), key, settings),
-            )
-        except BaseException:
-            note_unfinished(again, key)
-            raise
-
-    return SettledFutures(received, call)
+    return Call(
+        training=training.of_call(function, key, current_execution(), args, kwargs),
+        key=key,
+        settings=settings,
+        place=task_run.place_of(function, key, settings.key),
+        source=local_runs.source_of(getattr(function, "_task_function", function)),
+        note_failed=functools.partial(note_unfinished, again, key),
+    )
 
 
-def _tell_of_resume(caller: str, place: str) -> None:
+def _tell_of_resume() -> None:
     asked = os.environ.get(local_runs.RESUME_VARIABLE)
     if asked and local_runs.local_run.get() is None:
         say(
-            f"{local_runs.RESUME_VARIABLE}={asked} has no effect on {caller} outside a task. To go on from an earlier "
-            f"call, give both calls the same {place}"
+            f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.map outside a task. To go on from an "
+            "earlier call, give both calls the same storage=..."
         )
 
 

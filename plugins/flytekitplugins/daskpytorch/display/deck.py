@@ -87,18 +87,26 @@ class Recorder(Observer):
         Args:
             places: Addresses to list in the Deck, such as those of outputs and tracker runs, by description.
         """
+        return report.page(*_pieces_of(self._copy(), self._inputs, places or {}))
+
+    def document(self, places: Mapping[str, str] | None = None) -> str:
+        """Return the Deck as a complete HTML file. See `html`."""
+        story = self._copy()
+        return report.document(story.name.rpartition(".")[2], *_pieces_of(story, self._inputs, places or {}))
+
+    def _copy(self) -> Story:
         with self.lock:  # held as briefly as possible, since the gang's thread waits
             copied = pickle.dumps(self.story)
         story: Story = pickle.loads(copied)  # noqa: S301 - our own, of a moment ago
-        return _page_of(story, self._inputs, places or {})
+        return story
 
 
 # ---- The page
 
 
-def _page_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str]) -> str:
-    """Return a training's Deck as HTML, with the most important sections first."""
-    parts = [
+def _pieces_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str]) -> list[str]:
+    """Return the sections of a training's Deck as HTML, the most important first."""
+    return [
         *_how_it_goes(story),
         *_learning(story),
         *_speed(story),
@@ -107,7 +115,6 @@ def _page_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str])
         *_with_what(inputs),
         *_where(story.checkpoints, places),
     ]
-    return report.page(*parts)
 
 
 def _how_it_goes(story: Story) -> Iterable[str]:

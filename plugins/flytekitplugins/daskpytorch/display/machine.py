@@ -1,9 +1,12 @@
 """Events of a gang as JSON objects for machines, in place of the displays for people. Runs in the driver."""
 
 import logging
+import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
@@ -18,11 +21,35 @@ def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | Machine
         name: Name of the task.
         is_plain: True for plain lines instead of a live display.
     """
-    return MachineLog(name) if log.is_for_machines() else ProgressDisplay(Board(is_plain=is_plain), name)
+    return MachineLog(name) if log.is_for_machines() else ProgressDisplay(_board(is_plain=is_plain), name)
+
+
+def progress_of_run(
+    name: str, key: str, *, is_plain: bool = False, unsaid: tuple[type[Exception], ...] = ()
+) -> "ProgressDisplay | MachineLog":
+    """Return the observer that shows a gang of `dispatch.run` outside a task.
+
+    Gangs that train at the same time share one board. Lines of the second gang and of later ones begin with the key.
+
+    Args:
+        name: Name of the function or script.
+        key: Key of the gang, unique in this process.
+        is_plain: True for plain lines instead of a live display.
+        unsaid: Classes of errors without a line of their own.
+    """
+    if log.is_for_machines():
+        return MachineLog(name)
+    with _lock:
+        if (other := next((each for each in _runs if not each.is_over), None)) is not None:
+            display = ProgressDisplay(other.board, key, f"{key}, ", unsaid=unsaid)
+        else:
+            display = ProgressDisplay(_board(is_plain=is_plain), name, unsaid=unsaid)
+        _runs.add(display)
+    return display
 
 
 def echo() -> Observer:
-    """Return the observer that shows a gang of `dispatch.run`: as JSON objects if the user wants these, or as lines."""
+    """Return the observer that shows a gang of `dispatch.run` in a task: JSON objects, or notices and output only."""
     return MachineLog() if log.is_for_machines() else Display(Board(is_quiet=True))
 
 
@@ -116,3 +143,12 @@ class MachineLog(Observer):
     def _about(self, rank: int | None) -> dict[str, Any]:
         about = {"gang": self._gang or None, "model": self._model, "attempt": self._attempt, "rank": rank}
         return about | ({"host": self._hosts[rank]} if rank in self._hosts else {})
+
+
+def _board(*, is_plain: bool) -> Board:
+    return Board(is_plain=is_plain, is_quiet=is_notebook())  # a notebook's table has the metrics
+
+
+_lock = threading.Lock()
+_runs: weakref.WeakSet[ProgressDisplay] = weakref.WeakSet()
+"""Displays of the gangs of `dispatch.run` outside tasks, whose board new gangs share until they have ended."""

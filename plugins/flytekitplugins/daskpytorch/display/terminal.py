@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError
@@ -71,6 +72,8 @@ class Board:
         pace = TextColumn(" {task.fields[pace]}", markup=False, table_column=Column(no_wrap=True))
         wide = (SpinnerColumn(), name, BarColumn(bar_width=24), text, pace, TimeElapsedColumn())
         self.bars = Progress(*(wide if is_wide else (name, text, pace)), console=self._console, transient=True)
+        if self.is_live:  # a program may end before its gang, and would leave the terminal without a cursor
+            weakref.finalize(self, self.bars.stop)
 
     def add(self, name: str) -> TaskID | None:
         """Add a live line for a gang, and return the line's id. Return None if the board has no live lines."""
@@ -193,6 +196,10 @@ class Display(Observer):
     def ended(self, error: Exception | None) -> None:
         """Write the held lines, the error in one line, and the account of the gang's time."""
         self._close_line()
+        self._tell_error(error)
+        self._tell_goodput()
+
+    def _tell_error(self, error: Exception | None) -> None:
         if isinstance(error, StoppedEarlyError):
             if not self._board.is_quiet:
                 how = f"after epoch {error.epoch}: {error.metric} {error.value:.4g}"
@@ -200,7 +207,6 @@ class Display(Observer):
         elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
             how = "" if isinstance(error, PreemptedError) else f"{self._name or 'the gang'} failed: "
             self._board.print(f"{how}{_in_a_line(error)}")
-        self._tell_goodput()
 
     def _close_line(self) -> None:
         self.debugging(None)
@@ -216,11 +222,24 @@ class Display(Observer):
 
 
 class ProgressDisplay(Display):
-    """Observer that shows a task's gang on a board, including its start and the task's outcome."""
+    """Observer that shows the gang of a task or of `dispatch.run` on a board, including its start and its outcome."""
 
-    def __init__(self, board: Board, name: str = "") -> None:
-        """Prepare the display of the task with this name."""
-        super().__init__(board, name.rpartition(".")[2])
+    def __init__(
+        self, board: Board, name: str = "", mark: str = "", *, unsaid: tuple[type[Exception], ...] = (Exception,)
+    ) -> None:
+        """Prepare the display.
+
+        Args:
+            board: Board on which the lines are written.
+            name: Name of the task or function.
+            mark: Start of notices and of output lines, to tell several gangs apart. Empty for one gang.
+            unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
+        """
+        super().__init__(board, name.rpartition(".")[2], mark)
+        self.board = board
+        self.is_over = False
+        """True once `conclude` was called."""
+        self._unsaid = unsaid
         self._began_at = time.monotonic()
         self._newest: LogRecord | None = None
         """Newest record of rank 0, completed by the newest values of earlier records' metrics. None before the first
@@ -252,9 +271,12 @@ class ProgressDisplay(Display):
     def ended(self, error: Exception | None) -> None:
         """Remove the gang's live line, and write lines that waited for a debugger. `conclude` writes the outcome."""
         self._close_line()
+        if not isinstance(error, self._unsaid):
+            self._tell_error(error)
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Write the task's outcome `how`, duration, last metrics, advice, addresses `places`, and account of time."""
+        """Write the outcome `how`, duration, last metrics, advice, addresses `places`, and account of time."""
+        self.is_over = True
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
         text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"
         self.say(text if advice is None else f"{text}; {advice}")

@@ -92,17 +92,20 @@ class GangFutures(Futures[GangFuture]):
     """
 
     def __init__(
-        self, supervisor: Supervisor, world_size: int, note_unfinished: Callable[[], object] = lambda: None
+        self,
+        supervisor: Supervisor,
+        world_size: int,
+        note_end: Callable[[BaseException | None], object] = lambda _: None,
     ) -> None:
         """Run a gang in a thread.
 
         Args:
             supervisor: Runs the gang.
             world_size: Number of ranks.
-            note_unfinished: Called if the gang fails, before the futures are settled.
+            note_end: Called with the gang's error, or with None after a success, before the futures are settled.
         """
         self._supervisor = supervisor
-        self._note_unfinished = note_unfinished
+        self._note_end = note_end
         self._num_ranks = world_size
         end = functools.partial(_end, supervisor)
         self._futures = [GangFuture(supervisor.received, end) for _ in range(world_size)]
@@ -140,9 +143,8 @@ class GangFutures(Futures[GangFuture]):
 
     def _settle(self) -> None:
         try:
-            self._settle_ended(self._supervisor.run())
+            self._settle_ended(self._run())
         except BaseException as error:
-            self._note_unfinished()
             is_cancelled = isinstance(error, GangCancelledError)
             cause = CancelledError(str(error)) if is_cancelled else from_user(raisable(error, "the gang's driver"))
             for future in self._futures:
@@ -150,6 +152,15 @@ class GangFutures(Futures[GangFuture]):
                     future.set_exception(cause)
         finally:
             self._supervisor.received.drop_returned()
+
+    def _run(self) -> list[Any]:
+        try:
+            results = self._supervisor.run()
+        except BaseException as error:
+            self._note_end(error)
+            raise
+        self._note_end(None)
+        return results
 
     def _settle_ended(self, results: Sequence[Any]) -> None:
         self._num_ranks = min(len(results), len(self._futures))
@@ -179,15 +190,3 @@ def _end(supervisor: Supervisor) -> bool:
         return False
     supervisor.preempt("Ctrl-C", is_awaited=True)
     return True
-
-
-class SettledFutures(GangFutures):
-    """The only future of a gang whose one rank is this process. The future is settled from the beginning."""
-
-    def __init__(self, received: ReceivedResults, call: Callable[[], Any]) -> None:
-        future = GangFuture(received)
-        self._num_ranks, self._futures = 1, [future]
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(raisable(error, "the function"))

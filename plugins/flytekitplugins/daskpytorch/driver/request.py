@@ -76,7 +76,7 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    """Return the request for one gang that calls a function. `named` adds a key if the task has several gangs.
+    """Return the request for one gang that calls a function, without key, storage and training.
 
     Args:
         function: The function that each rank calls.
@@ -169,11 +169,6 @@ def _signature(called: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(called, follow_wrapped=False)
     except ValueError:  # the wrapper is written in C, as with `functools.lru_cache`
         return inspect.signature(called)
-
-
-def named(request: Request, key: str) -> Request:
-    """Return the request with a key, by which later attempts find the gang's checkpoints in storage."""
-    return replace(request, key=key, storage=storage_of(current_execution(), key, request.settings))
 
 
 def storage_of(

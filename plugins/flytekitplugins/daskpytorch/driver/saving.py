@@ -220,6 +220,8 @@ class Saving:
             told = f"the checkpoint of step {step} did not reach {storage.own} in time"
         elif storage.own == storage.previous:
             told = f"the checkpoint of step {step} is in {storage.own}, and the same call goes on from it"
+        elif storage.resume is not None:
+            told = f"the checkpoint of step {step} is kept, {storage.resume} go on from it"
         else:
             told = f"the next attempt goes on from the checkpoint of step {step}"
         for uncommitted in self.commits.values():

@@ -45,7 +45,7 @@ class CtrlC:
         try:
             yield
         finally:
-            if not self.was_pressed or _is_interactive():
+            if not self.was_pressed or is_interactive():
                 signal.signal(signal.SIGINT, usual)
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class CtrlC:
     def _press(self, *how: Any) -> None:
         if self._is_anothers is not None and self._is_anothers():
             return
-        if self.was_pressed and not _is_interactive():
+        if self.was_pressed and not is_interactive():
             _end_process()
         is_first, self.was_pressed = not self.was_pressed, True
         if is_first and self._end_gang is not None:
@@ -121,7 +121,7 @@ def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
         signal.default_int_handler(*pressed[0])
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
     """Return True if this process is a notebook's kernel or has Python's prompt, so that a user goes on with it."""
     return hasattr(sys, "ps1") or ("IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None)
 

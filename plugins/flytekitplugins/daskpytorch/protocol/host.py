@@ -31,6 +31,8 @@ class StoragePaths:
     """True if two gangs at the same time may get the same folder, which a gang therefore has to claim."""
     prepare: Callable[[], object] = lambda: None
     """Function that the driver calls before each write of a whole checkpoint or the manifest."""
+    resume: str | None = None
+    """What the user does to go on from these checkpoints, for messages. None: the host goes on by itself."""
     shards: str | None = None
     """Folder or fsspec URL to which this attempt's ranks write sharded checkpoints. None: to the folder `own`."""
     previous_shards: str | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -13,14 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
+from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.machine import MachineLog
+from flytekitplugins.daskpytorch.display.notebook import table_of
 from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.training import count, inputs_of
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.report import table
-from flytekitplugins.daskpytorch.report.pieces import shared
 from flytekitplugins.daskpytorch.sweep.model import STATUSES, ModelFuture, Status, status_of
 
 COUNT_INTERVAL = 5.0
@@ -29,10 +29,6 @@ MAX_LABEL = 48
 """Maximum number of characters of an experiment in its model's line on standard error."""
 MAX_ROWS = 100
 """Maximum number of models in the table that a notebook shows of a `dispatch.map`."""
-MAX_CELL = 60
-"""Maximum number of characters of a cell in the table that a notebook shows of a `dispatch.map`."""
-REFRESH = 0.5
-"""Seconds between two updates of the table that a notebook shows of a `dispatch.map`."""
 
 
 class SweepDisplay:
@@ -121,38 +117,10 @@ def as_html(models: Sequence[ModelFuture]) -> str:
     """
     chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
     rows = rows_of(sorted(chosen, key=lambda model: model.index))
-    header = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
-    # A notebook has its own style, and every update would send ours again.
-    bare = table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
-    return f"<p>{counted(models)}</p>{bare}{rest}"
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), MAX_CELL)
-
-
-def is_notebook() -> bool:
-    """Return True if this process is a notebook's kernel. Imports no module."""
-    ipython = sys.modules.get("IPython")
-    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+    return f"<p>{counted(models)}</p>{table_of(rows)}{rest}"
 
 
 def show_live(models: Sequence[ModelFuture]) -> None:
     """Show a table of the models in a notebook, and update the table in a thread until all models have ended."""
-    from IPython.display import HTML, display
-
-    shown = as_html(models)
-    handle = display(HTML(shown), display_id=True)
-
-    def follow(shown: str) -> None:
-        are_waiting = True
-        while are_waiting:
-            are_waiting = bool(wait(models, REFRESH).not_done)
-            if (now := as_html(models)) != shown:
-                handle.update(HTML(shown := now))
-
-    threading.Thread(target=follow, args=(shown,), name="daskpytorch-table", daemon=True).start()
+    notebook.show_live(functools.partial(as_html, models), lambda timeout: not wait(models, timeout).not_done)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from flytekitplugins.daskpytorch.display.logged import Log, Logged
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
@@ -24,7 +23,7 @@ MAX_SHOWN = 100
 """Maximum number of characters of an experiment in the `repr` of its `ModelFuture`."""
 
 
-class ModelFuture(GangFuture):
+class ModelFuture(Logged, GangFuture):
     """Future of one model of a `dispatch.map`. The result is rank 0's return value.
 
     For a model that was stopped early, `result` raises `StoppedEarlyError` and `exception` returns that error.
@@ -47,30 +46,6 @@ class ModelFuture(GangFuture):
         self._cancel = cancel
 
     @property
-    def records(self) -> list[LogRecord]:
-        """Log records of rank 0, with numbers and strings. A restart removes the records that will be logged again."""
-        return list(self._log.records)
-
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """Newest value of each metric in `records`, by name."""
-        return dict(self._log.newest)
-
-    @property
-    def step(self) -> int | None:
-        """Step of rank 0's last log record. None without records."""
-        records = self._log.records
-        return records[-1].step if records else None
-
-    @property
-    def goodput(self) -> Goodput | None:
-        """Account of the time of the model's gang, updated every two seconds during training.
-
-        None before the training, and for a model that an earlier call of `dispatch.map` has completed.
-        """
-        return self._log.goodput
-
-    @property
     def status(self) -> Status:
         """State of the model's training."""
         if not self.done():
@@ -85,44 +60,6 @@ class ModelFuture(GangFuture):
     def cancel(self) -> bool:
         """Cancel the model before or during its training. Return False if the training had already ended."""
         return self._cancel()
-
-
-class Log(Observer):
-    """Observer that collects the log records, newest metrics and goodput of one model."""
-
-    def __init__(self, before: Sequence[LogRecord] = ()) -> None:
-        self._before = before
-        """Log records from an earlier call of `dispatch.map`.
-
-        A gang that resumes from a checkpoint restores the records up to the checkpoint's step.
-        """
-        self.records: list[LogRecord] = []
-        self.newest: dict[str, Any] = {}
-        """Newest value of each metric, by name."""
-        self.goodput: Goodput | None = None
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Store the newest account of the gang's time."""
-        self.goodput = goodput
-
-    def logged(self, record: LogRecord) -> None:
-        """Store a log record of rank 0. Records of other ranks are ignored."""
-        if record.rank == 0:
-            self.records.append(bare := record.bare())
-            self.newest = {**self.newest, **bare.metrics}  # a new dictionary, since other threads read the old one
-
-    def resumed(self, step: int) -> None:
-        """Restore an earlier call's records up to `step`, the step of the checkpoint that the gang resumes from."""
-        self.cut(self._before, step)
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the records after `step`, the restart's checkpoint, which will be logged again. None: all records."""
-        self.cut(self.records, -math.inf if step is None else step)
-
-    def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
-        """Replace the stored records by the given ones, up to and including a step."""
-        self.records = [record for record in records if record.step <= step]
-        self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
 
 
 @dataclass(eq=False, kw_only=True)

@@ -18,6 +18,7 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch.checks import Problems, shown
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -27,7 +28,7 @@ from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODE, EarlyStopping, Gang, Search, Wandb
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, counted, is_notebook, rows_of, show_live
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, counted, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.sweep import Pool, Share, Sweep

@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
@@ -24,14 +23,12 @@ from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
-    from flytekitplugins.daskpytorch.display.machine import MachineLog
-    from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
-    from flytekitplugins.daskpytorch.task.results import TaskResults
+    from flytekitplugins.daskpytorch.task.shown import ShownTask
 
 
 CLUSTER_SETTINGS = {
@@ -54,35 +51,6 @@ INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 """Handler of Ctrl-C that ends the gang of the task in this context."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    """Objects that show a training or receive its output: display, Deck, observers and results."""
-
-    display: ProgressDisplay | MachineLog
-    recorder: Recorder
-    """Observer that records the training, and writes the page of the task's Deck."""
-    observers: list[Observer]
-    """Observers from the gang's settings, and the observer for Weights & Biases if the config has it."""
-    results: TaskResults
-
-    def places(self) -> dict[str, str]:
-        """Return paths and URLs of the training's results, checkpoints and tracker pages, by name such as `results`."""
-        run = local_runs.local_run.get()
-        places = {
-            "results": self.results.folder if self.results.has_files else None,
-            "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
-        }
-        left = {what: where for what, where in places.items() if where is not None}
-        for observer in self.observers:
-            with contextlib.suppress(Exception):  # any exception of a user's observer
-                left |= observer.places()
-        return left
-
-    def files(self) -> dict[str, str]:
-        """Return paths and URLs of the training's results, checkpoints, tracker pages and of each profile, by name."""
-        return self.places() | self.results.profiles()
 
 
 class InRanks:
@@ -200,20 +168,23 @@ class InRanks:
             return self._deliver(inputs, output)
 
     @contextlib.contextmanager
-    def _shown(self, inputs: dict[str, Any]) -> Iterator[_Shown]:
+    def _shown(self, inputs: dict[str, Any]) -> Iterator[ShownTask]:
         """During the block, show the training's progress. At the end, show where its files are."""
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
         from flytekitplugins.daskpytorch.task.results import TaskResults
+        from flytekitplugins.daskpytorch.task.shown import ShownTask
 
-        shown = _Shown(
+        shown = ShownTask(
             display=machine.progress(self.name, is_plain=self._is_debugging),
             recorder=Recorder(self.name, inputs),
             observers=self._observers(),
+            run=local_runs.local_run.get(),
             results=TaskResults(self.task_config.gang.grace_period, current_execution()),
         )
         how, pressed = "failed", ctrl_c.get(CtrlC())
+        shown.show_table()
         try:
             yield shown
             how = "done"
@@ -222,14 +193,11 @@ class InRanks:
             self._write_page_of_failed(inputs)
             raise
         finally:
-            run = local_runs.local_run.get()
-            advice = run.advice() if run is not None and how != "done" else None
             file = self._page_file() if self.enable_deck else None
-            places = ({"Deck": file} if file is not None else {}) | shown.places()
-            shown.display.conclude(how, places, advice)
+            shown.conclude(how, {"Deck": file} if file is not None else {})
 
     @contextlib.contextmanager
-    def _received(self, shown: _Shown) -> Iterator[ReceivedResults]:
+    def _received(self, shown: ShownTask) -> Iterator[ReceivedResults]:
         """During the block, receive the files that ranks submit, and keep the task's Deck up to date if it has one."""
         with contextlib.ExitStack() as stack:
             if self.enable_deck:

@@ -37,12 +37,15 @@ RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 
 `1` or `last`: the task's newest run. Else the folder of a run.
 """
+HOW_TO_GO_ON = f"{RESUME_VARIABLE}=1 and the same command"
 RECORD = "daskpytorch.json"
 OURS = re.compile(
     r"daskpytorch\.json|(.+/)?(unfinished-)?(manifest\.json|step--?\d+-\w+\.pt)(\.[0-9a-f]{32})?"
     r"|(.+/)?step--?\d+/\d+-\d+-\w+/[^/]+"
 )
 """Pattern of the files that this package writes in a local run's folder: record, manifests, checkpoints, shards."""
+MAX_NAME = 200
+"""Maximum number of characters of the name of a folder with local runs. Longer names lose their beginning."""
 MAX_AGE = 14 * 86_400.0
 """Age, in seconds since the last write, from which a local run's folder is removed: two weeks."""
 MAX_BYTES = 10 << 30
@@ -70,7 +73,7 @@ class LocalRun:
             self.make_folder()  # with its record, before ranks write shards to it
             make_private(self.folder / key)
         files, own = Files(LocalFileSystem()), str(self.folder / key)
-        return StoragePaths(files=files, previous=previous, own=own, prepare=self.make_room)
+        return StoragePaths(files=files, previous=previous, own=own, prepare=self.make_room, resume=HOW_TO_GO_ON)
 
     def newest_step(self) -> int | None:
         """Return the training step of the newest checkpoint in this run's folder. None: there is no checkpoint."""
@@ -83,7 +86,7 @@ class LocalRun:
         """Return a text for the user: the step of the kept checkpoint, and how to go on from it in another run."""
         if (step := self.newest_step()) is None:
             return "no checkpoint was kept"
-        return f"the checkpoint of step {step} is kept, {RESUME_VARIABLE}=1 and the same command go on from it"
+        return f"the checkpoint of step {step} is kept, {HOW_TO_GO_ON} go on from it"
 
     def differences(self) -> list[str]:
         """Return names of what differs from the earlier run to go on from: inputs, the task, the function's source."""
@@ -142,7 +145,7 @@ def begun(
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
         PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
     """
-    run = _begin(task, inputs, function, attempt_before)
+    run = begin(task, inputs, source_of(function), attempt_before)
     token = local_run.set(run)
     try:
         yield
@@ -194,9 +197,22 @@ def _folders_named_by(run: Path, root: Path) -> set[Path]:
     return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}
 
 
-def _begin(
-    task: str, inputs: Mapping[str, bytes], function: Callable[..., Any], attempt_before: Path | None
-) -> LocalRun | None:
+def begin(task: str, inputs: Mapping[str, bytes], source: str, attempt_before: Path | None = None) -> LocalRun | None:
+    """Return a new local run, which the caller closes at its end. Log if an earlier run goes on.
+
+    Args:
+        task: Name of the task, or of the run.
+        inputs: Bytes that identify each input's value, by name.
+        source: Source code of the function or script.
+        attempt_before: Folder of the task's previous attempt. None: this is the run's first attempt.
+
+    Returns:
+        None if checkpoints are not kept, because the user has turned this off, or because the disk refuses the folder.
+
+    Raises:
+        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
+        PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
+    """
     if (root := _root()) is None:
         return None
     try:
@@ -208,7 +224,7 @@ def _begin(
         return None
     digests = {name: _digest(identity) for name, identity in inputs.items()}
     attempt_before = attempt_before if attempt_before is not None and (attempt_before / RECORD).exists() else None
-    run = LocalRun(root, task, digests, _digest(source_of(function).encode()), attempt_before)
+    run = LocalRun(root, task, digests, _digest(source.encode()), attempt_before)
     if attempt_before is not None:
         _say(task, "going on from the attempt before")
     elif run.previous is not None:

@@ -1,0 +1,275 @@
+"""A gang whose caller holds futures, as of `dispatch.run`: shown, kept and resumed as those of tasks. In the driver.
+
+start(call, request, launcher, num_ranks)  ->  RunFutures    with any launcher: Dask's workers, or this node
+start_here(call, function)                 ->  RunFutures    in debug mode
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.display import machine
+from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.logged import Log, Logged
+from flytekitplugins.daskpytorch.driver import manifest
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.request import key_of, storage_of
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.process.signals import is_interactive
+from flytekitplugins.daskpytorch.protocol.failure import raisable
+from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.settings import is_debugging
+from flytekitplugins.daskpytorch.task import local_runs
+from flytekitplugins.daskpytorch.task.shown import Shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flytekitplugins.daskpytorch.driver.request import Request
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+    from flytekitplugins.daskpytorch.records import SavedCheckpoint
+    from flytekitplugins.daskpytorch.settings import Gang
+
+GANG = "gang"
+"""Name of the folder with the checkpoints in a local run's folder."""
+OUTCOMES: Mapping[type[BaseException], str] = {
+    PreemptedError: "interrupted",
+    KeyboardInterrupt: "interrupted",
+    GangCancelledError: "cancelled",
+    CancelledError: "cancelled",
+    StoppedEarlyError: "stopped early",
+}
+"""Outcomes of a gang for the user, by the error that ended it. Other errors: failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Name, settings and checkpoint folder of one gang whose caller holds futures."""
+
+    training: Training
+    """Name and inputs of the training, for displays and observers."""
+    key: str
+    """Key of the gang, unique in the task or process."""
+    settings: Gang
+    place: str
+    """Name of the folder with the local runs among which `DASKPYTORCH_RESUME` finds the earlier one."""
+    source: str = ""
+    """Source code of the function or script. A run that goes on from an earlier one says if the source has changed."""
+    note_failed: Callable[[], object] = lambda: None
+    """Called if the gang fails, before its futures are settled."""
+
+
+def start(call: Call, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
+    """Run a gang in a thread, show its training, keep its checkpoints, and return its futures.
+
+    Args:
+        call: Name, settings and checkpoint folder of the gang.
+        request: Request for the gang. Its key, training and storage are replaced by those of the call.
+        launcher: Starts the gang's agents.
+        num_ranks: Number of ranks.
+
+    Raises:
+        GangStartError: The operating system is not Linux.
+        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
+        PermissionError: Another user owns the folder of the earlier run, or can write to it.
+    """
+    run = _Run(call, [*request.observers])
+    try:
+        asked = replace(request, key=call.key, training=call.training, storage=run.storage)
+        return RunFutures(run, Supervisor(asked, launcher, run.observers), num_ranks)
+    except BaseException as error:
+        run.conclude(error)
+        raise
+
+
+def start_here(call: Call, function: Callable[[], Any]) -> RunFutures:
+    """Call a function in this process as a gang's only rank, and return its settled future.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed.
+        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
+        PermissionError: Another user owns the folder of the earlier run, or can write to it.
+    """
+    return _SettledFutures(_Run(call, [make() for make in call.settings.observers]), function)
+
+
+def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
+    """Return the name of the folder with a call's local runs: module, function, and the number of the call from 2 on.
+
+    All calls of a function in a notebook or at a prompt share one folder, since their numbers differ from day to day.
+
+    Args:
+        function: The function that the gang calls.
+        key: Key of the gang: the function's name and the call's number.
+        asked: Key that the user has set, which then stands for the function and the number. None: no such key.
+    """
+    called = getattr(function, "_task_function", function)
+    while isinstance(called, functools.partial):
+        called = called.func
+    name = asked if asked is not None else key_of(called) if is_interactive() else key.removesuffix("-1")
+    return re.sub(r"[^\w.-]+", "-", f"{_module(called)}.{name}", flags=re.ASCII)[-local_runs.MAX_NAME :].lstrip("-.")
+
+
+def _module(function: Callable[..., Any]) -> str:
+    """Return the name of a function's module. A script has its file's name, and a notebook is `interactive`."""
+    name = getattr(function, "__module__", None) or "builtins"
+    if name != "__main__":
+        return str(name)
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:  # python -m
+        return str(spec.name).removesuffix(".__main__")
+    file = getattr(main, "__file__", None)
+    return Path(file).stem if file and not is_interactive() else "interactive"
+
+
+class RunFutures(Logged, GangFutures):
+    """Futures of a running gang, one per rank, with what its rank 0 logs and the checkpoints that the gang keeps.
+
+    All attributes are up to date while the gang trains, and stay after its end.
+    """
+
+    def __init__(self, run: _Run, supervisor: Supervisor, num_ranks: int) -> None:
+        """Run the gang in a thread."""
+        self._about = run
+        self._log = run.log
+        super().__init__(supervisor, num_ranks, run.conclude)
+
+    @property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Checkpoints that the gang keeps, sorted by step: step, metrics, size and place of each."""
+        return list(self._about.recorder.story.checkpoints)
+
+    @property
+    def newest_checkpoint(self) -> SavedCheckpoint | None:
+        """The checkpoint of the highest step. None: the gang has kept no checkpoint."""
+        return next(reversed(self.checkpoints), None)
+
+    @property
+    def best_checkpoint(self) -> SavedCheckpoint | None:
+        """The best checkpoint by `Gang(keep=Keep(metric=...))`. None without a metric, or without such a checkpoint."""
+        return manifest.find(self.checkpoints, self._about.keep, None)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the training's page to an HTML file: state, metrics, speed, events, ranks and checkpoints.
+
+        A Flyte task has the same page as its Deck. During the training the page shows the present state.
+
+        Args:
+            path: Path of the file, which is replaced if it exists.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        file = Path(path)
+        file.write_text(self._about.recorder.document(self._about.places()), encoding="utf-8", errors="replace")
+        return file
+
+
+class _SettledFutures(RunFutures):
+    """The only future of a gang whose one rank is this process. The future is settled from the beginning."""
+
+    def __init__(self, run: _Run, function: Callable[[], Any]) -> None:
+        received = ReceivedResults()
+        future = GangFuture(received)
+        self._about, self._log = run, run.log
+        self._num_ranks, self._futures = 1, [future]
+        try:
+            future.set_result(run.train_here(function, received))
+        except Exception as error:
+            future.set_exception(raisable(error, "the function"))
+
+
+class _Run:
+    """Display, records and storage of one gang whose caller holds futures.
+
+    In a task, which has a display and storage of its own, the gang's metrics are not shown, and the task's host keeps
+    its checkpoints.
+    """
+
+    def __init__(self, call: Call, observers: list[Observer]) -> None:
+        self._call = call
+        self._observers = observers
+        """Observers of the user."""
+        self.keep = call.settings.keep
+        self.log = Log()
+        self.recorder = Recorder(call.training.name, call.training.inputs)
+        execution = current_execution()
+        is_alone = execution.task is None
+        self._local = self._begin_local() if is_alone and call.settings.checkpoint_uri is None else None
+        paths = self._local.paths(GANG) if self._local is not None else None
+        self.storage = storage_of(execution, call.key, call.settings, paths)
+        """Folders in storage for the gang's checkpoints. None: no storage."""
+        self._shown = self._show() if is_alone else None
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """Observers of the gang, without those of the user."""
+        display = self._shown.display if self._shown is not None else machine.echo()
+        return [display, self.recorder, self.log]
+
+    def places(self) -> dict[str, str]:
+        """Return paths and URLs of the training's checkpoints and tracker pages, by name."""
+        return self._shown.places() if self._shown is not None else {}
+
+    def train_here(self, function: Callable[[], Any], received: ReceivedResults) -> Any:
+        """Call the function in this process, and return its return value."""
+        from flytekitplugins.daskpytorch.driver.in_process import run_here
+
+        call, error = self._call, None
+        try:
+            return run_here(
+                function,
+                call.training.name,
+                call.settings,
+                received,
+                observers=[*self.observers, *self._observers],
+                training=call.training,
+                storage=self.storage,
+            )
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.conclude(error)
+
+    def conclude(self, error: BaseException | None) -> None:
+        """Show how the gang has ended, and close its local run."""
+        if error is not None:
+            self._call.note_failed()
+        if self._shown is not None:
+            how = "done" if error is None else "failed"
+            self._shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
+        if self._local is not None:
+            self._local.close()
+
+    def _begin_local(self) -> local_runs.LocalRun | None:
+        call = self._call
+        inputs = {name: re.sub(r" at 0x\w+", "", repr(each)).encode() for name, each in call.training.inputs.items()}
+        return local_runs.begin(call.place, inputs, call.source)
+
+    def _show(self) -> Shown:
+        call = self._call
+        display = machine.progress_of_run(
+            call.training.name,
+            call.key,
+            is_plain=is_debugging(call.settings) or is_interactive(),
+            unsaid=(PreemptedError,) if self._local is not None else (),  # the outcome says the same
+        )
+        shown = Shown(display=display, recorder=self.recorder, observers=self._observers, run=self._local)
+        shown.show_table()
+        return shown

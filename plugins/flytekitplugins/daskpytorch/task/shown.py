@@ -1,0 +1,91 @@
+"""Display, page and file places of one gang, of a task or of `dispatch.run`. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.display import notebook
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.display.machine import MachineLog
+    from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+    from flytekitplugins.daskpytorch.protocol.observer import Observer
+    from flytekitplugins.daskpytorch.task.local_runs import LocalRun
+    from flytekitplugins.daskpytorch.task.results import TaskResults
+
+TABLE_TIMEOUT = 5.0
+"""Timeout, in seconds, for the last update of a notebook's table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Objects that show a training: display, recorder of its page, and observers."""
+
+    display: ProgressDisplay | MachineLog
+    recorder: Recorder
+    """Observer that records the training, and writes the page of its Deck."""
+    observers: list[Observer]
+    """Observers from the gang's settings, and the observer for Weights & Biases if the config has it."""
+    run: LocalRun | None
+    """Folder of the user with the training's checkpoints. None: no such folder."""
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _tables: list[threading.Thread] = field(default_factory=list)
+
+    def show_table(self) -> None:
+        """In a notebook, show a table with state, step and metrics in the cell that runs now, until `conclude`."""
+        if notebook.is_notebook():
+            self._tables.append(notebook.show_live(functools.partial(_table_of, self.recorder), self._is_over.wait))
+
+    def places(self) -> dict[str, str]:
+        """Return paths and URLs of the training's checkpoints and tracker pages, by name such as `checkpoints`."""
+        has_checkpoint = self.run is not None and self.run.newest_step() is not None
+        left = {"checkpoints": str(self.run.folder)} if self.run is not None and has_checkpoint else {}
+        for observer in self.observers:
+            with contextlib.suppress(Exception):  # any exception of a user's observer
+                left |= observer.places()
+        return left
+
+    def conclude(self, how: str, places: Mapping[str, str] | None = None) -> None:
+        """Show how the training has ended, where its files are, and how the user goes on from its checkpoint.
+
+        Args:
+            how: Outcome: `done`, or another word.
+            places: Paths and URLs in addition to those of `places`, by name.
+        """
+        advice = self.run.advice() if self.run is not None and how != "done" else None
+        self._is_over.set()
+        self.display.conclude(how, {**(places or {}), **self.places()}, advice)
+        for table in self._tables:
+            table.join(TABLE_TIMEOUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownTask(Shown):
+    """The same for a task, which also stores the files that its ranks submit."""
+
+    results: TaskResults
+
+    def places(self) -> dict[str, str]:
+        """Return paths and URLs of the training's results, checkpoints and tracker pages, by name such as `results`."""
+        return ({"results": self.results.folder} if self.results.has_files else {}) | super().places()
+
+    def files(self) -> dict[str, str]:
+        """Return paths and URLs of the training's results, checkpoints, tracker pages and of each profile, by name."""
+        return self.places() | self.results.profiles()
+
+
+def _table_of(recorder: Recorder) -> str:
+    """Return an HTML table of one gang: name, state, step and the newest value of each metric."""
+    with recorder.lock:
+        story = recorder.story
+        row: dict[str, Any] = {"training": story.name.rpartition(".")[2], "status": story.state.word}
+        if (record := story.record) is not None:
+            row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
+        newest = dict(story.metrics.newest)
+    return notebook.table_of([row | {f"metric.{name}" if name in row else name: newest[name] for name in newest}])
