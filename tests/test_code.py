@@ -22,6 +22,7 @@ import pytest
 from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
+from flytekitplugins.daskpytorch.protocol import project as project_module
 from processes import run_program
 
 PROJECT = {
@@ -78,7 +79,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in PROJECT.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(textwrap.dedent(text))
-    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (code_module.MAX_RESOURCE_BYTES + 1))
+    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (project_module.MAX_RESOURCE_BYTES + 1))
     before = set(sys.modules)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(root)
@@ -110,7 +111,7 @@ def unpacked_elsewhere(code: code_module.Code, folder: Path) -> Path:
 def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
     """Also modules that nobody has imported yet, neighbours of modules, small resources, and code of any size."""
     assert "ship_project.later" not in sys.modules
-    (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_RESOURCE_BYTES + 1))
+    (project / "ship_project/tables.py").write_text("#" * (project_module.MAX_RESOURCE_BYTES + 1))
     names = names_in(code_module.pack_code())
     stay = {"ship_project/__pycache__/junk.cpython-311.pyc", "ship_project/.hidden/secret.py", ".env"}
     stay |= {"unrelated_package/__init__.py"}
@@ -122,8 +123,8 @@ def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
 
 def test_small_files_beside_a_module_travel_up_to_a_limit_for_all(project: Path) -> None:
     for index in range(4):
-        (project / f"{index}.bin").write_bytes(b"x" * (code_module.MAX_RESOURCE_BYTES - index))
-    (project / "5.bin").write_bytes(b"x" * (code_module.MAX_RESOURCE_BYTES + 1))
+        (project / f"{index}.bin").write_bytes(b"x" * (project_module.MAX_RESOURCE_BYTES - index))
+    (project / "5.bin").write_bytes(b"x" * (project_module.MAX_RESOURCE_BYTES + 1))
     code = code_module.pack_code()
     assert {"notes.txt", "1.bin", "2.bin", "3.bin"} <= names_in(code)
     assert {"0.bin", "5.bin"}.isdisjoint(names_in(code))  # the smallest first; the two kilobytes are of notes and these
@@ -168,8 +169,8 @@ def test_copies_serve_where_one_folder_would_hide_a_file_of_another(project: Pat
         folder.mkdir()
         (folder / "same.py").touch()
     files = {"same.py": other / "same.py"}
-    assert code_module._Project(files=files, roots={one, other}).folders() == ()
-    assert code_module._Project(files={"same.py": one / "same.py"}, roots={one, other}).folders() == [
+    assert project_module.Project(files=files, roots={one, other}).folders() == ()
+    assert project_module.Project(files={"same.py": one / "same.py"}, roots={one, other}).folders() == [
         str(one),
         str(other),
     ]

@@ -30,6 +30,7 @@ _NAMES_IN = {
     ),
     "media": ("Histogram", "Picture"),
     "protocol.host": ("url_to_fs",),
+    "protocol.script": ("run_module", "run_script"),
     "protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
     "rank.checkpoint_files": ("export_safetensors",),
     "records": ("Goodput", "LogRecord", "RankUsage", "SavedCheckpoint"),

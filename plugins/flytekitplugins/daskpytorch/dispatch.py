@@ -30,6 +30,7 @@ from flytekitplugins.daskpytorch.driver.request import (
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task import run as task_run
@@ -99,6 +100,7 @@ def run(
         [15.0, 15.0]
     """
     Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN).raise_any()
+    pytorch_function, args = as_script(pytorch_function, args)
     check_function(pytorch_function)
     check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
     settings = gang or Gang()

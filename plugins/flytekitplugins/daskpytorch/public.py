@@ -24,6 +24,8 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer as Observer
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankObserver
 from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
 from flytekitplugins.daskpytorch.protocol.observer import Training as Training
+from flytekitplugins.daskpytorch.protocol.script import run_module as run_module
+from flytekitplugins.daskpytorch.protocol.script import run_script as run_script
 from flytekitplugins.daskpytorch.rank.checkpoint_files import export_safetensors as export_safetensors
 from flytekitplugins.daskpytorch.records import Goodput as Goodput
 from flytekitplugins.daskpytorch.records import LogRecord as LogRecord

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.failure import RankExit
+from flytekitplugins.daskpytorch.protocol.failure import RankExit, without_ours
 
-OURS = "flytekitplugins/daskpytorch/"
-"""Part of the path of this package's source files, by which tracebacks tell its frames from the user's."""
 REPEATED = "the same error came at the same step twice"
 """Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
 
@@ -143,10 +141,7 @@ def from_user(error: Exception) -> Exception:
     Errors of the driver itself keep all frames.
     """
     if isinstance(error, GangError) or isinstance(error.__cause__, GangError):
-        trace = error.__traceback__
-        while trace is not None and OURS in trace.tb_frame.f_code.co_filename:
-            trace = trace.tb_next
-        error.__traceback__ = trace
+        error.__traceback__ = without_ours(error.__traceback__)
     return error
 
 

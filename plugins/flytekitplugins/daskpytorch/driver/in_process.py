@@ -33,10 +33,11 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
-from flytekitplugins.daskpytorch.rank.session import Session, completed, ending_as_program, failure_of
+from flytekitplugins.daskpytorch.rank.session import Session, completed, failure_of
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 DEVICES = "CUDA_VISIBLE_DEVICES"

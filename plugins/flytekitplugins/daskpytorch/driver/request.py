@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
+from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_NAME = 100
@@ -59,6 +60,8 @@ class Request:
     for checkpoints."""
     code: Code | None = None
     """The project's packed sources. None: the supervisor packs the sources."""
+    script: Script | None = None
+    """The program that ranks run as their `__main__`. None: ranks call a function."""
     key: str = ""
     """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     keep: object = field(default=None, repr=False, compare=False)
@@ -102,6 +105,7 @@ def request_for(
         settings=settings,
         pass_local_rank=pass_local_rank,
         code=code,
+        script=function if isinstance(function, Script) else None,
         keep=(function, args, kwargs),
         observers=[make() for make in settings.observers],
     )

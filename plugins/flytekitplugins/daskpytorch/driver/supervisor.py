@@ -229,7 +229,7 @@ class Supervisor:
 
     def _see_through(self, state: GangState, committer: Committer) -> list[Any]:
         state.agents.launch(self._launcher.workers)
-        code = self._request.code or pack_code()  # while the agents start
+        code = self._request.code or pack_code(self._request.script)  # while the agents start
         saving = state.saving
         committer.vault.restore()
         committer.begin()

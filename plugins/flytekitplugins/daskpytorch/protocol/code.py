@@ -5,38 +5,26 @@ never import a user's module, since their copies may be old or missing.
 """
 
 import contextlib
-import fnmatch
-import functools
 import hashlib
 import io
 import os
-import site
 import sys
-import sysconfig
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 from flytekitplugins.daskpytorch.process.system import running_kernel
 from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.project import Project, is_code
+from flytekitplugins.daskpytorch.protocol.script import Script
 
-MAX_RESOURCE_BYTES = 1 << 20
-"""Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
-in storage."""
-MAX_BESIDE_BYTES = 4 << 20
-"""Maximum total size, in bytes, of the data files that the driver sends from the folder of a script, or of another
-module outside a package."""
 MAX_LEFT = 1000
 """Maximum number of files listed in `Code.left`: files that are too large to send to ranks."""
-CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
-INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +128,15 @@ def pack_call(
     return b""
 
 
-def pack_code() -> Code:
+def pack_code(script: Script | None = None) -> Code:
     """Archive the project: the script, and the loaded modules that are not installed.
 
     For each module, the archive has the whole package, since later imports may need more. A module without a package
-    comes with its neighbour files.
+    comes with its neighbour files. A script that ranks run comes with its whole folder.
     """
-    project = _Project.loaded()
+    project = Project.loaded()
+    if script is not None:
+        project.add_script(script)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, path in sorted(project.files.items()):
@@ -160,11 +150,13 @@ def pack_code() -> Code:
         originals={
             name: (str(path), _identity(path))
             for name, path in project.files.items()
-            if _is_code(path) or name == project.script
+            if is_code(path) or name == project.script
         },
         machine=running_kernel(),
         left=dict(sorted(project.left.items())[:MAX_LEFT]),
-        program=program.taken(is_users=project.script is not None or not hasattr(sys.modules["__main__"], "__file__")),
+        program=program.of_script(script.args, script.given if script.is_module else None)
+        if script is not None
+        else program.taken(is_users=project.script is not None or not hasattr(sys.modules["__main__"], "__file__")),
     )
 
 
@@ -189,146 +181,6 @@ def _by_name(function: Callable[..., Any]) -> _ByName | None:
         return reference if module in sys.modules and reference.find() is function else None
     except AttributeError:
         return None
-
-
-@dataclass
-class _Project:
-    """The project's files on the driver's machine."""
-
-    files: dict[str, Path] = field(default_factory=dict)
-    """Name in the archive -> path of the file."""
-    roots: set[Path] = field(default_factory=set)
-    """Folders from which this process imports the project's modules."""
-    left: dict[str, int] = field(default_factory=dict)
-    script: str | None = None
-
-    @classmethod
-    def loaded(cls) -> Self:
-        """Return the project's files: for each imported module that is not installed, its package or folder."""
-        project = cls()
-        companions: set[tuple[Path, str | None]] = set()
-        for module in _modules_not_installed():
-            if place := _place_in_project(module):
-                root, relative = place
-                project.files[str(relative)] = root / relative
-                if module is sys.modules["__main__"]:
-                    project.script = str(relative)
-                companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
-        for root, package in sorted(companions, key=str):
-            project.roots.add(root)
-            project._add(root, _files_beside(root) if package is None else _package_files(root / package))
-        return project
-
-    def _add(self, root: Path, paths: Iterable[Path]) -> None:
-        total = 0
-        for path in paths:
-            name, size = str(path.relative_to(root)), _size_of(path)
-            total += size if path.parent == root and not _is_code(path) else 0
-            if _is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
-                self.files.setdefault(name, path)
-            else:
-                self.left[name] = size
-
-    def folders(self) -> Sequence[str]:
-        """Return the project's source folders in `sys.path` order. Return none if a module in one hides another's.
-
-        Data files do not count, since code finds data files beside its modules.
-        """
-        order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
-        roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
-        if len(roots) > 1:
-            for name, path in self.files.items():
-                if _is_code(path) and path != next((root / name for root in roots if (root / name).exists()), None):
-                    return ()
-        return [str(root) for root in roots]
-
-
-_installed_modules: dict[str, ModuleType] = {}
-"""Cache of modules that are known to be installed, by name. Repeated checks of thousands of modules would dominate
-packing time."""
-
-
-def _modules_not_installed() -> Iterator[ModuleType]:
-    installed = _installation_folders()
-    for name, module in list(sys.modules.items()):
-        if _installed_modules.get(name) is module:
-            continue
-        if _is_installed(_attributes(module).get("__file__"), installed):
-            _installed_modules[name] = module
-        else:
-            yield module
-
-
-def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
-    """Return True if a module's file belongs to an installation.
-
-    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Folder names such as
-    `site-packages` identify them.
-    """
-    if not isinstance(file, str):
-        return False
-    absolute = file if file.startswith(installed) else os.path.abspath(file)
-    return absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS)
-
-
-def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
-    """Return a module's import folder, and its path below that folder. None means the module is not sent."""
-    attributes = _attributes(module)
-    name, file = _imported_as(attributes), attributes.get("__file__")
-    if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
-        return None  # built-in modules, this package and its siblings
-    path = Path(os.path.abspath(file))
-    parts = name.split(".")
-    relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
-    root = Path(str(path).removesuffix(str(relative)))
-    return (root, relative) if root / relative == path and path.is_file() else None
-
-
-def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return a module's name. For the script, return the name under which other modules import the script."""
-    name, file = attributes.get("__name__"), attributes.get("__file__")
-    if name in ("__main__", "__mp_main__") and isinstance(file, str):
-        return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
-    return name
-
-
-def _attributes(module: ModuleType) -> dict[str, Any]:
-    """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
-    try:
-        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    except AttributeError:  # sys.modules may hold objects of any kind
-        return {}
-    return attributes
-
-
-@functools.cache
-def _installation_folders() -> tuple[str, ...]:
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
-    folders.update(site.getsitepackages(), [site.getusersitepackages()])
-    return tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
-
-
-def _package_files(package: Path) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(package):
-        subfolders[:] = sorted(s for s in subfolders if s not in SKIPPED_FOLDERS and not s.startswith("."))
-        yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
-
-
-def _files_beside(root: Path) -> list[Path]:
-    """Return a folder's visible files: modules first, then other files, sorted by size."""
-    found = [path for path in root.glob("[!.]*") if path.is_file()]
-    return sorted(found, key=lambda path: (not _is_code(path), _size_of(path), path))
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # the file has just been removed
-        return 0
-
-
-def _is_code(path: Path) -> bool:
-    return any(fnmatch.fnmatch(path.name, pattern) for pattern in CODE_PATTERNS)
 
 
 def _identity(path: Path) -> Sequence[int]:

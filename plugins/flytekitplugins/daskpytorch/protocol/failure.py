@@ -15,6 +15,7 @@ from bdb import BdbQuit
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import cloudpickle
 from tblib import pickling_support
@@ -69,6 +70,8 @@ of 2.15).
 
 CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first.
 """
+OURS = "flytekitplugins/daskpytorch/"
+"""Part of the path of this package's source files, by which tracebacks tell its frames from the user's."""
 MAX_COLLECTIVES = 32
 """Maximum number of collectives in a rank's report, which holds the newest. Ranks block within a few collectives after
 a mismatch."""
@@ -154,9 +157,8 @@ class Failure:
         """
         name = type(error).__name__
         text = _shortened(_text_of(error))
-        # The first frame is the rank's own call of the function.
-        trace = error.__traceback__.tb_next if error.__traceback__ else None
-        shown = "".join(traceback.format_exception(type(error), error, trace))
+        first = error.__traceback__
+        shown = "".join(traceback.format_exception(type(error), error, without_ours(first) or first))
         gpu_fault = next(filter(None, map(_gpu_fault_of, _with_causes(error))), "")
         return cls(
             type_name=name,
@@ -353,6 +355,13 @@ def _shortened(text: str) -> str:
         return text
     half = MAX_TEXT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
+def without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without this package's outermost frames. None if it has no other frames."""
+    while trace is not None and OURS in trace.tb_frame.f_code.co_filename:
+        trace = trace.tb_next
+    return trace
 
 
 def _place_of(error: BaseException) -> str:

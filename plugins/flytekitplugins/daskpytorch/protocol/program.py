@@ -107,6 +107,11 @@ def taken(*, is_users: bool) -> Program:
     )
 
 
+def of_script(arguments: Sequence[str], module: str | None) -> Program:
+    """Return the state for ranks that run a script or module, with this process's logging and settings of torch."""
+    return Program(arguments=arguments, module=module, loggers=dict(_loggers()), torch=_torch_settings())
+
+
 def _places() -> set[str]:
     """Return the names of the files that define the functions and methods of `__main__`."""
     functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]

@@ -24,10 +24,11 @@ from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process.system import optional, show_as
-from flytekitplugins.daskpytorch.protocol import orders, program, reports
+from flytekitplugins.daskpytorch.protocol import orders, program, reports, script
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
+from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import (
     debugger,
     flight_recorder,
@@ -38,7 +39,7 @@ from flytekitplugins.daskpytorch.rank import (
 )
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
-from flytekitplugins.daskpytorch.rank.session import Session, completed, ending_as_program, failure_of
+from flytekitplugins.daskpytorch.rank.session import Session, completed, failure_of
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +187,7 @@ def _settle_in(order: RankOrder) -> None:
     sys.path[:] = order.path
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
+    script.enter(order.sources.script, order.sources.originals)
     standstill.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)

@@ -152,20 +152,6 @@ def completed(returned: Any) -> Any:
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
-@contextlib.contextmanager
-def ending_as_program() -> Iterator[None]:
-    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`. Exit code 0 counts as a normal end.
-
-    Raises:
-        SystemExit: The exit code is not 0.
-    """
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-
-
 def failure_of(error: BaseException, link: GangLink, *, is_final: bool) -> Failure:
     """Return the report of an exception that ended the rank.
 

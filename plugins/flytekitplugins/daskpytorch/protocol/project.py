@@ -1,0 +1,228 @@
+"""Files of the user's project on the driver's machine, which travel to the ranks. Runs in the driver."""
+
+import fnmatch
+import functools
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from pathspec import GitIgnoreSpec
+
+from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.script import Script
+
+MAX_RESOURCE_BYTES = 1 << 20
+"""Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
+in storage."""
+MAX_BESIDE_BYTES = 4 << 20
+"""Maximum total size, in bytes, of the data files that the driver sends from the folder of a script, or of another
+module outside a package."""
+MAX_FILES = 10_000
+"""Maximum number of files below a script's folder that the driver looks at."""
+CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
+INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
+IGNORE_FILES = (".gitignore", ".dockerignore")
+
+
+@dataclass
+class Project:
+    """The project's files on the driver's machine."""
+
+    files: dict[str, Path] = field(default_factory=dict)
+    """Name in the archive -> path of the file."""
+    roots: set[Path] = field(default_factory=set)
+    """Folders from which this process imports the project's modules."""
+    left: dict[str, int] = field(default_factory=dict)
+    script: str | None = None
+
+    @classmethod
+    def loaded(cls) -> Self:
+        """Return the project's files: for each imported module that is not installed, its package or folder."""
+        project = cls()
+        companions: set[tuple[Path, str | None]] = set()
+        for module in _modules_not_installed():
+            if place := _place_in_project(module):
+                root, relative = place
+                project.files[str(relative)] = root / relative
+                if module is sys.modules["__main__"]:
+                    project.script = str(relative)
+                companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
+        for root, package in sorted(companions, key=str):
+            project.roots.add(root)
+            project._add(root, _files_beside(root) if package is None else _package_files(root / package))
+        return project
+
+    def add_script(self, script: Script) -> None:
+        """Add the folder from which a script or module of the user imports. Installed modules are not sent."""
+        if script.file is None or script.folder is None or _is_installed(script.file, _installation_folders()):
+            return
+        root = Path(script.folder)
+        self.script = str(Path(script.file).relative_to(root))
+        self.files[self.script] = Path(script.file)
+        self.roots.add(root)
+        self._add(root, _files_below(root), is_limited=True)
+
+    def _add(self, root: Path, paths: Iterable[Path], *, is_limited: bool = False) -> None:
+        """Add files of a folder. `is_limited`: the limit of data beside a script also counts files in subfolders."""
+        total = 0
+        for path in paths:
+            name, size = str(path.relative_to(root)), _size_of(path)
+            total += size if (is_limited or path.parent == root) and not is_code(path) else 0
+            if is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
+                self.files.setdefault(name, path)
+            else:
+                self.left[name] = size
+
+    def folders(self) -> Sequence[str]:
+        """Return the project's source folders in `sys.path` order. Return none if a module in one hides another's.
+
+        Data files do not count, since code finds data files beside its modules.
+        """
+        order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
+        roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
+        if len(roots) > 1:
+            for name, path in self.files.items():
+                if is_code(path) and path != next((root / name for root in roots if (root / name).exists()), None):
+                    return ()
+        return [str(root) for root in roots]
+
+
+_installed_modules: dict[str, ModuleType] = {}
+"""Cache of modules that are known to be installed, by name. Repeated checks of thousands of modules would dominate
+packing time."""
+
+
+def _modules_not_installed() -> Iterator[ModuleType]:
+    installed = _installation_folders()
+    for name, module in list(sys.modules.items()):
+        if _installed_modules.get(name) is module:
+            continue
+        if _is_installed(_attributes(module).get("__file__"), installed):
+            _installed_modules[name] = module
+        else:
+            yield module
+
+
+def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
+    """Return True if a module's file belongs to an installation.
+
+    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Folder names such as
+    `site-packages` identify them.
+    """
+    if not isinstance(file, str):
+        return False
+    absolute = file if file.startswith(installed) else os.path.abspath(file)
+    return absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS)
+
+
+def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
+    """Return a module's import folder, and its path below that folder. None means the module is not sent."""
+    attributes = _attributes(module)
+    name, file = _imported_as(attributes), attributes.get("__file__")
+    if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
+        return None  # built-in modules, this package and its siblings
+    path = Path(os.path.abspath(file))
+    parts = name.split(".")
+    relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
+    root = Path(str(path).removesuffix(str(relative)))
+    return (root, relative) if root / relative == path and path.is_file() else None
+
+
+def _imported_as(attributes: Mapping[str, Any]) -> object:
+    """Return a module's name. For the script, return the name under which other modules import the script."""
+    name, file = attributes.get("__name__"), attributes.get("__file__")
+    if name in ("__main__", "__mp_main__") and isinstance(file, str):
+        return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
+    return name
+
+
+def _attributes(module: ModuleType) -> dict[str, Any]:
+    """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:  # sys.modules may hold objects of any kind
+        return {}
+    return attributes
+
+
+@functools.cache
+def _installation_folders() -> tuple[str, ...]:
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    folders.update(site.getsitepackages(), [site.getusersitepackages()])
+    return tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
+
+
+def _package_files(package: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(package):
+        subfolders[:] = sorted(s for s in subfolders if s not in SKIPPED_FOLDERS and not s.startswith("."))
+        yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
+
+
+def _files_beside(root: Path) -> list[Path]:
+    """Return a folder's visible files: modules first, then other files, sorted by size."""
+    return _modules_first(path for path in root.glob("[!.]*") if path.is_file())
+
+
+def _files_below(root: Path) -> list[Path]:
+    """Return the files of a script's folder and its subfolders that `.gitignore` and `.dockerignore` leave in."""
+    found: list[Path] = []
+    ignored = _Ignored(root)
+    for folder, subfolders, names in os.walk(root):
+        ignored.read(Path(folder))
+        here = Path(folder)
+        kept = (name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        subfolders[:] = sorted(name for name in kept if not ignored.has(f"{here / name}/"))
+        found += [path for name in names if not ignored.has(str(path := here / name)) and path.is_file()]
+        if len(found) > MAX_FILES:
+            say(
+                f"{root}, the folder of the script, has more than {MAX_FILES:,} files: ranks on other machines get the "
+                "first ones only. Move the script to a folder of its own, or name data in a .gitignore there."
+            )
+            break
+    return _modules_first(found[:MAX_FILES])
+
+
+def _modules_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: (not is_code(path), _size_of(path), path))
+
+
+class _Ignored:
+    """Paths that the ignore files of a folder, its subfolders and the folders above it in the repository name."""
+
+    def __init__(self, root: Path) -> None:
+        self._specs: list[tuple[str, GitIgnoreSpec]] = []
+        for folder in root.parents if not (root / ".git").exists() else ():
+            if any((above / ".git").exists() for above in (folder, *folder.parents)):
+                self.read(folder)
+            if (folder / ".git").exists():
+                break
+
+    def read(self, folder: Path) -> None:
+        """Heed the ignore files in a folder."""
+        for name in IGNORE_FILES:
+            if (file := folder / name).is_file():
+                lines = file.read_text(errors="replace").splitlines()
+                self._specs.append((f"{folder}/", GitIgnoreSpec.from_lines(lines)))
+
+    def has(self, path: str) -> bool:
+        """Return True if a file of a folder above the path names the path. Paths of folders end with a slash."""
+        return any(path.startswith(base) and spec.match_file(path[len(base) :]) for base, spec in self._specs)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # the file has just been removed
+        return 0
+
+
+def is_code(path: Path) -> bool:
+    """Return True if a file is Python code, whatever its size."""
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in CODE_PATTERNS)

@@ -1,0 +1,279 @@
+"""Scripts and modules that ranks run as `torchrun` runs them. The driver finds a program, and each rank runs it."""
+
+import contextlib
+import errno
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.abc import InspectLoader
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A program with its command line, as the function of a gang. Each rank runs the program as its `__main__`.
+
+    Made by `script_of` and `module_of`, which check the program in the driver.
+    """
+
+    given: str
+    """Path of the script as the user has given it, or the module's name."""
+    is_module: bool = False
+    args: tuple[str, ...] = ()
+    """Command-line arguments of the program."""
+    file: str | None = None
+    """Absolute path of the program's file on the driver's machine. None: an installed module, which does not travel."""
+    folder: str | None = None
+    """Folder on the driver's machine from which the program imports its own modules. None: as `file`."""
+    directory: str = field(default_factory=os.getcwd)
+    """Working folder of the driver, in which ranks on the driver's machine run the program."""
+
+    def __post_init__(self) -> None:
+        # Logs and names of folders have the function's name: the script's without `.py`, or the module's.
+        object.__setattr__(self, "__qualname__", self.given if self.is_module else Path(self.given).stem)
+
+    @property
+    def source(self) -> str:
+        """Text of the program's file. Empty for an installed module."""
+        return Path(self.file).read_text(errors="replace") if self.file is not None else ""
+
+    def __call__(self) -> None:
+        """Run the program in this rank.
+
+        Raises:
+            SystemExit: The program has ended with another exit code than 0.
+            BaseException: The program's own exception.
+        """
+        copy = _place.script
+        if self.is_module:
+            run_module(self.given, *self.args)
+        elif copy is not None and str(copy) != self.file:
+            run_script(copy, *self.args)
+        else:
+            os.chdir(self.directory)
+            run_script(self.given, *self.args)
+
+
+# ---- In the driver --------------------------------------------------------------------------------------------------
+
+
+def script_of(path: str | os.PathLike[str], *args: object) -> Script:
+    """Return the script at a path, with its command-line arguments, after a check that the script can start.
+
+    Raises:
+        FileNotFoundError: The path names no file.
+        OSError: The file cannot be read.
+        SyntaxError: The file is not a Python program.
+    """
+    given = os.fspath(path)
+    _check(Path(given))
+    file = Path(given).resolve()
+    return Script(given=given, args=tuple(map(str, args)), file=str(file), folder=str(file.parent))
+
+
+def module_of(name: str, *args: object) -> Script:
+    """Return the module that `python -m name` would run, with its command-line arguments. Nothing is imported.
+
+    Raises:
+        ModuleNotFoundError: Neither the working folder nor `sys.path` has the module.
+        SyntaxError: The module's file is not a Python program.
+    """
+    top, *inner = name.split(".")
+    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if spec is None or (spec.origin is None and not folders):
+        raise ModuleNotFoundError(
+            f"no module {top!r} in {Path.cwd()} or on sys.path. Start in the folder that has {top}, install it, or "
+            "give the path of a script.",
+            name=top,
+        )
+    place = Path(folders[0] if folders else str(spec.origin).removesuffix(".py")).joinpath(*inner)
+    for file in (place.with_suffix(".py"), place / "__main__.py"):
+        if file.is_file():
+            _check(file)
+            root = Path(folders[0]).parent if folders else file.parent
+            text = tuple(map(str, args))
+            return Script(given=name, is_module=True, args=text, file=str(file.resolve()), folder=str(root.resolve()))
+    raise ModuleNotFoundError(
+        f"no module {name!r}: there is neither {place.with_suffix('.py')} nor {place / '__main__.py'}", name=name
+    )
+
+
+def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the program in place of a call of `run_script` or `run_module`, so that the program's folder travels."""
+    makers = {run_script: script_of, run_module: module_of}
+    if function not in makers or not args:
+        return function, args
+    return makers[function](*args), ()
+
+
+def _check(file: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # each rank shows them
+        _compiled(file, str(file))
+
+
+# ---- In a rank ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Place:
+    """Where this process finds programs."""
+
+    is_rank: bool = False
+    """True if the process is a rank, and not also the driver, as in debug mode."""
+    script: Path | None = None
+    """File of the driver's program on this node. None: unknown."""
+    originals: Mapping[str, str] = field(default_factory=dict)
+    """Path of a copied source -> its path on the driver's machine."""
+    folder: str | None = None
+    """First entry of `sys.path` of the newest program that this process has run."""
+    modules: set[str] = field(default_factory=set)
+    """Names of modules that the newest program has imported from `folder`."""
+
+
+_place = _Place()
+
+
+def enter(script: Path | None, originals: Mapping[str, str]) -> None:
+    """Make this process a rank that finds the driver's program at `script`."""
+    _place.is_rank, _place.script, _place.originals = True, script, originals
+
+
+def run_script(path: str | os.PathLike[str], *args: object) -> None:
+    """Run a Python script in this rank, as `torchrun path *args` would run the script.
+
+    `sys.argv`, `sys.path[0]`, `__main__`, `__file__` and the working folder are those of a script that Python runs. An
+    exit code of 0 is a normal end. A second run in the same process starts afresh: its modules are imported anew.
+
+    As a gang's function, `dispatch.run(client, run_script, "train.py", "--lr", "0.1")` sends the script's folder to
+    workers on other machines. A script that a task's function runs must lie beside a module of the project.
+
+    Args:
+        path: Path of the script. A relative path counts from the working folder, else from the folders on `sys.path`.
+        *args: Command-line arguments. Numbers and paths become texts.
+
+    Raises:
+        FileNotFoundError: No folder has the script.
+        SyntaxError: The file is not a Python program.
+        SystemExit: The script has ended with another exit code than 0.
+        BaseException: The script's own exception.
+    """
+    file = _found(Path(path))
+    shown_as = _place.originals.get(str(file), str(file.absolute()))
+
+    def load() -> tuple[CodeType, ModuleType]:
+        main = ModuleType("__main__")
+        main.__file__ = str(file.absolute())
+        main.__loader__ = SourceFileLoader("__main__", main.__file__)
+        return _compiled(file, shown_as), main
+
+    _run(load, [os.fspath(path), *args], str(file.resolve().parent))
+
+
+def run_module(name: str, *args: object) -> None:
+    """Run a module in this rank, as `torchrun -m name *args` would run the module. See `run_script`.
+
+    Args:
+        name: Name of the module, such as `package.train`, or of a package that has a `__main__`.
+        *args: Command-line arguments. Numbers and paths become texts.
+
+    Raises:
+        ModuleNotFoundError: Python cannot find the module.
+        SystemExit: The module has ended with another exit code than 0.
+        BaseException: The module's own exception.
+    """
+
+    def load() -> tuple[CodeType, ModuleType]:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+        if spec is None or code is None:
+            raise ModuleNotFoundError(f"no module {name!r} that can be run, in {Path.cwd()} or on sys.path", name=name)
+        main = ModuleType("__main__")
+        main.__spec__, main.__package__, main.__loader__, main.__file__ = spec, spec.parent, spec.loader, spec.origin
+        sys.argv[0] = spec.origin or name
+        return code, main
+
+    _run(load, [name, *args], str(Path.cwd()))
+
+
+def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object], folder: str) -> None:
+    """Run a program as `__main__`. A process that is not a rank gets its own `__main__` back at the end.
+
+    Args:
+        load: Function that returns the program's code and its module `__main__`. Called with the program's `sys.path`.
+        argv: The program's `sys.argv`.
+        folder: The program's `sys.path[0]`.
+    """
+    _forget()
+    names = ("__main__", "__mp_main__")
+    before = {name: sys.modules[name] for name in names if name in sys.modules}, sys.argv[:], sys.path[:]
+    known = set(sys.modules)
+    sys.argv[:] = map(str, argv)
+    sys.path.insert(0, folder)
+    try:
+        code, main = load()
+        sys.modules |= dict.fromkeys(names, main)
+        with ending_as_program():
+            exec(code, main.__dict__)  # noqa: S102 - the user's program
+    finally:
+        _place.folder, _place.modules = folder, {name for name in set(sys.modules) - known if _is_below(folder, name)}
+        if not _place.is_rank:  # a rank's threads and exit functions may still need the program's
+            modules, sys.argv[:], sys.path[:] = before
+            for name in names:
+                sys.modules.pop(name, None)
+            sys.modules |= modules
+
+
+def _forget() -> None:
+    """Let the next program import its modules anew, from its own folder."""
+    for name in _place.modules:
+        sys.modules.pop(name, None)
+    if _place.is_rank and _place.folder in sys.path:
+        sys.path.remove(_place.folder)
+    _place.folder, _place.modules = None, set()
+
+
+def _is_below(folder: str, name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(file, str) and file.startswith(folder + os.sep) and "site-packages" not in file
+
+
+def _found(path: Path) -> Path:
+    places = [path, *(Path(entry, path) for entry in sys.path)]
+    return next((place for place in places if place.is_file()), path)
+
+
+def _compiled(file: Path, shown_as: str) -> CodeType:
+    try:
+        return compile(file.read_bytes(), shown_as, "exec", dont_inherit=True)
+    except FileNotFoundError as error:
+        where = f"no script at this path (working folder: {Path.cwd()})"
+        raise FileNotFoundError(errno.ENOENT, where, str(file)) from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(errno.EISDIR, "this is a folder, not a script", str(file)) from error
+    except (SyntaxError, ValueError) as error:
+        if getattr(error, "filename", None) is not None:
+            raise
+        raise SyntaxError(str(error), (str(file), 1, 0, "")) from error  # a file with null bytes
+
+
+@contextlib.contextmanager
+def ending_as_program() -> Iterator[None]:
+    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`. Exit code 0 counts as a normal end.
+
+    Raises:
+        SystemExit: The exit code is not 0.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise

@@ -1,0 +1,221 @@
+"""Scripts and modules run in a gang's ranks as `torchrun` runs them, and their folder travels to other machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+from flytekitplugins.daskpytorch import GangError, dispatch, run_module, run_script
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.agent import OwnNode
+from flytekitplugins.daskpytorch.protocol import script as script_module
+from flytekitplugins.daskpytorch.protocol.project import Project
+from flytekitplugins.daskpytorch.protocol.script import Script, module_of, script_of
+from flytekitplugins.daskpytorch.settings import Gang
+from processes import nothing_left_behind
+
+TRAIN = """
+    import argparse
+    import json
+    import os
+    import sys
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from models import net
+
+
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+
+    class Points(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return Point(index)
+
+
+    def first(points):
+        return points[0]
+
+
+    def main():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--code", type=int, default=0)
+        parser.add_argument("out", type=Path)
+        given = parser.parse_args()
+        dist.init_process_group("gloo")
+        size = torch.ones(1)
+        dist.all_reduce(size)
+        how = dict(num_workers=1, collate_fn=first)
+        for method in ("spawn", "forkserver"):
+            points = list(torch.utils.data.DataLoader(Points(), multiprocessing_context=method, **how))
+        torch.save(points, given.out / f"{dist.get_rank()}.pt")
+        seen = {
+            "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "folder": os.getcwd(),
+            "size": size.item(), "points": [type(point).__module__ for point in points], "net": net.NAME,
+            "spec": __spec__ and __spec__.name, "main": sys.modules["__main__"].Point is Point,
+            "conf": (Path(__file__).parent / "conf" / "main.yaml").read_text(), "rank": os.environ["RANK"],
+        }
+        (given.out / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
+        dist.destroy_process_group()
+        sys.exit(given.code)
+
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, which has a script in a folder with a package, data and what git ignores."""
+    files = {
+        "tools/train.py": TRAIN,
+        "tools/models/__init__.py": "",
+        "tools/models/net.py": "NAME = 'small'",
+        "tools/conf/main.yaml": "lr: 0.1",
+        "tools/.gitignore": "runs/\n*.ckpt\n!best.ckpt\n",
+        "tools/runs/events.txt": "1",
+        "tools/last.ckpt": "1",
+        "tools/best.ckpt": "1",
+        ".git/HEAD": "",
+        ".gitignore": "/tools/notes.txt\n",
+        "tools/notes.txt": "1",
+        "out/.keep": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def gang_of(script: Script, num_ranks: int = 2, **settings: Any) -> GangFutures:
+    """The futures of a gang that runs a program on this machine."""
+    request = request_for(script, (), {}, Gang(ranks_per_worker=num_ranks, **settings))
+    return GangFutures(Supervisor(named(request, "gang"), OwnNode()), num_ranks)
+
+
+def seen_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_program_sees_what_it_sees_under_torchrun(project: Path, *, is_module: bool) -> None:
+    words = ["-m", "train"] if is_module else ["tools/train.py"]
+    if is_module:
+        os.chdir("tools")
+    (project / "theirs").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    subprocess.run([*command, str(project / "theirs")], check=True, timeout=120)
+    (project / "out").mkdir(exist_ok=True)
+    with nothing_left_behind():
+        made = module_of("train", project / "out") if is_module else script_of("tools/train.py", project / "out")
+        assert gang_of(made).result(120) == [None, None]
+    ours, theirs = seen_in(project / "out"), seen_in(project / "theirs")
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.pop("argv")[:-1] == other.pop("argv")[:-1]
+        assert mine == other
+        assert mine["points"] == ["__main__"] * 2
+
+
+def test_an_exit_code_is_the_ranks_error_with_the_scripts_own_lines(project: Path) -> None:
+    error = gang_of(script_of("tools/train.py", "out", "--code", 3), max_restarts=3).exception(120)
+    assert error is not None
+    assert isinstance(error.__cause__ or error, GangError)
+    text = str(error.__cause__ or error)
+    assert "SystemExit: exit code 3" in text
+    assert "Not started again" in text
+    assert 'train.py", line' in text
+    assert "daskpytorch/protocol" not in text
+
+
+@pytest.fixture
+def workers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """Two workers of another working folder, which are to be on another machine."""
+    folder = tmp_path_factory.mktemp("worker")
+    monkeypatch.chdir(folder)
+    how = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "worker_dashboard_address": None}
+    with LocalCluster(**how) as cluster, Client(cluster) as client:
+        yield client
+
+
+def test_the_folder_of_a_script_travels_though_the_driver_imported_nothing(
+    workers: Client, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flytekitplugins.daskpytorch.protocol.code.running_kernel", lambda: "another machine")
+    assert dispatch.run(workers, run_script, "tools/train.py", project / "out").result(120) == [None, None]
+    [seen, _] = seen_in(project / "out")
+    assert seen["conf"] == "lr: 0.1"
+    assert not seen["file"].startswith(str(project))
+    assert seen["path"] == str(Path(seen["file"]).parent)
+
+
+def test_what_git_ignores_does_not_travel(project: Path) -> None:
+    sent = Project()
+    sent.add_script(script_of("tools/train.py"))
+    assert set(sent.files) == {
+        "train.py",
+        "models/__init__.py",
+        "models/net.py",
+        "conf/main.yaml",
+        "best.ckpt",
+        ".gitignore",
+    }
+
+
+def test_a_second_run_in_a_process_starts_afresh(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, argv, path = sys.modules["__main__"], sys.argv[:], sys.path[:]
+    (project / "count.py").write_text(
+        "import neighbour, sys\nsys.argv[1:] == ['a'] or sys.exit(2)\nprint(neighbour.NAME)"
+    )
+    for name in ("first", "second"):
+        (project / "neighbour.py").write_text(f"NAME = {name!r}; open('{name}', 'w')")
+        os.utime(project / "neighbour.py", (1, 1) if name == "first" else (2, 2))
+        run_script("count.py", "a")
+    assert (project / "second").exists()
+    assert (sys.modules["__main__"], sys.argv, sys.path) == (main, argv, path)
+    with pytest.raises(SystemExit):
+        run_module("count")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("missing.py", None, FileNotFoundError),
+        ("tools", None, IsADirectoryError),
+        ("run.sh", b"#!/bin/sh\nset -e\nexec python train.py\n", SyntaxError),
+        ("model.bin", b"\0\1\2", SyntaxError),
+    ],
+)
+def test_what_is_no_program_is_refused_before_a_gang_starts(
+    project: Path, name: str, content: bytes | None, error: type[Exception]
+) -> None:
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(error, match=name):
+        script_of(name)
+
+
+def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
+    for name in ("nowhere", "nowhere.train", "torch.nowhere"):
+        with pytest.raises(ModuleNotFoundError, match=name.partition(".")[0]):
+            module_of(name)
+    assert module_of("torch.distributed.run").file is not None
+    assert script_module.as_script(run_module, ("torch.distributed.run",))[1] == ()
