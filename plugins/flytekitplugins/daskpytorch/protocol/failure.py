@@ -157,8 +157,9 @@ class Failure:
         """
         name = type(error).__name__
         text = _shortened(_text_of(error))
-        first = error.__traceback__
-        shown = "".join(traceback.format_exception(type(error), error, without_ours(first) or first))
+        # The first frame is the rank's own call of the function.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        shown = "".join(traceback.format_exception(type(error), error, without_ours(trace) or trace))
         gpu_fault = next(filter(None, map(_gpu_fault_of, _with_causes(error))), "")
         return cls(
             type_name=name,
