@@ -617,7 +617,8 @@ def test_shards_that_one_rank_cannot_write_are_given_up_once_all_have_said_so(wo
     assert world.settled == [Settled(0)]
     assert world.watcher.notes[-1] == (
         "train: the sharded checkpoint of step 100 was not kept: rank 1 could not write its part "
-        "(PermissionError: no rights); the training goes on"
+        "(PermissionError: no rights); the training goes on, and until the next checkpoint a restart begins from an "
+        "earlier one"
     )
     assert folders(world) == []
     world.save_shards()
@@ -639,7 +640,7 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
     assert world.watcher.notes[-1] == (
         "train: the sharded checkpoint of step 101 was not kept (OSError('the storage is not in the mood')); "
-        "the training goes on"
+        "the training goes on, and until the next checkpoint a restart begins from an earlier one"
     )
     assert world.watcher.kept_steps == [100]
     assert folders(world) == ["step-100/0-0"]

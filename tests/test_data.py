@@ -63,7 +63,7 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
             {"storage_options": {"kee": 1, "client_kwargs": {"verify": False, "key": "k", "secret": "s"}}},
             "has kee, key, secret, verify, which is unknown. Known are",
         ),
-        (("b",), {"storage_options": {"key": "k"}}, "only one of key and secret"),
+        (("b",), {"storage_options": {"key": "k"}}, "has key, but no secret: give both"),
     ],
 )
 def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:

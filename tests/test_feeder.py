@@ -63,5 +63,5 @@ def test_only_records_and_notes_count_as_missing(
     )
     assert capsys.readouterr().err.splitlines() == [
         "Tracker: the server does not answer; what is logged waits for it, and the training goes on",
-        f"Tracker: {lost}",
+        f"Tracker: {lost}: check that its server or storage answers",
     ]

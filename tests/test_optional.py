@@ -42,7 +42,7 @@ def test_rank_trains_where_torch_does_not_tell_its_gpus_address(
     cores = os.sched_getaffinity(0)
     assert main._take_device(order) == torch.device("cuda:0")
     assert os.sched_getaffinity(0) == cores
-    assert "Staying on the cores beside the GPU failed, which ends nothing: AttributeError" in caplog.text
+    assert "Staying on the cores beside the GPU failed, and is left out: AttributeError" in caplog.text
 
 
 def test_rank_trains_where_torchs_loader_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_fork_server_goes_on_where_nothing_can_be_prepared(
     monkeypatch.setattr("flytekitplugins.daskpytorch.rank.process_group.install", lambda: None)
     with caplog.at_level(logging.WARNING):
         inherited.import_for_ranks(others)
-    assert caplog.text.count("which ends nothing") == 1
+    assert caplog.text.count("and is left out") == 1
 
 
 def test_dask_worker_starts_where_its_fork_server_does_not(

@@ -190,6 +190,6 @@ def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: P
 def test_state_whose_structure_has_changed_is_an_error_that_says_in_what(tmp_path: Path) -> None:
     run(str(tmp_path), 1)[0].result()
     futures, _ = run(str(tmp_path), 2, size=5)
-    with pytest.raises(ValueError, match=r"is of another state than the one that it is loaded into: .*sum") as caught:
+    with pytest.raises(ValueError, match=r"differs from the state that was to be filled: .*sum") as caught:
         futures.result()
     assert "step 1" in str(caught.value)

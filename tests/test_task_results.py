@@ -16,7 +16,7 @@ from flytekit.exceptions.system import FlyteUploadDataException
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
-from flytekitplugins.daskpytorch.task.results import TaskResults
+from flytekitplugins.daskpytorch.task.results import LOST, TaskResults
 from processes import until
 from test_results import files, submit
 
@@ -166,4 +166,5 @@ def test_a_task_that_is_taken_away_does_not_wait_for_storage(
         results = outputs_at("s3://tests/raw", tmp_path, grace_period=5.0)
         with pytest.raises(PreemptedError, match="told to end"):
             fail(results, PreemptedError("the task was told to end", cause="SIGTERM"))
-        assert capfd.readouterr().err == (f"some results of the ranks did not reach {results.folder} within 0.5 s\n")
+        told = f"some results of the ranks did not reach {results.folder} within 0.5 s. {LOST}\n"
+        assert capfd.readouterr().err == told

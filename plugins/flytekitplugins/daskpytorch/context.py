@@ -46,10 +46,10 @@ class Checkpoint:
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """Description of the checkpoint that this rank has loaded last, by `load` or `load_sharded`.
+        """Description of the checkpoint that this rank has loaded last.
 
-        None before the first load, and if the last load found no checkpoint. `load_sharded` without `best` and `step`
-        does not count.
+        Set by `load`, and by `load_sharded` with `best` or `step`. `load_sharded(state)` alone only returns the
+        checkpoint's step. None before the first load, and if the last load found no checkpoint.
         """
         return None
 

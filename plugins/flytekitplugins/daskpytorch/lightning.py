@@ -138,7 +138,10 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
             self._log(trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a checkpoint if one is due after this epoch, with the logged metrics."""
+        """Save a checkpoint if one is due after this epoch.
+
+        The checkpoint has the logged metrics, unless the last validation belongs to an earlier step.
+        """
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and not trainer.should_stop:
             is_validated = not trainer.enable_validation or self._validated_step == trainer.global_step
             self._save(trainer, trainer.callback_metrics if is_validated else {})  # else they are of an earlier state

@@ -301,8 +301,8 @@ class Search:
     """Study from `optuna.create_study`, possibly with a storage. Each trial gets the index of its model as
     `user_attrs["model"]`."""
     suggest: Callable[[optuna.Trial], Any]
-    """Function that returns the experiment for a trial, by calls such as `trial.suggest_float`. Called only in the
-    process that calls `dispatch.map`."""
+    """Function that returns a trial's experiment, the argument of the trained function, by calls such as
+    `trial.suggest_float`. Called only in the process that calls `dispatch.map`."""
     num_models: int
     """Number of models to train, and so of trials in the study, from 1 up."""
     metric: str | None = None

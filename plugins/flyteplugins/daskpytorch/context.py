@@ -72,7 +72,7 @@ class Flyte2Execution(host.Execution):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
 
     def in_ranks(self) -> host.Execution | None:
-        """Return an execution for ranks, which has this task's credentials for Flyte's storage. None outside a task."""
+        """Return what ranks need to reach Flyte's storage with this task's credentials. None outside a task."""
         return FlyteStorage(storage()) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
@@ -94,7 +94,7 @@ class Flyte2Execution(host.Execution):
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):
-    """Access of the ranks of `dispatch.run` to Flyte's storage, with the credentials of the driver's task."""
+    """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     storage: Storage | None
     """The driver's settings of Flyte's storage, with access keys. None: each rank finds settings in its environment."""

@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_
 from flytekitplugins.daskpytorch.task import in_ranks, live_page, local_runs
 from flytekitplugins.daskpytorch.task.config import Cluster
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
-from flytekitplugins.daskpytorch.task.process import SIGTERM, exit_quickly
+from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
@@ -273,7 +273,7 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
     except asyncio.CancelledError:
         if not task.cancelled():
             raise
-        raise PreemptedError(f"{SIGTERM}, while no gang was running", cause=SIGTERM) from None
+        raise PreemptedError(IDLE_SIGTERM, cause=SIGTERM) from None
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 

@@ -135,7 +135,12 @@ class RankWorker:
             state = self.client.sync(self.scheduler.get_task_status, keys=[key])[key]
             _check_coming(key, state)
             if time.monotonic() >= notice_at:
-                logger.warning("still waiting for Dask to compute the lost partition %r again (state: %s)", key, state)
+                logger.warning(
+                    "still waiting for Dask to compute the lost partition %r again (state: %s). Dask's dashboard and "
+                    "the workers' logs show what holds up the partition's task",
+                    key,
+                    state,
+                )
                 notice_at = time.monotonic() + NOTICE_TIME
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

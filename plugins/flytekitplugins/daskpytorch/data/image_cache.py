@@ -27,7 +27,7 @@ LOW_WATER = 0.9
 SHARE_BETWEEN_LOOKS = 0.03
 """Share of the picture cache's maximum size, from 0 to 1, that a process writes between two checks of its size."""
 DIGEST_SIZE = 16
-"""Number of bytes of the checksum that ends each file. The checksum reveals files that a crash has cut short."""
+"""Number of bytes of the checksum at the end of each file of the cache. A file that a crash has cut short lacks it."""
 
 
 class ImageCache:
@@ -72,8 +72,8 @@ class ImageCache:
             write_whole(path, body + _digest(body))
         except OSError as error:
             logger.warning(
-                "the cache of pictures in %s cannot be written: %s. The picture is used, and read from S3 again next "
-                "time",
+                "the cache of pictures in %s cannot be written: %s. Pictures that are not in the cache are read from "
+                "S3 each time. Free disk space, or name another cache_dir",
                 self._folder,
                 error,
             )

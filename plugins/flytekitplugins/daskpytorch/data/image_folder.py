@@ -242,7 +242,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             keys = ", ".join(self._uri(index) for index in indices[:3])
             raise BrokenImageError(
                 f"all {len(indices)} pictures of a batch were skipped ({keys}{', ...' if len(indices) > 3 else ''}); "
-                "the log has the reason for each"
+                "the log has the reason for each. Mend these pictures, or leave them out of the data set"
             )
         return items
 
@@ -410,6 +410,9 @@ def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str
         names = ", ".join(sorted(unknown))
         raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")
     if (told.get("key") is None) != (told.get("secret") is None):
-        raise ValueError("storage_options has only one of key and secret: give both, or neither")
+        has, lacks = ("secret", "key") if told.get("key") is None else ("key", "secret")
+        raise ValueError(
+            f"storage_options has {has}, but no {lacks}: give both, or neither to use the environment's credentials"
+        )
     told["region"] = told.pop("region_name", None)
     return told | {"anon": anon or bool(told.get("anon")), "endpoint_url": endpoint_url or told.get("endpoint_url")}

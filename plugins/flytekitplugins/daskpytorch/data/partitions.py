@@ -164,7 +164,7 @@ def _parts(collection: Any) -> list[Any]:
     else:
         parts = list(collection) if isinstance(collection, (list, tuple)) else [collection]
     if not parts:
-        raise ValueError("the collection has no partitions: there is nothing to train on")
+        raise ValueError("the collection has no partitions to train on: give at least one partition for each rank")
     for part in parts:
         if not isinstance(part, Future) and not is_dask_collection(part):
             raise ValueError(

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.context import current_rank
 
 SEEDS = range(-(2**63), 2**63)
-"""Allowed seeds: whole numbers that torch accepts as a seed, even after an epoch number is added."""
+"""Allowed seeds. torch accepts seeds up to 2**64 - 1, so a number of an epoch can be added to each of these."""
 COUNTS = range(1, 2**63)
 EPOCHS = range(2**63)
 SEED = "a whole number of at most 63 bits"
@@ -91,7 +91,7 @@ def _check_split(labels: Sequence[int], held_out: float, seed: int, contents: Se
     if not _is_whole(seed, SEEDS):  # 1.0 would be another seed than 1
         problems.append(f"seed={shown(seed)}: must be {SEED}")
     if len(contents) != len(labels):
-        problems.append(f"contents has {len(contents)} entries for {len(labels)} items")
+        problems.append(f"contents has {len(contents)} entries for {len(labels)} items: give one for each")
     if not labels:
         problems.append("there is nothing to split: the data set is empty")
     if problems:

@@ -104,7 +104,8 @@ class Feeder:
         if self._worker.jobs(LANE):
             num_left = self._num_offered - self._num_written
             lost = f"the last {num_left} records and notes could not be written in time, and are missing"
-            self._say(lost if num_left else "the run's end could not be recorded in time")
+            lost = lost if num_left else "the run's end could not be recorded in time"
+            self._say(f"{lost}: check that its server or storage answers")
         if self._num_dropped:
             self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
 

@@ -49,9 +49,9 @@ class Metrics:
     """True if rank 0 has logged more metrics than a Deck draws."""
     epoch: float | None = None
     _steps: dict[str, Curve] = field(default_factory=dict)
-    """Curves over steps, by metric, from records without a held-out metric."""
+    """Curves over steps, by metric, from records without metrics of held-out data, such as `val_loss`."""
     _sums: dict[str, Curve] = field(default_factory=dict)
-    """Curves over epochs, by metric, from records with a held-out metric. An unknown epoch is NaN."""
+    """Curves over epochs, by metric, from records with metrics of held-out data. An unknown epoch is NaN."""
     _epoch_at: Curve = field(default_factory=Curve)
     """Curve of the logged epoch over steps."""
 

@@ -275,7 +275,13 @@ class ProgressDisplay(Display):
             self._tell_error(error)
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Write the outcome `how`, duration, last metrics, advice, addresses `places`, and account of time."""
+        """Write the task's outcome, duration and last metrics, then addresses, and the account of the gang's time.
+
+        Args:
+            how: Outcome of the task in words.
+            places: Addresses of outputs, checkpoints and tracker runs, by description.
+            advice: Text on how to go on from the checkpoint that the task has kept. None: no advice.
+        """
         self.is_over = True
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
         text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"

@@ -217,7 +217,10 @@ def _ask(mode: str | None) -> dict[str, Any]:
         answers: dict[str, Any] = json.loads(asked.stdout.rpartition(MARK)[2])
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = error.stderr.strip().rpartition("\n")[2] if isinstance(error, subprocess.CalledProcessError) else ""
-        raise OSError(f"wandb's settings could not be read ({said or error})") from error
+        raise OSError(
+            f"wandb's settings could not be read ({said or error}): check the WANDB_* variables and wandb's "
+            "settings files"
+        ) from error
     return answers
 
 

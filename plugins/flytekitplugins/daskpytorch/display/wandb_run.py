@@ -95,7 +95,10 @@ class Tracker(RankObserver):
     def begins(self) -> None:
         """Wait until the run is open, so that the user's function finds the run in `wandb.run`."""
         if not self._feeder.has_begun.wait(OPEN_TIMEOUT):
-            say(f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s. The training begins without it.")
+            say(
+                f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s, so the server may be slow. The training "
+                "begins with wandb.run = None, and its records wait for the run."
+            )
 
     def logged(self, record: LogRecord) -> None:
         """Queue a record, together with the newest histograms of gradients."""
@@ -171,8 +174,8 @@ class Tracker(RankObserver):
         except Exception as error:
             if not self._has_refused:
                 say(
-                    f"{LABEL} refused the record of step {record.step}: {error}. It has only the numbers of this "
-                    "record, and of later ones that it refuses."
+                    f"{LABEL} refused the record of step {record.step} ({type(error).__name__}: {error}). The run has "
+                    "only the numbers of refused records. Log names and values that wandb.log accepts."
                 )
             self._has_refused = True
             with contextlib.suppress(Exception):  # a metric's name may be the problem

@@ -242,7 +242,7 @@ class Attempt:
         self.tell(Tell(Locate(self.look)))
 
     def note_located(self, rank: int, located: Located) -> None:
-        """Record a rank's stacks and progress. The rank's newest collectives follow."""
+        """Record a rank's stacks and progress. The rank's newest collectives come in a later report (`Remembered`)."""
         if located.look == self.look:
             self.located[rank] = located
             self.remembered.pop(rank, None)  # the answer to an earlier order

@@ -197,7 +197,7 @@ class Committer:
         uri = f"{self.base}/{folder_name(first.attempt, self._nonce, first.step, first.number)}"
         layout = layout_of(written)
         files.write(f"{uri}/{LAYOUT}", layout)
-        if (metadata := _metadata_of(layout)) is not None:
+        if (metadata := _metadata_of(layout, first.step)) is not None:
             files.write(f"{uri}/{METADATA}", metadata)
         made = ShardedCheckpoint(
             attempt=first.attempt,
@@ -240,12 +240,12 @@ def _name_of(entry: ShardedCheckpoint) -> str:
     return "/".join(entry.uri.split("/")[-2:])
 
 
-def _metadata_of(layout: bytes) -> bytes | None:
+def _metadata_of(layout: bytes, step: int) -> bytes | None:
     try:
         return metadata_of(layout)
     except Exception as error:  # any error of another version of torch: a gang reads the layout
         say(
-            "this sharded checkpoint cannot be read by plain torch, but by checkpoint.load_sharded in a gang: "
-            f"{type(error).__name__}: {error}",
+            f"the sharded checkpoint of step {step} cannot be read by plain torch, but by checkpoint.load_sharded in a "
+            f"gang. This torch may be newer than the package supports: {type(error).__name__}: {error}",
         )
         return None

@@ -56,9 +56,9 @@ class StopRequest:
     deadline: float = field(init=False)
     """Time at which the driver ends ranks that have not stopped, in seconds on the clock."""
     _is_asked: bool = False
-    """True after the order to the ranks to hold their next `should_stop` call."""
+    """True after the driver has ordered the ranks (`Hold`) to block in their next `should_stop` call."""
     _is_released: bool = False
-    """True once the ranks know at which `should_stop` call to stop."""
+    """True after the driver has ordered the ranks (`Release`) at which `should_stop` call to stop."""
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period

@@ -22,6 +22,8 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
 """Maximum number of retries of a checkpoint's fetch from an agent, if the connection broke."""
+GOES_ON = "the training goes on, and until the next checkpoint a restart begins from an earlier one"
+"""End of a notice about a checkpoint that was not kept."""
 
 
 class Saving:
@@ -69,8 +71,7 @@ class Saving:
             self._count_as_kept(attempt, file.attempt, file.step)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._observers.note(
-                f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); the training goes "
-                "on"
+                f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
             )
 
     def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
@@ -88,7 +89,7 @@ class Saving:
         failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
         self._observers.note(
             f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
-            f"({why.reason}); the training goes on"
+            f"({why.reason}); {GOES_ON}"
         )
         self._committer.sweep(attempt.number, said.number)
         attempt.tell(messages.Tell(orders.Settled(said.number)))
@@ -100,7 +101,7 @@ class Saving:
             self._count_as_kept(attempt, commit.attempt, commit.step)
         else:
             self._observers.note(
-                f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); the training goes on"
+                f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
             )
         self._committer.sweep(commit.attempt, commit.number)
         if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:

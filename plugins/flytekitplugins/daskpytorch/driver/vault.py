@@ -128,13 +128,13 @@ class Vault:
                     damaged.add(file.name)
                     say(
                         f"the previous attempt's checkpoint of step {file.step} is incomplete or damaged, and is not "
-                        "used"
+                        f"used: {file.folder}/{file.name} is missing or has another SHA-256 than in the manifest"
                     )
         except Exception as error:  # storage clients raise errors of any class
             goes_on = f"goes on from step {found[0].step}" if found else "starts afresh"
             say(
                 f"the previous attempt's checkpoints at {previous} cannot be read ({type(error).__name__}: {error}); "
-                f"the training {goes_on}",
+                f"the training {goes_on}. Check the task's access to this storage",
             )
         with self._lock:
             for file in reversed(listed if found else []):
@@ -151,8 +151,12 @@ class Vault:
             try:
                 return read()
             except Exception as error:
-                say(f"the previous checkpoint cannot be read yet ({error}); trying again")
-                time.sleep(self.worker.retry_after * 2**number)
+                pause = self.worker.retry_after * 2**number
+                say(
+                    f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again in "
+                    f"{pause:g} s"
+                )
+                time.sleep(pause)
         return read()
 
     # ---- on the driver's disk
@@ -217,7 +221,10 @@ class Vault:
             for whole in self._here()[::-1]:
                 if self._is_intact(whole):
                     return whole.file
-                say(f"the checkpoint of step {whole.file.step} is damaged; the gang uses the one before")
+                say(
+                    f"the checkpoint of step {whole.file.step} is damaged; the gang uses the one before. Its file "
+                    f"{self._disk / whole.file.name} is gone or was changed, as by a program that cleans up"
+                )
                 self._drop(whole)
             return None
 

@@ -67,7 +67,7 @@ class FlyteExecution(host.Execution):
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
-        """Return an execution for ranks, which has this task's credentials for Flyte's storage. None outside a task."""
+        """Return what ranks need to reach Flyte's storage with this task's credentials. None outside a task."""
         return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:

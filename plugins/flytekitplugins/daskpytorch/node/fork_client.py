@@ -105,7 +105,10 @@ class ForkServerClient:
             raise self._ended()
         event: dict[str, int] = json.loads(packet)
         if "error" in event:
-            raise ForkServerFailedError(f"the process that ranks are forked from has failed: {event['error']}")
+            raise ForkServerFailedError(
+                f"the process that ranks are forked from has failed: {event['error']}. The log of the worker or task "
+                "has its output"
+            )
         return event
 
     def _ended(self) -> Exception:

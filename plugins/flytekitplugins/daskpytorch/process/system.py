@@ -57,7 +57,13 @@ def optional(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # an unknown version of torch, kernel or container may raise any exception
-        _logger.warning("%s failed, which ends nothing: %s: %s", what, type(error).__name__, error)
+        _logger.warning(
+            "%s failed, and is left out: %s: %s. This version of torch, the kernel or the container may be unknown to "
+            "the package",
+            what,
+            type(error).__name__,
+            error,
+        )
 
 
 def show_as(name: str) -> None:

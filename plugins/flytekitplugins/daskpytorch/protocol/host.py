@@ -30,7 +30,8 @@ class StoragePaths:
     is_claimed: bool = False
     """True if two gangs at the same time may get the same folder, which a gang therefore has to claim."""
     prepare: Callable[[], object] = lambda: None
-    """Function that the driver calls before each write of a whole checkpoint or the manifest."""
+    """Function that the driver calls before each write of a whole checkpoint or the manifest. Local runs make room for
+    the checkpoint here, and models of a sweep store their records. Default: does nothing."""
     resume: str | None = None
     """What the user does to go on from these checkpoints, for messages. None: the host goes on by itself."""
     shards: str | None = None

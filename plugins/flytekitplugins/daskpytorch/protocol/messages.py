@@ -96,7 +96,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of a rank's standard output and error."""
+    """Lines that a rank wrote to its standard output and error, as its agent sends them to the driver."""
 
     rank: int
     lines: list[str]
@@ -104,7 +104,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Exited:
-    """The end of a rank's process."""
+    """The agent's report that the process of one of its ranks has ended."""
 
     rank: int
     exitcode: int
@@ -119,7 +119,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class Broken:
-    """An error of the agent itself, which ends its ranks, too."""
+    """The agent's report of an error of its own, which ends its ranks, too."""
 
     traceback: str
 
@@ -135,12 +135,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The agent's worker is closing, by order of the Dask scheduler or a signal."""
+    """The agent's report that its worker is closing, by order of the Dask scheduler or a signal."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stack of a rank that did not answer. The agent obtained the stack by a signal, after a `Dump` order."""
+    """The agent's answer to `Dump`: the stack of a rank that has written it on a signal, since it did not answer."""
 
     rank: int
     text: str

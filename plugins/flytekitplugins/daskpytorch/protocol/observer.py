@@ -181,7 +181,7 @@ class Observer:
         """Called when all agents have connected and the ranks start; called again at each restart."""
 
     def for_rank(self) -> Callable[[], RankObserver] | None:
-        """Return a picklable factory of this observer's `RankObserver` for rank 0. None: no such observer.
+        """Return a picklable factory of this observer's `RankObserver` for rank 0. None: rank 0 gets no observer.
 
         Called after `placed`.
         """

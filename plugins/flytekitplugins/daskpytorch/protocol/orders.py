@@ -130,7 +130,9 @@ class WorkerData:
                 contact: Contact = connection.recv()
                 return contact
         except (EOFError, OSError) as error:
-            raise ConnectionError(f"this rank's Dask worker does not answer: it is ending ({error})") from error
+            raise ConnectionError(
+                f"this rank's Dask worker does not answer: the worker is ending ({error}). See the worker's log"
+            ) from error
 
     def worker(self) -> Any:
         """Return this process's stand-in for the worker, with a Dask client."""

@@ -264,4 +264,4 @@ def _set_up(logger: logging.Logger, asked: _Logger) -> None:
 
 
 _forgotten_by: int | None = None
-"""Process ID of the fork server that called `forget_levels` for its ranks. None before the first call."""
+"""Process ID of the fork server that has cleared the loggers' caches for its ranks. None before `forget_levels`."""

@@ -68,7 +68,7 @@ class RankCheckpoint(Checkpoint):
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """The checkpoint that `load`, or `load_sharded` with `best` or `step`, read last. None: no checkpoint."""
+        """The checkpoint that the last `load`, or `load_sharded` with `best` or `step`, read. None: no checkpoint."""
         return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -229,7 +229,7 @@ class RankCheckpoint(Checkpoint):
                 f"{what}{more} did not arrive within {self._timeout:g} s. See the driver's log"
             ) from error
         if arrived.failure is not None:
-            raise OSError(f"{what} did not arrive: {arrived.failure}")
+            raise OSError(f"{what} did not arrive: {arrived.failure}. See the driver's log")
         return arrived.value
 
 

@@ -65,9 +65,12 @@ class KeptFiles:
 
 def _write(folder: Path, state: Any) -> None:
     if not isinstance(state, dict) or set(state) != {"files"}:
+        loaded = current_rank().checkpoint.loaded
+        of_step = f"of step {loaded.step} " if loaded is not None else ""
         raise ValueError(
-            "the checkpoint that the gang starts from is not one of this callback, but what the program has given to "
-            "checkpoint.save itself: use one of the two."
+            f"the gang starts from a checkpoint {of_step}that the program has saved by checkpoint.save, and not by "
+            "this callback. Save by only one of the two. To start afresh, delete the checkpoint, or give Gang(key=...) "
+            "another key."
         )
     for name, data in state["files"].items():
         path = folder / name

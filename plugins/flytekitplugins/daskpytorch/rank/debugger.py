@@ -100,7 +100,10 @@ class Prompt:
     def _in_place(self) -> Iterator[None]:
         terminal = self.debugging.terminal.open() if self.debugging.terminal is not None else None
         if terminal is None:
-            raise NoDebuggerError("the terminal was closed")
+            raise NoDebuggerError(
+                f"a debugger was called for in rank {self.rank}, and the run's terminal has been closed. Start the run "
+                f"in a terminal that stays open, or with {PORTS_VARIABLE}={self.rank}:5678 for an editor"
+            )
         fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
         kept = [os.dup(number) for number in range(3)]
         for number in range(3):

@@ -163,5 +163,6 @@ def _sample(seconds: int, path: Path) -> None:
     if process.returncode != 0 or not path.exists():
         told = complaint.decode(errors="replace").strip()[-MAX_COMPLAINT:]
         raise RuntimeError(
-            f"py-spy ended with exit code {process.returncode}: {told} (a container may lack CAP_SYS_PTRACE)"
+            f"py-spy ended with exit code {process.returncode}: {told}. In a container, add the capability SYS_PTRACE "
+            "to its security context"
         )

@@ -123,9 +123,13 @@ class ShardedCheckpoints:
                 "checkpoints to start afresh."
             )
         if chosen is not None:
-            raise OSError(f"the sharded checkpoint of step {chosen.step} is damaged; rank 0's log says how")
+            raise OSError(
+                f"the sharded checkpoint of step {chosen.step} is damaged; rank 0's log says how. Load another step of "
+                "those in checkpoint.list()"
+            )
         if checkpoints:
-            self._say("no sharded checkpoint is whole; the training starts afresh")
+            steps = ", ".join(str(each.step) for each in checkpoints)
+            self._say(f"no sharded checkpoint is whole (steps {steps}); the training starts afresh")
         return None
 
     def settle(self, number: int) -> None:
@@ -221,12 +225,15 @@ class ShardedCheckpoints:
         firsts = {kind: f"{text} (rank {rank})" for rank, kind, text in reversed(heard)}
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
         if OSError in firsts:
-            raise OSError(f"{where} cannot be read: {firsts[OSError]}") from error
+            raise OSError(f"{where} cannot be read: {firsts[OSError]}. Check the rank's access to storage") from error
         if DamagedError in firsts:
             self._say(f"{where} is damaged: {firsts[DamagedError]}")
             return False
         if DiffersError in firsts:
-            raise ValueError(f"{where} is of another state than the one that it is loaded into: {firsts[DiffersError]}")
+            raise ValueError(
+                f"{where} differs from the state that was to be filled: {firsts[DiffersError]}. Make the state with "
+                "the saved keys and shapes, or load another step"
+            )
         if TensorKindError in firsts:
             raise TypeError(f"{where} cannot be loaded: {firsts[TensorKindError]}")
         return True
@@ -244,7 +251,8 @@ class ShardedCheckpoints:
             more = " ..." if len(unread) > MAX_TOLD else ""
             self._say(
                 f"the sharded checkpoint of step {checkpoint.step} has values that no rank's state has a place for: "
-                f"{', '.join(sorted(unread)[:MAX_TOLD])}{more}"
+                f"{', '.join(sorted(unread)[:MAX_TOLD])}{more}. They are not loaded: add their keys to the state if "
+                "the training needs them"
             )
 
     def _say(self, text: str) -> None:

@@ -215,7 +215,10 @@ class ModelFutures(Futures[ModelFuture]):
             if is_ending():
                 wait(self._futures)
             elif not_done:
-                raise TimeoutError(f"{len(not_done)} of {len(self)} models have not ended within {timeout:g} s")
+                raise TimeoutError(
+                    f"{len(not_done)} of {len(self)} models have not ended within {timeout:g} s. Their training goes "
+                    "on: wait again, or cancel() them"
+                )
 
     def _end_all(self) -> bool:
         """Cancel all gangs at Ctrl-C, before the caller closes their Dask client.

@@ -118,7 +118,7 @@ class SweepStorage:
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
         except (EOFError, pickle.UnpicklingError):
-            say(f"{self.folder}/{name} is cut short, and is not used")
+            say(f"{self.folder}/{name} is cut short, as by a crash, and is not used: that model may train again")
         except Exception as error:  # unpickling a user's class may raise anything
             raise ValueError(
                 f"{self.folder}/{name} cannot be read ({type(error).__name__}: {error}): does its class still exist "

@@ -114,7 +114,8 @@ class Sweep:
             storage.note_progress()
         except Exception as error:  # a store's client may raise anything, and the next checkpoint writes again
             model.line.noted(
-                f"the model's records could not be kept in {storage.folder} ({type(error).__name__}: {error})"
+                f"the model's records could not be kept in {storage.folder} ({type(error).__name__}: {error}); the "
+                "next checkpoint tries again"
             )
 
     def prepare(self, model: Model, experiment: Any) -> None:
@@ -179,7 +180,10 @@ class Sweep:
             if self.trials is not None:
                 self.trials.tell(model.index, error, result, model.log.newest)
         except BaseException as failure:  # a study's storage may raise anything, and the model keeps its result
-            model.line.noted(f"the study could not record how the model ended ({type(failure).__name__}: {failure})")
+            model.line.noted(
+                f"the study could not record how the model ended ({type(failure).__name__}: {failure}). The model "
+                "keeps its result, but the study does not learn from it"
+            )
 
     @cached_property
     def _group(self) -> str:

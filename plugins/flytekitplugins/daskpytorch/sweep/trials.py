@@ -257,7 +257,8 @@ class _Judge(Observer):
             names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
             wanted = f"both 'epoch' and {self._trials.metric!r} as numbers"
             self._say(
-                f"early stopping: no record so far had {wanted}, so no model can be stopped; logged were: {names}"
+                f"early stopping: no record so far had {wanted}, so no model can be stopped; logged were: {names}. "
+                "Log both in one record at the end of each epoch"
             )
 
 

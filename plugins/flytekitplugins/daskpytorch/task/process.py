@@ -23,6 +23,8 @@ NAME = b"plugins.daskpytorch"
 """Part of this package's name that a file with its tasks contains, for flytekit as for Flyte 2."""
 SIGTERM = "the task was told to end (SIGTERM)"
 """Reason that a gang's error gives after SIGTERM to the task's process."""
+IDLE_SIGTERM = f"{SIGTERM}, while no gang was running; the next attempt calls the task's function again"
+"""Message of the task's error after SIGTERM while no gang is running."""
 
 
 def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
@@ -90,7 +92,7 @@ def heeding_sigterm() -> Iterator[None]:
 
 def _end_task(*_: object) -> None:
     if not preempt_all(SIGTERM):
-        raise PreemptedError(f"{SIGTERM}, while no gang was running", cause=SIGTERM)
+        raise PreemptedError(IDLE_SIGTERM, cause=SIGTERM)
 
 
 _silence: _Silence | None = None

@@ -22,6 +22,8 @@ PROFILES = "profiles"
 """Name of the results folder's subfolder for profiles and flame graphs."""
 FAILED_LIMIT = 60.0
 """Timeout, in seconds, for the upload of a failed gang's results. The gang's error is raised afterwards."""
+LOST = "These files are lost: check the disk and the task's access to its output storage"
+"""End of a notice about results that were not stored."""
 
 
 class TaskResults:
@@ -56,7 +58,7 @@ class TaskResults:
                 limit = self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
                 worker.submit(LANE, partial(self._deliver, received, folder), self._tell_failure)
                 if not worker.flush(LANE, limit):
-                    say(f"some results of the ranks did not reach {self.folder} within {limit:g} s")
+                    say(f"some results of the ranks did not reach {self.folder} within {limit:g} s. {LOST}")
                 raise
             worker.flush(LANE)
             self._deliver(received, folder)
@@ -93,7 +95,7 @@ class TaskResults:
             self.has_files = True
 
     def _tell_failure(self, error: Exception, *_: object) -> bool:
-        say(f"some results of the ranks did not reach {self.folder} ({type(error).__name__}: {error})")
+        say(f"some results of the ranks did not reach {self.folder} ({type(error).__name__}: {error}). {LOST}")
         return True
 
     def _make_empty_folder(self) -> None:
