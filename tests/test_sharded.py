@@ -233,7 +233,7 @@ def test_a_state_of_another_structure_is_refused_and_left_alone(tmp_path: Path) 
     other = state()
     other["weights"] = {"A": torch.zeros(3, 4), "b": torch.zeros(6), "c": torch.zeros(1)}
     other["single"] = 5
-    with pytest.raises(ValueError, match="another state") as refused:
+    with pytest.raises(ValueError, match="differs from the state that was to be filled") as refused:
         Rank(tmp_path, [entry]).checkpoints.load(other)
     text = str(refused.value)
     assert "not in the checkpoint: weights.A, weights.c" in text
