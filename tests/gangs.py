@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import torch.multiprocessing as mp
 from flytekitplugins.daskpytorch import Gang, Observer, context
 from flytekitplugins.daskpytorch.context import Link, RankContext, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.request import request_for, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.code import Sources
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.program import Program
@@ -64,7 +66,8 @@ def driver_of(
 ) -> Supervisor:
     """The driver of a gang of so many ranks on this machine."""
     request = request_for(function, args, {}, Gang(ranks_per_worker=num_ranks, **settings))
-    return Supervisor(named(request, "gang"), OwnNode(), list(observers))
+    storage = storage_of(current_execution(), "gang", request.settings)
+    return Supervisor(replace(request, key="gang", storage=storage), OwnNode(), list(observers))
 
 
 def on_this_machine(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **how: Any) -> GangFutures:

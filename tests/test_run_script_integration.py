@@ -15,14 +15,10 @@ import pytest
 from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import GangError, dispatch, run_module, run_script
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol import script as script_module
 from flytekitplugins.daskpytorch.protocol.project import Project
-from flytekitplugins.daskpytorch.protocol.script import Script, module_of, script_of
-from flytekitplugins.daskpytorch.settings import Gang
+from flytekitplugins.daskpytorch.protocol.script import module_of, script_of
+from gangs import on_this_machine
 from processes import nothing_left_behind
 
 TRAIN = """
@@ -106,12 +102,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def gang_of(script: Script, num_ranks: int = 2, **settings: Any) -> GangFutures:
-    """The futures of a gang that runs a program on this machine."""
-    request = request_for(script, (), {}, Gang(ranks_per_worker=num_ranks, **settings))
-    return GangFutures(Supervisor(named(request, "gang"), OwnNode()), num_ranks)
-
-
 def seen_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -127,7 +117,7 @@ def test_a_program_sees_what_it_sees_under_torchrun(project: Path, *, is_module:
     (project / "out").mkdir(exist_ok=True)
     with nothing_left_behind():
         made = module_of("train", project / "out") if is_module else script_of("tools/train.py", project / "out")
-        assert gang_of(made).result(120) == [None, None]
+        assert on_this_machine(made).result(120) == [None, None]
     ours, theirs = seen_in(project / "out"), seen_in(project / "theirs")
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.pop("argv")[:-1] == other.pop("argv")[:-1]
@@ -136,7 +126,7 @@ def test_a_program_sees_what_it_sees_under_torchrun(project: Path, *, is_module:
 
 
 def test_an_exit_code_is_the_ranks_error_with_the_scripts_own_lines(project: Path) -> None:
-    error = gang_of(script_of("tools/train.py", "out", "--code", 3), max_restarts=3).exception(120)
+    error = on_this_machine(script_of("tools/train.py", "out", "--code", 3), max_restarts=3).exception(120)
     assert error is not None
     assert isinstance(error.__cause__ or error, GangError)
     text = str(error.__cause__ or error)
