@@ -61,7 +61,8 @@ def test_only_records_and_notes_count_as_missing(
         if is_down
         else "the run's end could not be recorded in time"
     )
+    advice = "Check the address and the access to it. Records wait, and the training goes on."
     assert capsys.readouterr().err.splitlines() == [
-        "Tracker: the server does not answer; what is logged waits for it, and the training goes on",
+        f"Tracker: the server does not answer. {advice}",
         f"Tracker: {lost}: check that its server or storage answers",
     ]

@@ -143,7 +143,7 @@ class Feeder:
 
     def _gives_up(self, error: Exception, *_: object, loss: str = "Such records are left out") -> bool:
         if isinstance(error, ConnectionError):
-            self._say(f"{error}; what is logged waits for it, and the training goes on")
+            self._say(f"{error}. Check the address and the access to it. Records wait, and the training goes on.")
             return False
         self._say(f"{type(error).__name__}: {error}. {loss}. The training goes on.")
         return True

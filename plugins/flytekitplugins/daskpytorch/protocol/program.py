@@ -246,7 +246,10 @@ class _SpareParts:
 
     def __call__(self, name: str) -> Any:
         if name not in self.parts:
-            raise AttributeError(f"module '__main__' has no attribute {name!r} in this rank")
+            raise AttributeError(
+                f"module '__main__' has no attribute {name!r} in this rank, which does not run the top of the script. "
+                "Define it in a module that the script imports"
+            )
         return pickling.loads(self.parts[name])
 
 

@@ -111,7 +111,7 @@ class Profiler:
             act()
         except Exception as error:  # by the profiler, the disk or storage
             self._profile = None
-            self.note(f"could not be profiled ({type(error).__name__}: {error})")
+            self.note(f"could not be profiled ({type(error).__name__}: {error}); the training goes on without a trace")
 
     # ---- flame graphs, each in a thread of its own
 
