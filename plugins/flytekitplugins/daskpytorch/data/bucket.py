@@ -34,6 +34,7 @@ MD5 = re.compile(r"[0-9a-f]{32}")
 CREDENTIALS = (
     "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
 )
+SERVER = "Check the address, the network and the server"
 REGION = "Name the region: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "NoSuchKey": (FileNotFoundError, "does not exist: the object was deleted after the listing. List the bucket again"),
@@ -243,10 +244,7 @@ class Bucket:
             else:
                 return body
         num_tries = self.access.num_retries + 1
-        raise type(failure)(
-            f"{failure}. Tried {num_tries} times with timeout={self.access.timeout:g} s: check the network and the "
-            "server"
-        ) from failure
+        raise type(failure)(f"{failure}. Tried {num_tries} times with timeout={self.access.timeout:g} s") from failure
 
     def _reader_of(self, key: str) -> _Obstore | _Botocore:
         plain = self._plainly()
@@ -281,7 +279,7 @@ class Bucket:
                 f"{listed.etag}, now {etag}. List the bucket again"
             )
         if len(body) != listed.size:
-            raise DamagedTransferError(f"{uri} arrived with {len(body)} bytes instead of {listed.size}")
+            raise DamagedTransferError(f"{uri} arrived with {len(body)} bytes instead of {listed.size}. {SERVER}")
         if self._etags_are_checksums is False or not MD5.fullmatch(listed.etag):
             return
         checksum = hashlib.md5(body, usedforsecurity=False)
@@ -291,7 +289,7 @@ class Bucket:
         if checksum.digest() not in seen or self._is_checksum(listed):
             seen.add(checksum.digest())
             raise DamagedTransferError(
-                f"{uri} arrived with the checksum {checksum.hexdigest()}, but was listed with {listed.etag}"
+                f"{uri} arrived with the checksum {checksum.hexdigest()}, but was listed with {listed.etag}. {SERVER}"
             )
         if self._etags_are_checksums is None:
             self._etags_are_checksums = False
@@ -405,7 +403,7 @@ def _from_obstore(error: Exception, uri: str) -> OSError:
         return _explained(uri, code.group(1), f"{code.group(1)}: {message.group(1) if message else ''}")
     status = re.search(r"status code: (\d{3})", text)
     if status is None and ("kind: Timeout" in text or "TimedOut" in text):
-        return TimeoutError(f"{uri} was not answered in time")
+        return TimeoutError(f"{uri} was not answered in time. {SERVER}")
     return _explained(uri, status.group(1) if status else "", text.partition("\n")[0])
 
 
@@ -423,14 +421,14 @@ def _from_botocore(error: Exception, uri: str) -> OSError:
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return PermissionError(f"{uri} may not be read: {error}. {CREDENTIALS}")
     if isinstance(error, (ConnectTimeoutError, ReadTimeoutError)):
-        return TimeoutError(f"{uri} was not answered in time: {error}")
-    return ConnectionError(f"{uri} could not be read: {type(error).__name__}: {error}")
+        return TimeoutError(f"{uri} was not answered in time: {error}. {SERVER}")
+    return ConnectionError(f"{uri} could not be read: {type(error).__name__}: {error}. {SERVER}")
 
 
 def _explained(uri: str, code: str, text: str) -> OSError:
     kind, advice = ADVICE.get(HTTP_CODES.get(code, code), (None, ""))
     if kind is None:
-        return ConnectionError(f"{uri} could not be read: {text}")
+        return ConnectionError(f"{uri} could not be read: {text}. {SERVER}")
     return kind(f"{uri} {advice} ({text})")
 
 

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.context import current_rank
 
 SEEDS = range(-(2**63), 2**63)
-"""Allowed seeds. torch accepts seeds up to 2**64 - 1, so a number of an epoch can be added to each of these."""
+"""Allowed seeds. torch accepts seeds up to 2**64 - 1, so an epoch number can be added to each of these."""
 COUNTS = range(1, 2**63)
 EPOCHS = range(2**63)
 SEED = "a whole number of at most 63 bits"

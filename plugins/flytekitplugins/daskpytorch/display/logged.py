@@ -47,7 +47,7 @@ class Log(Observer):
 
 
 class Logged:
-    """Base of futures that also have what rank 0 has logged. Works during the training and after its end."""
+    """Base of futures that also have rank 0's log records, during the training and after its end."""
 
     _log: Log
 

@@ -40,7 +40,7 @@ class Run:
     """Address of the run, for the user. None until `open` has set the address."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
-        """Begin a run, or resume the run of an earlier attempt.
+        """Begin the tracker's run, or resume that of an earlier attempt.
 
         Args:
             training: Training that the run records.
@@ -53,17 +53,17 @@ class Run:
         """Prepare for a restart, after which the records after `step` are logged again. None: all records."""
 
     def log(self, record: LogRecord) -> None:
-        """Log a record."""
+        """Log a record in the tracker's run."""
         raise NotImplementedError
 
     def note(self, text: str) -> None:
-        """Log a notice for the user."""
+        """Log a notice for the user in the tracker's run."""
 
     def flush(self) -> None:
         """Send the queued values to the tracker."""
 
     def close(self, state: State, reason: str | None) -> None:
-        """End the run.
+        """End the tracker's run.
 
         Args:
             state: Final state of the run.

@@ -75,7 +75,7 @@ class Prompts:
         """Give the free terminal to the next rank and return the rank, which keeps it until `leave`.
 
         Returns:
-            The rank. None: the terminal is taken or kept for a stepping rank, or no rank waits.
+            The rank. None: the terminal is taken, or kept for a rank whose debugger steps, or no rank waits.
         """
         if self.shown is not None or not self._waiting:
             return None

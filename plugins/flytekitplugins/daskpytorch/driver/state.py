@@ -280,7 +280,7 @@ class GangState:
     def _account_for(
         self, peer: Peer, attempt: Attempt, rank: int, said: RankUsage | reports.Spent | reports.GoodputWanted
     ) -> None:
-        """Note a rank's usage or seconds, or answer its request for the goodput.
+        """Note a rank's usage or account of its time, or answer its request for the goodput.
 
         While rank 0 trains, other ranks' new requests wait for rank 0's next report. Equal request numbers get equal
         answers.

@@ -1,7 +1,7 @@
 """Thread for slow work, such as requests to storage and to trackers. Runs in the driver and in rank 0.
 
-Each job belongs to a lane. Each lane's jobs run in order. A failed job is retried after a pause. During this pause, its
-lane waits, while other lanes continue.
+Each job belongs to a queue (lane), whose jobs run in order. A failed job is retried after a pause. During this pause,
+its lane waits, while other lanes continue.
 """
 
 import threading
@@ -21,7 +21,7 @@ class Job:
     """A call, such as an upload, that a `Worker` makes and retries."""
 
     lane: str
-    """Name of the job's lane, whose jobs run one after the other."""
+    """Name of the job's queue (lane), whose jobs run one after the other."""
     work: Callable[[], object]
     """The call. An exception means that the job has failed."""
     gives_up: Callable[[Exception, int, float], bool]
@@ -36,7 +36,7 @@ class Job:
 
 
 class Worker:
-    """Thread that runs jobs, such as uploads, with retries. The jobs of each lane run in order."""
+    """Thread that runs jobs, such as uploads, with retries. The jobs of each queue (lane) run in order."""
 
     def __init__(self, retry_after: float = RETRY_AFTER, name: str = "storage") -> None:
         """Prepare the thread.
@@ -59,7 +59,7 @@ class Worker:
     def submit(
         self, lane: str, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = lambda *_: True
     ) -> None:
-        """Add a job, which begins once all earlier jobs of the lane are done.
+        """Add a job, which begins once all earlier jobs of its queue (lane) are done.
 
         Args:
             lane: Name of the job's lane, whose jobs run one after the other.
@@ -75,18 +75,18 @@ class Worker:
                 self._start()
 
     def has_begun(self, lane: str) -> bool:
-        """Return True if the lane has ever received a job."""
+        """Return True if the queue `lane` has ever received a job."""
         return lane in self._lanes
 
     def jobs(self, lane: str) -> Sequence[Job]:
-        """Return the unfinished jobs of the lane, oldest first."""
+        """Return the unfinished jobs of the queue `lane`, oldest first."""
         return self._lanes.get(lane, ())
 
     def flush(self, lane: str, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds for all jobs of the lane. Return True if no job is left.
+        """Wait up to `timeout` seconds for all jobs of the queue `lane`. Return True if no job is left.
 
         Args:
-            lane: Name of the lane.
+            lane: Name of the queue.
             timeout: Seconds to wait. None: no limit.
         """
         self.shorten_pauses()
@@ -111,7 +111,7 @@ class Worker:
             self._changed.notify_all()
 
     def first(self) -> Job | None:
-        """Return the job that is due first among the oldest jobs of all lanes, or None without jobs."""
+        """Return the job that is due first among the oldest jobs of all queues (lanes), or None without jobs."""
         with self._changed:
             return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 

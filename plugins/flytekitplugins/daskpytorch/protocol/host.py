@@ -33,7 +33,7 @@ class StoragePaths:
     """Function that the driver calls before each write of a whole checkpoint or the manifest. Local runs make room for
     the checkpoint here, and models of a sweep store their records. Default: does nothing."""
     resume: str | None = None
-    """What the user does to go on from these checkpoints, for messages. None: the host goes on by itself."""
+    """Text for messages: how the user goes on from these checkpoints. None: the host goes on by itself."""
     shards: str | None = None
     """Folder or fsspec URL to which this attempt's ranks write sharded checkpoints. None: to the folder `own`."""
     previous_shards: str | None = None

@@ -205,7 +205,7 @@ class _Ignored:
                 break
 
     def read(self, folder: Path) -> None:
-        """Heed the ignore files in a folder."""
+        """Add the paths that the ignore files in a folder name."""
         for name in IGNORE_FILES:
             if (file := folder / name).is_file():
                 lines = file.read_text(errors="replace").splitlines()

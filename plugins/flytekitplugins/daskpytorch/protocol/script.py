@@ -101,7 +101,9 @@ def module_of(name: str, *args: object) -> Script:
             text = tuple(map(str, args))
             return Script(given=name, is_module=True, args=text, file=str(file.resolve()), folder=str(root.resolve()))
     raise ModuleNotFoundError(
-        f"no module {name!r}: there is neither {place.with_suffix('.py')} nor {place / '__main__.py'}", name=name
+        f"no module {name!r}: there is neither {place.with_suffix('.py')} nor {place / '__main__.py'}. Check the "
+        "name, or add one of the files",
+        name=name,
     )
 
 
@@ -195,7 +197,8 @@ def run_module(name: str, *args: object) -> None:
             spec = importlib.util.find_spec(f"{name}.__main__")
         code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
         if spec is None or code is None:
-            raise ModuleNotFoundError(f"no module {name!r} that can be run, in {Path.cwd()} or on sys.path", name=name)
+            where = f"in {Path.cwd()} or on sys.path. Check the name and the working folder"
+            raise ModuleNotFoundError(f"no module {name!r} that can be run, {where}", name=name)
         main = ModuleType("__main__")
         main.__spec__, main.__package__, main.__loader__, main.__file__ = spec, spec.parent, spec.loader, spec.origin
         sys.argv[0] = spec.origin or name
@@ -258,7 +261,8 @@ def _compiled(file: Path, shown_as: str) -> CodeType:
         where = f"no script at this path (working folder: {Path.cwd()})"
         raise FileNotFoundError(errno.ENOENT, where, str(file)) from error
     except IsADirectoryError as error:
-        raise IsADirectoryError(errno.EISDIR, "this is a folder, not a script", str(file)) from error
+        told = "a folder instead of a script: give the path of a file"
+        raise IsADirectoryError(errno.EISDIR, told, str(file)) from error
     except (SyntaxError, ValueError) as error:
         if getattr(error, "filename", None) is not None:
             raise

@@ -50,7 +50,7 @@ class Piece:
 
     item: WriteItem
     size: int
-    """Approximate size of the copy, in bytes. 0 for other values than tensors."""
+    """Approximate size of the tensor chunk's copy, in bytes. 0 for other values."""
     write: Callable[[IO[bytes]], object]
     """Function that writes the copy to a file, in the format of `torch.save`."""
 

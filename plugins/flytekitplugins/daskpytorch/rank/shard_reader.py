@@ -32,13 +32,16 @@ from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts, check_fillable
 NUM_READERS = 8
 """Maximum number of parallel requests with which a rank reads a sharded checkpoint from storage."""
 MAX_RANGE = 4 << 20
-"""Maximum number of bytes read together for several neighbouring items. A single item may be larger."""
+"""Maximum number of bytes that one read fetches for several neighbouring items: stored chunks of tensors, or other
+values. A single item may be larger."""
 PIECE = 8 << 20
 """Maximum number of bytes of one read request to storage. Requests for pieces of a large item run in parallel."""
 MAX_AHEAD = 128 << 20
-"""Maximum number of bytes that a rank reads ahead of the item being loaded. A single item may be larger."""
+"""Maximum number of bytes that a rank reads ahead of the stored item that is being loaded into the state. A single item
+may be larger."""
 MAX_GAP = 64 << 10
-"""Maximum gap, in bytes, between two items that are read together. Reading the gap is faster than another request."""
+"""Maximum gap, in bytes, between two stored items that are read together. Reading the gap is faster than another
+request."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry of a failed read from storage."""
 MAX_TOLD = 8

@@ -71,7 +71,8 @@ class Ledger:
     def mark(self) -> None:
         """End the current step.
 
-        The step's time without a part counts as `stepping`, or as `preparing` if no batch or step came before.
+        The step's time under no other part, such as `data` or `saving`, counts as `stepping`. If no batch or step came
+        before, that time counts as `preparing`.
         """
         page = self._page
         if page.part != "open" or threading.get_ident() != self._owner:
@@ -98,7 +99,8 @@ class Ledger:
     def seconds(self) -> dict[str, float]:
         """Return the seconds by part so far.
 
-        Time without a part counts as `stepping`, or before the first batch or step as `preparing`.
+        Time under no other part, such as `data`, counts as `stepping`. Before the first batch or step, that time counts
+        as `preparing`.
         """
         page = self._page
         seconds = page.until(self._clock())

@@ -101,7 +101,7 @@ class Sweep:
             Exception: The study or the user's function fails, or the experiment cannot be trained on this cluster.
         """
         if self.trials is None:
-            raise TypeError("this sweep has no study to suggest experiments")
+            raise TypeError("this sweep has no study to suggest experiments: pass a Search to dispatch.map")
         experiment = self.trials.ask(model.index)
         model.line = self.board.line(model.index, experiment)
         self.prepare(model, experiment)

@@ -198,7 +198,7 @@ def _folders_named_by(run: Path, root: Path) -> set[Path]:
 
 
 def begin(task: str, inputs: Mapping[str, bytes], source: str, attempt_before: Path | None = None) -> LocalRun | None:
-    """Return a new local run, which the caller closes at its end. Log if an earlier run goes on.
+    """Return a new local run, which the caller closes at its end. Log the earlier run that it goes on from, if any.
 
     Args:
         task: Name of the task, or of the run.

@@ -218,7 +218,7 @@ class _Run:
 
     @property
     def observers(self) -> Sequence[Observer]:
-        """Observers of the gang, without those of the user."""
+        """Observers that this package adds to the gang: display, recorder of the page, and log records."""
         display = self._shown.display if self._shown is not None else machine.echo()
         return [display, self.recorder, self.log]
 

@@ -67,7 +67,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownTask(Shown):
-    """The same for a task, which also stores the files that its ranks submit."""
+    """Objects that show a task's training, and the store of the files that the task's ranks submit."""
 
     results: TaskResults
 
