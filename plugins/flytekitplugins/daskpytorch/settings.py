@@ -188,8 +188,10 @@ class Gang:
     """Storage for sharded checkpoints, and outside Flyte tasks for all checkpoints: a folder that all workers reach,
     or an fsspec URL (`s3://bucket/prefix`). Each gang gets a folder in this storage.
 
-    None: Flyte's storage for the task's checkpoints. Without Flyte: a temporary folder of the driver, which ranks on
-    other machines cannot reach.
+    None: Flyte's storage for the task's checkpoints. Outside a Flyte task, `dispatch.run` keeps checkpoints in a folder
+    of the driver's machine (`DASKPYTORCH_CHECKPOINTS`), and the same program goes on from them with
+    `DASKPYTORCH_RESUME=1`. `dispatch.map` uses a temporary folder of the driver. Ranks on other machines cannot write
+    shards to either.
 
     Outside a Flyte task the folder has all that a later call needs to go on: the call with the same `key`, or else the
     call of the same function with the same number in its process. An equal call in the same process goes on from a

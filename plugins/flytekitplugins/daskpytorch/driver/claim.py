@@ -38,7 +38,7 @@ JOBS = (
 )
 """Environment variables with a Flyte or Slurm job, its part and its attempt. No two attempts of a job run together."""
 _held: set[str] = set()
-"""Identities of the claims that this process holds."""
+"""Identities of the claims on checkpoint folders that this process holds."""
 
 
 class Claim:

@@ -58,7 +58,7 @@ class StopRequest:
     _is_asked: bool = False
     """True after the driver has ordered the ranks (`Hold`) to block in their next `should_stop` call."""
     _is_released: bool = False
-    """True after the driver has ordered the ranks (`Release`) at which `should_stop` call to stop."""
+    """True after the driver has sent the ranks the number of the `should_stop` call at which to stop (`Release`)."""
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period

@@ -142,7 +142,11 @@ def gpus_here() -> FoundGpus:
     try:
         return _look()
     except _LookError as error:
-        _logger.warning("GPUs could not be counted on host %s: %s", socket.gethostname(), error)
+        _logger.warning(
+            "GPUs could not be counted on host %s: %s. Ranks there get no GPU. Check nvidia-smi and the GPU driver",
+            socket.gethostname(),
+            error,
+        )
         return FoundGpus(problem=str(error))
 
 

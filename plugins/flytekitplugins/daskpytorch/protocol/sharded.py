@@ -52,9 +52,9 @@ class StoredItem:
     index: int | None
     """Number of the chunk in the tensor, as torch counts chunks. None: no number."""
     part: str
-    """Name of the object that contains the item."""
+    """Name of the stored object that contains the item."""
     start: int
-    """Offset of the item in the object, in bytes."""
+    """Offset of the item in the stored object `part`, in bytes."""
     length: int
     """Length of the item, in bytes."""
     digest: str

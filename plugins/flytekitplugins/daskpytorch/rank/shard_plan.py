@@ -119,7 +119,7 @@ class SavePlans:
             plan = ranks.reduce_scatter("plan", lambda: self._looked_at, self._divide)
         except CheckpointException as error:  # not derived from Exception
             raise ValueError(
-                f"the ranks' shards do not make up one whole state. Pass the same state on all ranks: {error}"
+                f"the ranks' shards do not make up one whole state ({error}). Pass the same state on all ranks"
             ) from None
         self._agreed, self._own, self._copies = self._looked_at, plan.items, []
 

@@ -266,7 +266,7 @@ def _joined(together: _Range, pieces: Sequence[Future[bytes]]) -> tuple[_Range, 
 
 
 def _items_of(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
-    """Return each item of a range with its own bytes, cut from the range's `data`.
+    """Return each stored item of a range (a tensor's chunk, or another value) with its bytes, cut from `data`.
 
     Raises:
         DamagedError: An item has a wrong digest.

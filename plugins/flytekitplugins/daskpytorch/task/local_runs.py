@@ -53,7 +53,10 @@ MAX_BYTES = 10 << 30
 
 
 class LocalRun:
-    """Local run of a task, with a folder for its checkpoints. The folder stays after the run if it has a checkpoint."""
+    """Local run of a task or of `dispatch.run`, with a folder for its checkpoints.
+
+    The folder stays after the run if it has a checkpoint.
+    """
 
     def __init__(
         self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
