@@ -211,7 +211,7 @@ def _check(member: _Membership, backend: str | None, world_size: int, rank: int)
     if differing:
         raise ValueError(
             "init_process_group asks for another process group than the gang's, which was formed before this function "
-            f"was called: {'; '.join(differing)}. Or leave the arguments out"
+            f"was called: {'; '.join(differing)}"
         )
 
 
