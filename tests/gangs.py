@@ -126,7 +126,6 @@ def order_for(settings: Gang | None = None, **job: Any) -> RankOrder:
         scratch="/nowhere",
         directory="/",
         path=(),
-        environment={},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -62,6 +63,12 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "start_timeout", [0, -3.5, float("nan"), float("inf"), "600"], SECONDS),
     (Gang, "grace_period", [0, None, float("nan")], SECONDS),
     (Gang, "hang_timeout", [0, True, 1e-9, float("inf")], "'auto', None or seconds from 0.1 to 1209600"),
+    (Gang, "environment", [["A"], None], "a mapping of names to texts"),
+    (Gang, "environment", [{"A": 1}, {"A": "1\0"}], "a mapping of names to texts, also for A, and without zero bytes"),
+    (Gang, "environment", [{"A=B": "1"}], "a mapping of names to texts, without 'A=B', which is no name of a variable"),
+    (Gang, "environment", [{"": "1"}, {1: "1"}], "a mapping of names to texts, without "),
+    (Gang, "environment", [{"RANK": "1"}], "a mapping without RANK, which the gang itself sets"),
+    (Gang, "environment", [{"A": "", "CUDA_VISIBLE_DEVICES": "1"}], "a mapping without CUDA_VISIBLE_DEVICES"),
     (Gang, "key", ["", "../other", 7], "None, up to 100 of the characters"),
     (Gang, "keep", [3, None], "a Keep"),
     (Gang, "profile", [(1, 2)], "None or a Profile"),
@@ -174,6 +181,13 @@ def test_min_workers_above_number_of_workers_is_refused_with_both_numbers() -> N
 @pytest.mark.parametrize("uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept"])
 def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str | None) -> None:
     assert Gang(checkpoint_uri=uri).checkpoint_uri == uri
+
+
+def test_the_environment_of_this_process_travels() -> None:
+    gang = Gang(environment=os.environ)
+    assert pickle.loads(pickle.dumps(gang)).environment == dict(os.environ)
+    assert "PATH" not in repr(gang)  # may hold secrets
+    assert hash(gang) == hash(Gang())
 
 
 def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

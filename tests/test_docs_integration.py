@@ -159,8 +159,9 @@ def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
 
 
-def test_the_variables_of_workers_are_those_of_their_ranks(tmp_path: Path) -> None:
-    assert run_example("variables.py", tmp_path).stdout.splitlines()[-1] == "['/data', '/data']"
+def test_the_variables_of_a_gang_are_those_of_its_ranks(tmp_path: Path) -> None:
+    found = run_example("variables.py", tmp_path).stdout.splitlines()[-1]
+    assert found == "[('/data', 'DETAIL'), ('/data', 'DETAIL')]"
 
 
 def test_the_task_that_sweeps_runs(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Doing:
 
 
 class Rank:
-    """A rank as its agent has it: a channel and the read end of its output."""
+    """A rank as its agent has it: a channel and the read end of its output. Its first message is its environment."""
 
     def __init__(self, client: ForkServerClient, key: int, first: Doing | None = None) -> None:
         self.channel, theirs = Pipe()
@@ -54,6 +54,7 @@ class Rank:
         os.close(output_of_rank)
         self.output = os.fdopen(output, "rb", buffering=0)  # unbuffered, so that `wait` sees what is unread
         if first is not None:
+            self.channel.send(dict(os.environ))
             self.channel.send(first)
 
     @classmethod

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
-from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_nccl, of_seed, watching_samplers
+from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_seed, of_variables, watching_samplers
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
@@ -94,12 +94,11 @@ def test_training_without_a_sampler_is_not_told_of_the_sampler_that_its_evaluati
     assert told == []
 
 
-def test_variables_that_nccl_has_read_before_they_were_set_are_told() -> None:
-    assert of_nccl({"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "WARN"}) is None
-    assert of_nccl({"NCCL_DEBUG": "WARN"}, {}) is None
-    hint = of_nccl({"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"})
+def test_variables_that_were_set_too_late_are_told() -> None:
+    assert of_variables([]) is None
+    hint = of_variables(["NCCL_DEBUG", "TORCH_LOGS"])
     assert hint is not None
-    assert "NCCL_ALGO, NCCL_DEBUG" in hint.text
+    assert "NCCL_DEBUG, TORCH_LOGS" in hint.text
 
 
 def test_a_seed_of_the_script_is_told_where_the_rank_draws_with_another() -> None:

@@ -34,7 +34,8 @@ _NAMES_IN = {
     "protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
     "rank.checkpoint_files": ("export_safetensors",),
     "records": ("Goodput", "LogRecord", "RankUsage", "SavedCheckpoint"),
-    "settings": ("EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"),
+    "settings": ("Gang", "Keep", "Profile", "Wandb"),
+    "sweep.settings": ("EarlyStopping", "Search"),
     "task.inputs": ("StrictInputs",),
 }
 HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES_IN.items() for name in names}

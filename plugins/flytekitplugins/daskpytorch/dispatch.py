@@ -31,7 +31,8 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.script import as_script
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
+from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
+from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.run import Call, RunFutures

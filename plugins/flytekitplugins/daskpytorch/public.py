@@ -31,10 +31,10 @@ from flytekitplugins.daskpytorch.records import Goodput as Goodput
 from flytekitplugins.daskpytorch.records import LogRecord as LogRecord
 from flytekitplugins.daskpytorch.records import RankUsage as RankUsage
 from flytekitplugins.daskpytorch.records import SavedCheckpoint as SavedCheckpoint
-from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping
 from flytekitplugins.daskpytorch.settings import Gang as Gang
 from flytekitplugins.daskpytorch.settings import Keep as Keep
 from flytekitplugins.daskpytorch.settings import Profile as Profile
-from flytekitplugins.daskpytorch.settings import Search as Search
 from flytekitplugins.daskpytorch.settings import Wandb as Wandb
+from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping as EarlyStopping
+from flytekitplugins.daskpytorch.sweep.settings import Search as Search
 from flytekitplugins.daskpytorch.task.inputs import StrictInputs as StrictInputs

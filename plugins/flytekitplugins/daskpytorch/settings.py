@@ -1,4 +1,4 @@
-"""Settings of gangs, sweeps and trackers, with their checks. Imports little, since every rank and agent loads it."""
+"""Settings of gangs and trackers, with their checks. Imports little, since every rank and agent loads it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
-    import optuna
     from flytekit import Secret
 
-__all__ = ["EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"]
+__all__ = ["Gang", "Keep", "Profile", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Environment variable with the Dask scheduler's address. The Dask operator sets it in the job-runner's pod."""
 DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
 """Environment variable that makes gangs train in one rank, in the calling process, for debugging."""
 
+SET_BY_GANGS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_LOCAL_RANK|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|CUDA_VISIBLE_DEVICES)"
+)
+"""Pattern for the names of environment variables that a gang sets in each rank."""
 MODE = checks.one_of("min", "max")
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
@@ -172,8 +176,17 @@ class Gang:
     times this value. For 20 the product is Kubernetes' default of 30."""
     hints: bool = True
     """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
-    collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has, NCCL
-    variables that are set too late, and a seed that was set only outside the function."""
+    collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has,
+    environment variables that are set too late, and a seed that was set only outside the function."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task
+    and the workers. The gang itself sets `CUDA_VISIBLE_DEVICES` and what `torchrun` sets, such as `RANK`.
+
+    Ranks are forked from a process that has imported torch. If a variable that Python, torch, OpenMP or NumPy reads
+    before differs there, such as `TORCH_LOGS`, the gang's ranks start as fresh interpreters, which takes seconds. In
+    debug mode the variables are set in the calling process, where such variables come too late. `LD_LIBRARY_PATH`
+    reaches only the programs that a rank starts.
+    """
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
@@ -221,6 +234,7 @@ class Gang:
             ),
             "grace_period": checks.SECONDS,
             "hints": checks.BOOLEAN,
+            "environment": _problem_of_variables,
             "keep": checks.instance_of(Keep),
             "debug": checks.BOOLEAN,
             "profile": checks.optional(checks.instance_of(Profile)),
@@ -232,94 +246,7 @@ class Gang:
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
         checks.Problems("Gang", self, rules).raise_any()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyStopping:
-    """Rule by which `dispatch.map` stops models early: asynchronous successive halving (Li et al. 2018).
-
-    A model is compared at its rungs: the epochs `grace_period`, `grace_period * reduction_factor`, `grace_period *
-    reduction_factor**2`, and so on. At a rung, the best `1 / reduction_factor` of the models that have reached the rung
-    go on. With fewer than twice `reduction_factor` models there, only the best one goes on. Models do not wait for each
-    other, so the first model at a rung always goes on.
-
-    Raises:
-        ImportError: The extra `sweep` is not installed.
-        ValueError: A field's value is invalid.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import EarlyStopping, current_rank, dispatch
-        >>> def train(rate: float) -> float:
-        ...     for epoch in range(1, 10):
-        ...         current_rank().log({"epoch": epoch, "loss": rate / epoch})
-        ...     return rate
-        >>> models = dispatch.map(client, train, [0.1, 0.2, 0.4], stop_early=EarlyStopping(metric="loss"))
-        >>> models.best("loss").experiment
-        0.1
-    """
-
-    metric: str
-    """Name of the metric that is compared at the rungs. Rank 0 must log the metric together with `epoch`, which should
-    count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN
-    at a rung is stopped."""
-    mode: Literal["min", "max"] = "min"
-    """Direction of the metric: `min` if low values are best, `max` if high values are best."""
-    reduction_factor: int = 4
-    """Divisor, from 2 up, of the number of compared models: one in `reduction_factor` models goes on."""
-    grace_period: int = 1
-    """Number of epochs, from 1 up, that every model trains before its first comparison."""
-
-    def __post_init__(self) -> None:
-        require_extra("sweep", "EarlyStopping(...)")
-        rules = {"metric": NAME, "mode": MODE, "reduction_factor": checks.whole(2), "grace_period": checks.COUNT}
-        checks.Problems("EarlyStopping", self, rules).raise_any()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as workers are free.
-
-    At each suggestion, the study's sampler knows the results of all models that have ended. The study's pruner, by
-    default a `MedianPruner`, stops models early. The pruner sees the records of rank 0 that have both `epoch` and the
-    metric. The first record of an epoch counts.
-
-    Raises:
-        ValueError: A field's value is invalid.
-
-    Examples:
-        >>> import optuna
-        >>> from flytekitplugins.daskpytorch import Search, dispatch
-        >>> def suggest(trial: optuna.Trial) -> float:
-        ...     return trial.suggest_float("rate", 0.01, 1.0, log=True)
-        >>> def train(rate: float) -> float:
-        ...     return (rate - 0.3) ** 2  # stands for a held-out loss
-        >>> study = optuna.create_study(direction="minimize")
-        >>> models = dispatch.map(client, train, Search(study=study, suggest=suggest, num_models=4))
-        >>> min(models.result()) == study.best_value
-        True
-    """
-
-    study: optuna.Study
-    """Study from `optuna.create_study`, possibly with a storage. Each trial gets the index of its model as
-    `user_attrs["model"]`."""
-    suggest: Callable[[optuna.Trial], Any]
-    """Function that returns a trial's experiment, the argument of the trained function, by calls such as
-    `trial.suggest_float`. Called only in the process that calls `dispatch.map`."""
-    num_models: int
-    """Number of models to train, and so of trials in the study, from 1 up."""
-    metric: str | None = None
-    """Name of the metric whose newest value, as logged by rank 0, is the result of a finished model. None: the result
-    is the return value of rank 0, and no model is stopped early. Rank 0 returns a number, or several for a study with
-    several directions."""
-
-    def __post_init__(self) -> None:
-        rules = {
-            "study": checks.must_be("an optuna.Study", lambda study: hasattr(study, "ask") and hasattr(study, "tell")),
-            "suggest": checks.must_be("a function that makes an experiment of a trial", callable),
-            "num_models": checks.COUNT,
-            "metric": checks.optional(NAME),
-        }
-        checks.Problems("Search", self, rules).raise_any()
+        object.__setattr__(self, "environment", dict(self.environment))  # `os.environ` itself cannot be pickled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,6 +323,20 @@ def is_local() -> bool:
 def is_debugging(gang: Gang | None = None) -> bool:
     """Return True if `DASKPYTORCH_DEBUG` or the gang's setting asks to train in one rank, in the calling process."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or (gang is not None and gang.debug)
+
+
+def _problem_of_variables(variables: object) -> str | None:
+    """Rule for the environment of ranks: return None for a mapping that ranks can get, else the allowed values."""
+    if not isinstance(variables, Mapping):
+        return "a mapping of names to texts"
+    for name, value in variables.items():
+        if not isinstance(name, str) or re.fullmatch(r"[^=\0]+", name) is None:
+            return f"a mapping of names to texts, without {checks.shown(name)}, which is no name of a variable"
+        if not isinstance(value, str) or "\0" in value:
+            return f"a mapping of names to texts, also for {name}, and without zero bytes"
+        if SET_BY_GANGS.fullmatch(name):
+            return f"a mapping without {name}, which the gang itself sets in each rank"
+    return None
 
 
 def _is_range(steps: object) -> bool:

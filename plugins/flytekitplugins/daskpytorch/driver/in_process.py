@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -175,12 +174,12 @@ class _Agent(OwnNode, Connection):
             scratch=str(self._folder),
             directory=str(Path.cwd()),
             path=sys.path,
-            environment=orders.environment(os.environ, place, job, None, self._folder),
         )
+        environment = orders.environment(os.environ, place, job, None, self._folder)
         link = GangLink(self, order)
         link.folder = self._results_folder
         link.take(orders.Arrived(job.attempt, orders.START))
-        return order, link, Session(order, link)
+        return order, link, Session(order, link, environment)
 
     @property
     def _session(self) -> Session:
@@ -213,7 +212,7 @@ class _Agent(OwnNode, Connection):
         order, link, session = self._started.result()
         exitcode = 1
         try:
-            with _as_rank(order, session.rank):
+            with _as_rank(order, session):
                 link.observers.open(order.job.observers)
                 returned = None
                 with session.at_work(), ending_as_program():
@@ -235,15 +234,15 @@ class _Agent(OwnNode, Connection):
 
 
 @contextlib.contextmanager
-def _as_rank(order: RankOrder, rank: RankContext) -> Iterator[None]:
+def _as_rank(order: RankOrder, session: Session) -> Iterator[None]:
     """Make this process the rank: environment, process group and `current_rank()`. Restore all three at the end."""
     outer = context.current_rank()
-    with _changed(order.environment):
+    with _changed(session.environment):
         process_group.install()
         process_group.expect(order.place, order.job, lambda: None)
         try:
             process_group.join()
-            context.enter(rank)
+            context.enter(session.rank)
             yield
         finally:
             context.enter(outer)

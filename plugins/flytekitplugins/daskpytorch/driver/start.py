@@ -62,7 +62,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         debugging=debugging,
         host=request.host,
         execution=request.execution,
-        environment=request.environment,
+        environment={**request.environment, **settings.environment},
         observers=state.observers.for_rank(),
     )
 

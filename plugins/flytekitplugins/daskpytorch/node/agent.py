@@ -214,6 +214,7 @@ class _Agent:
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         for place in order.places:
             rank = self._fork(place)
+            environment = orders.environment(os.environ, place, order.job, self._interface, self._scratch)
             asked = RankOrder(
                 place=place,
                 job=order.job,
@@ -222,11 +223,11 @@ class _Agent:
                 scratch=str(self._scratch),
                 driver_folder=self._driver_folder(),
                 directory=str(Path.cwd()),
-                path=fork_server.path_here(),
-                environment=orders.environment(os.environ, place, order.job, self._interface, self._scratch),
+                path=[*_folders_of(order.job.environment.get("PYTHONPATH", "")), *fork_server.path_here()],
                 data=self._data,
             )
             with contextlib.suppress(OSError):  # the rank has just ended, and its exit is handled later
+                rank.channel.send(environment)
                 rank.channel.send(asked)
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
@@ -375,6 +376,11 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))
+
+
+def _folders_of(path: str) -> list[str]:
+    """Return the folders in a search path such as `PYTHONPATH`."""
+    return [folder for folder in path.split(os.pathsep) if folder]
 
 
 def _listen_at(address: str) -> socket.socket:

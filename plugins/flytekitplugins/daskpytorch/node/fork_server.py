@@ -9,7 +9,9 @@ The owner is the process that has started the fork server: a Dask worker, or the
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
                                                    another owner may come
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
-                                                   client's ranks, forks or fresh interpreters, as the client asks
+                                                   client's ranks
+    agent         ──rank's channel──▶ rank:        its environment, for which a fork may have to become a fresh
+                                                   interpreter; then orders, and reports come back
     next owner    ──hand-over socket▶ fork server: becomes the owner: for example the worker that a Dask nanny starts
                                                    after a kill
 
@@ -36,6 +38,7 @@ from typing import NoReturn
 
 from flytekitplugins.daskpytorch.node import inherited
 from flytekitplugins.daskpytorch.process import signals
+from flytekitplugins.daskpytorch.protocol.start_variables import needs_fresh_interpreter
 
 MAX_PACKET = 4096
 END = b"end"
@@ -88,7 +91,7 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 class _Client:
     sock: socket.socket
     spawns: bool
-    """True if the client's ranks start as fresh interpreters, False if they are forked."""
+    """True if all of the client's ranks start as fresh interpreters."""
     ranks: dict[int, int] = field(default_factory=dict)
     """Process ID of each running rank, by the rank's key."""
 
@@ -117,6 +120,7 @@ class _Server:
         self._hand_over = hand_over
         self._imported_ahead = imported_ahead
         """Modules to import before the first fork, in addition to those that every rank needs."""
+        self._started_with = dict(os.environ)
         self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
@@ -324,15 +328,20 @@ class _Server:
     def _run_rank(self, server_pid: int, channel: int, output: int, *, spawns: bool) -> NoReturn:
         try:
             self._become_rank(server_pid, channel, output)
-            if spawns:
+            if not spawns:
+                inherited.seed_anew()
+                self._watch_for_training()
+            to_agent = Connection(channel)
+            environment = to_agent.recv()
+            if spawns or needs_fresh_interpreter(self._started_with, environment):
                 os.set_inheritable(channel, True)
-                os.execv(sys.executable, command("main_of_spawned_rank", [channel], sys.path))  # noqa: S606
-            inherited.seed_anew()
-            self._watch_for_training()
+                fresh = command("main_of_spawned_rank", [channel], sys.path)
+                os.execve(sys.executable, fresh, environment)  # noqa: S606
+            inherited.set_environment(environment)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        _be_rank(channel)
+        _be_rank(to_agent)
 
     def _close_inherited(self) -> None:
         """In a forked rank, close the copies of the fork server's sockets.
@@ -364,13 +373,13 @@ class _Server:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _be_rank(channel: int) -> NoReturn:
+def _be_rank(to_agent: Connection) -> NoReturn:
     status = 1
     try:
         signals.leave_sigterm_to_parent()
         from flytekitplugins.daskpytorch.rank import main as rank_main
 
-        status = rank_main.main(Connection(channel))
+        status = rank_main.main(to_agent)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -411,4 +420,4 @@ def main() -> None:
 def main_of_spawned_rank() -> None:
     """Run a rank in a fresh interpreter. The command-line argument is the descriptor of the pipe to the agent."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _be_rank(int(sys.argv[1]))
+    _be_rank(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""State that ranks inherit from the fork server: imported modules, and random generators, which ranks seed anew.
+"""State that ranks inherit from the fork server: imported modules, environment, and random generators.
 
 Runs in the fork server and in its ranks. See benchmarks/README.md, "What each optimisation buys", for the gain of each
 step.
@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import random
 import sys
+import tempfile
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module, metadata
 from typing import Any
 
@@ -122,6 +124,20 @@ def _settle() -> None:
     # Otherwise a rank's first full garbage collection takes 0.33 s, and copies 90 MiB of shared pages (2026-11-23).
     gc.freeze()
     program.forget_levels()
+
+
+# ---- Environment
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Give this forked process exactly these environment variables, also those that Python keeps values of."""
+    for name in set(os.environ).difference(variables):
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    time.tzset()  # reads TZ
+    tempfile.tempdir = None  # of TMPDIR, at the next temporary file
 
 
 # ---- Random generators. A fork inherits its parent's generators. Without new seeds, all ranks of a fork server, and

@@ -74,7 +74,7 @@ class Job:
     """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none. May hold
     secrets."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables that the Flyte task adds to the ranks' own. They may hold secrets."""
+    """Environment variables that the Flyte task and the gang's settings add to the ranks' own. May hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled factories of rank 0's observers."""
 
@@ -141,7 +141,7 @@ class WorkerData:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Settings of one rank: its agent's first message to the rank.
+    """Settings of one rank: its agent's second message to the rank, after the rank's environment variables.
 
     If the rank serves the rendezvous store (`serves_store`), the store's listening socket follows.
     """
@@ -156,9 +156,7 @@ class RankOrder:
     """The driver's folder, where the rank writes a large return value. None on other machines."""
     directory: str
     path: Sequence[str]
-    """The agent's current `sys.path`."""
-    environment: dict[str, str] = field(repr=False)
-    """All environment variables of the rank. They may hold secrets."""
+    """The agent's current `sys.path`, behind the folders in the gang's `PYTHONPATH`."""
     data: WorkerData | None = None
     """Connection details of the node's Dask worker, for partitions that it holds. None without a Dask worker."""
 
@@ -286,7 +284,7 @@ Order = OrderToRank | Quit
 def environment(
     base: Mapping[str, str], place: Place, job: Job, interface: str | None, scratch: Path
 ) -> dict[str, str]:
-    """Return a rank's environment variables: the agent's, the Flyte task's, and those that `torchrun` sets.
+    """Return a rank's environment variables: the agent's, the gang's, and those that `torchrun` sets.
 
     Args:
         base: The agent's environment.

@@ -205,7 +205,8 @@ def enter(program: Program, script: Path | None) -> None:
     for name, text in program.cells.items():
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     for name, logger in program.loggers.items():
-        _set_up(logging.getLogger(name), logger)
+        if "TORCH_LOGS" not in os.environ or name.partition(".")[0] != "torch":  # torch has set the levels in this rank
+            _set_up(logging.getLogger(name), logger)
     if os.getppid() != _forgotten_by:
         forget_levels()
 

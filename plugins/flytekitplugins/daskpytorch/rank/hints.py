@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -53,20 +53,14 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
     )
 
 
-def of_nccl(before: Mapping[str, str], after: Mapping[str, str]) -> Hint | None:
-    """Return a hint if the user's function has changed NCCL's environment variables, which NCCL had read before.
-
-    Args:
-        before: NCCL's environment variables before the call of the function.
-        after: NCCL's environment variables after the call.
-    """
-    late = sorted(name for name, value in after.items() if before.get(name) != value)
+def of_variables(late: Sequence[str]) -> Hint | None:
+    """Return a hint if the user's code has set variables of the environment that torch or a library had read before."""
     if not late:
         return None
     return Hint(
-        "nccl",
-        f"has set {', '.join(late)} in the function, after NCCL had read its variables: they had no effect. Set them "
-        "in the task's environment, or at the top of a module that the function's module imports.",
+        "variables",
+        f"has set {', '.join(late)} too late: torch, or a library such as OpenMP or NCCL, had read the old values. "
+        "Give such variables by Gang(environment={...}).",
     )
 
 

@@ -63,7 +63,7 @@ def main(channel: Connection) -> int:
         _settle_in(order)
         with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
-            session = Session(order, link)
+            session = Session(order, link, os.environ)
             session.prompt = debugger.Prompt(order.place.rank, order.job.debugging, link.send)
             threading.Thread(
                 target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
@@ -170,13 +170,7 @@ def _unpack(order: RankOrder, link: GangLink) -> Call:
 
 def _settle_in(order: RankOrder) -> None:
     show_as(f"rank {order.place.rank}/{order.place.world_size}")
-    given = order.environment
-    for name in set(os.environ).difference(given):
-        del os.environ[name]
-    for name, value in given.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-    import torch  # not earlier, as a spawned rank's torch reads the variables above at import
+    import torch
 
     from flytekitplugins.daskpytorch.rank import loaders
 
@@ -189,7 +183,7 @@ def _settle_in(order: RankOrder) -> None:
     program.enter(order.program, order.sources.script)
     script.enter(order.sources.script, order.sources.originals)
     standstill.write_stacks_to(stacks_path(Path(order.scratch), order.place))
-    threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
+    threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
     program.enter_torch(order.program.torch)
 

@@ -245,11 +245,9 @@ def _takes_listener_by_libuv() -> bool:
     return Version(torch.__version__) >= Version("2.8")
 
 
-def nccl_variables() -> dict[str, str]:
-    """Return NCCL's environment variables. Empty if NCCL is not used, or a second default process group was formed."""
-    if _membership is None or _membership.backend != ON_GPUS or _membership.num_groups > 1:
-        return {}
-    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+def has_read_nccls_variables() -> bool:
+    """Return True if NCCL formed the default process group, and no second one was formed later with new variables."""
+    return _membership is not None and _membership.backend == ON_GPUS and _membership.num_groups == 1
 
 
 def num_collectives() -> int:

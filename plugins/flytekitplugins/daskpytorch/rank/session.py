@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.protocol import orders, reports
+from flytekitplugins.daskpytorch.protocol import orders, reports, start_variables
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import (
@@ -43,10 +44,13 @@ ACCOUNT_TIMEOUT = 2.0
 class Session:
     """One rank's context, and the rank's work around the call of the user's function."""
 
-    def __init__(self, order: RankOrder, link: GangLink) -> None:
+    def __init__(self, order: RankOrder, link: GangLink, environment: Mapping[str, str]) -> None:
         place = order.place
         self._order = order
         self._link = link
+        self.environment = dict(environment)
+        """Environment variables that the rank starts with."""
+        self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
         """This rank's use of the driver's terminal for a debugger. None if the rank runs in the driver's process."""
         self.checkpoint = RankCheckpoint(order, link)
@@ -89,13 +93,16 @@ class Session:
         import torch
 
         link = self._link
-        state, nccl_variables = torch.get_rng_state(), process_group.nccl_variables()
+        state, environment = torch.get_rng_state(), dict(os.environ)
         with hints.watching_samplers(link.hint):
             yield
         num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
         link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
         link.hint(hints.of_seed(self._order.program.torch.seed, state))
-        link.hint(hints.of_nccl(nccl_variables, process_group.nccl_variables()))
+        late = start_variables.changed(self.environment, os.environ, self._read_so_far)
+        if process_group.has_read_nccls_variables():
+            late += start_variables.changed(environment, os.environ, ("NCCL_",))
+        link.hint(hints.of_variables([name for name in late if name in os.environ]))
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, as others may need this rank. Then give observers the account of time."""

@@ -27,9 +27,10 @@ from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.settings import MODE, EarlyStopping, Gang, Search, Wandb
+from flytekitplugins.daskpytorch.settings import MODE, Gang, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, counted, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
+from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.sweep import Pool, Share, Sweep
 from flytekitplugins.daskpytorch.sweep.trials import Trials

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Search
+from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import Kept
 
 if TYPE_CHECKING:
