@@ -205,6 +205,22 @@ def test_the_profile_with_gpus_gives_each_worker_one(task: str) -> None:
     assert limits == {"sandbox": None, "gpu": "1"}
 
 
+def test_a_pod_template_has_all_pods_mount_the_volume_on_the_nodes_that_it_selects() -> None:
+    for pod in pods(example("readme.train_on_our_nodes")).values():
+        assert pod["nodeSelector"] == {"example.com/pool": "training"}
+        assert GPU in tolerated(pod)
+        assert {"name": "data", "persistentVolumeClaim": {"claimName": "training-data"}} in pod["volumes"]
+        [container] = pod["containers"]
+        assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+
+
+def test_a_secret_is_asked_for_in_the_pods_of_the_job_and_of_its_cluster() -> None:
+    job = example("readme.train_on_our_nodes")
+    for metadata in (job["metadata"], job["spec"]["cluster"]["metadata"]):
+        assert metadata["labels"]["inject-flyte-secrets"] == "true"
+        assert any(name.startswith("flyte.secrets/") for name in metadata["annotations"])
+
+
 def test_the_secret_of_weights_and_biases_is_asked_for() -> None:
     metadata = example("readme.train")["metadata"]
     assert metadata["labels"]["inject-flyte-secrets"] == "true"

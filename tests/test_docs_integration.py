@@ -143,6 +143,23 @@ def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> N
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == 0.0
 
 
+def test_the_training_with_validation_stops_early_or_at_its_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
+    done = run_example("loop.py", tmp_path)
+    assert "reason='no better since epoch " in done.stdout, done.stdout + done.stderr
+    late = run_warm(["pyflyte", "run", "loop.py", "train", "--epochs", "40", "--hours", "0"], tmp_path)
+    assert "reason='no time left'" in late.stdout, late.stdout + late.stderr
+    assert "step 2/40" not in late.stderr
+
+
+def test_the_ranks_share_a_stream_out_and_join_unequal_shares(tmp_path: Path) -> None:
+    first, second = literal_eval(run_example("stream.py", tmp_path).stdout.splitlines()[-1])
+    assert first + second == 2 * 9 * 4
+    assert first > second
+
+
 def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
     done = run_script("# loader.py: python loader.py\n", tmp_path)
     [loss] = re.findall(r"^loss (\d\.\d{4}) after 8 epochs of 500 items$", done.stdout, re.MULTILINE)
@@ -157,6 +174,13 @@ def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
 def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
     done = run_script("trained with {experiment}", tmp_path)
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
+
+
+def test_the_cells_of_a_notebook_train(tmp_path: Path) -> None:
+    in_a_shell = "from IPython.core.interactiveshell import InteractiveShell; import sys\n"
+    in_a_shell += "InteractiveShell.instance().run_cell(sys.argv[1]).raise_error()"
+    done = run(["python", "-c", in_a_shell, block("# two cells of a notebook")], tmp_path)
+    assert "['rank 0 of 2: 3 epochs', 'rank 1 of 2: 3 epochs']" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_variables_of_a_gang_are_those_of_its_ranks(tmp_path: Path) -> None:
