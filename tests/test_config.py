@@ -59,6 +59,7 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "devices", ["some", 1], "one of own, all"),
     (Gang, "ranks_per_worker", ["all", *NOT_A_COUNT], f"'auto' or {A_COUNT}"),
     (Gang, "min_workers", [0, -1, 1.5, True], f"None or {A_COUNT}"),
+    (Gang, "workers", [0, -1, 1.5, True, "2"], f"None or {A_COUNT}"),
     (Gang, "max_restarts", [-1, 1.5, None, False, 0.0, 10**30], "a whole number from 0 to 1000000"),
     (Gang, "start_timeout", [0, -3.5, float("nan"), float("inf"), "600"], SECONDS),
     (Gang, "grace_period", [0, None, float("nan")], SECONDS),
@@ -145,8 +146,8 @@ def test_an_error_names_the_field_the_value_and_what_is_allowed(kind: Any, name:
         ),
         (
             SpawnDDP,
-            {"nproc": 0, "start_method": "fork", "gang": Gang(ranks_per_worker=2, min_workers=2)},
-            ["nproc", "start_method", "gang.ranks_per_worker", "gang.min_workers"],
+            {"nproc": 0, "start_method": "fork", "gang": Gang(ranks_per_worker=2, workers=2, min_workers=2)},
+            ["nproc", "start_method", "gang.ranks_per_worker", "gang.workers", "gang.min_workers"],
         ),
     ],
 )
@@ -176,6 +177,15 @@ def test_min_workers_above_number_of_workers_is_refused_with_both_numbers() -> N
     with pytest.raises(ValueError, match=r"gang\.min_workers=3.*number_of_workers, which is 2"):
         DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(min_workers=3))
     assert DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(min_workers=2)).num_workers == 2
+    with pytest.raises(ValueError, match=r"Gang\(min_workers=3\): must be at most workers, which is 2"):
+        Gang(workers=2, min_workers=3)
+
+
+def test_a_task_has_its_own_number_of_workers() -> None:
+    with pytest.raises(
+        ValueError, match=r"gang\.workers=2\): must be left out; workers\.number_of_workers is the number"
+    ):
+        DaskDDP(gang=Gang(workers=2))
 
 
 @pytest.mark.parametrize("uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept"])

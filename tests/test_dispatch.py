@@ -227,6 +227,11 @@ def test_map_refuses_arguments_of_the_wrong_kind(unconnected: Client, name: str,
         dispatch.map(unconnected, len, **{"experiments": [], name: value})
 
 
+def test_map_has_its_own_number_of_workers(unconnected: Client) -> None:
+    with pytest.raises(ValueError, match=r"dispatch\.map\(gang\.workers=2\): must be left out; dispatch\.map"):
+        dispatch.map(unconnected, len, [], gang=Gang(workers=2))
+
+
 def test_a_search_has_a_pruner_of_its_own(unconnected: Client) -> None:
     search = Search(study=optuna.create_study(), suggest=len, num_models=1)
     with pytest.raises(ValueError, match=r"stop_early=.*must be None with a Search, whose study has a pruner"):

@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.display import notebook as notebook_table
@@ -174,19 +170,6 @@ def test_columns_of_one_name_are_told_apart() -> None:
 
 
 # ---- Notebooks
-
-
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDisplayPublisher:
-    """IPython as in a kernel, and what it publishes."""
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
-    shell.kernel = object()
-    monkeypatch.setattr(InteractiveShell, "_instance", shell)
-    monkeypatch.setattr(InteractiveShell, "initialized", classmethod(lambda _: True))
-    shell.display_pub = CapturingDisplayPublisher()
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    return shell.display_pub
 
 
 def test_a_notebook_has_one_table_which_is_kept_up_to_date(

@@ -90,6 +90,11 @@ def optional(rule: Rule) -> Rule:
     return words
 
 
+def left_out(reason: str) -> Rule:
+    """Return a rule that allows only None. `reason` says in errors why there is no other value."""
+    return must_be(f"left out{reason}", lambda value: value is None)
+
+
 def auto_or(rule: Rule) -> Rule:
     """Return a rule that allows the word `auto`, and all that the given rule allows."""
     return lambda value: None if is_auto(value) or (words := rule(value)) is None else f"'auto' or {words}"

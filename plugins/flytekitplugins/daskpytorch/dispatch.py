@@ -52,7 +52,7 @@ def run(
     gang: Gang | None = None,
     **kwargs: Any,
 ) -> RunFutures:
-    """Call a function in every rank of a new gang, which takes all of the client's workers.
+    """Call a function in every rank of a new gang, which takes all of the client's workers or `gang.workers` of them.
 
     In the function, `torch.distributed` is initialised, and `current_rank()` returns the rank's context. Each call
     forms a new gang. Several gangs may run side by side on one cluster.
@@ -61,8 +61,9 @@ def run(
     before. Calls match if they have the same `gang.key`. Calls without a key match by the function and by their number
     in the task, whatever their arguments.
 
-    Outside a Flyte task, a call goes on from the checkpoints in `gang.checkpoint_uri`. A line in the log names the
-    step from which the call goes on. Ctrl-C during a wait for the result ends the gang, and then raises
+    Outside a Flyte task, the gang has a live line at a terminal, and a table in a notebook. Its checkpoints are kept on
+    the driver's disk. The same command with `DASKPYTORCH_RESUME=1` goes on from them. With `gang.checkpoint_uri`, the
+    same call goes on from the checkpoints there. Ctrl-C during a wait for the result ends the gang, and then raises
     `KeyboardInterrupt`.
 
     Args:
@@ -76,11 +77,19 @@ def run(
         **kwargs: Keyword arguments of the function.
 
     Returns:
-        Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`.
+        Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`, and
+        during the training and after its end:
+
+        - `records`: log records of rank 0. `metrics`: newest value of each metric, by name. `step`: the newest step.
+        - `goodput`: account of the gang's time.
+        - `checkpoints`, `newest_checkpoint`, `best_checkpoint`: a `SavedCheckpoint` for each kept checkpoint.
+        - `report(path)`: writes the training's page, which a Flyte task has as its Deck, to an HTML file.
 
     Raises:
-        GangStartError: The cluster has no workers, or fewer than `gang.min_workers`, or its scheduler does not answer.
-        ValueError: An argument is invalid, or another gang of the task has the same key. Or `gang.ranks_per_worker` is
+        GangStartError: The cluster has no workers, or fewer than `gang.min_workers` or else `gang.workers`, or its
+            scheduler does not answer.
+        ValueError: An argument is invalid, or another gang of the task has the same key. `DASKPYTORCH_RESUME` names no
+            run's folder. Or `gang.ranks_per_worker` is
             `auto`, and workers have unequal numbers of GPUs.
         TypeError: The function or an argument cannot be pickled, or the function cannot be called with these arguments.
             Or calling the function would not train: a class, a coroutine or generator function, a `dask.delayed`
@@ -111,16 +120,16 @@ def run(
         kwargs |= {"local_rank": 0} if pass_local_rank else {}
         called = functools.partial(getattr(pytorch_function, "_task_function", pytorch_function), *args, **kwargs)
         return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
-    agents = DaskAgents(client)
-    if len(agents.workers) < (settings.min_workers or 1):
+    agents = DaskAgents(client, settings.workers)
+    if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
         raise GangStartError(
-            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, "
-            f"but needs {settings.min_workers or 1}. {HOW_TO_GET_WORKERS}"
+            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
+            f"{HOW_TO_GET_WORKERS}"
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
     call = _call(pytorch_function, args, kwargs, settings)
-    return task_run.start(call, request, agents, len(agents.workers) * request.ranks_per_worker)
+    return task_run.start(call, request, agents, agents.num_wanted * request.ranks_per_worker)
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -201,6 +210,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     problems = Problems("dispatch.map", SimpleNamespace(**locals()), RULES_OF_MAP)
     is_search = isinstance(experiments, Search)
     problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
+    if isinstance(gang, Gang):
+        problems.check("gang.workers", checks.left_out("; dispatch.map(workers=...) is the number"))
     problems.unless(name is None or storage is not None, "name", "None without storage")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep import models

@@ -136,6 +136,9 @@ class Gang:
     """Number of ranks on each Dask worker, from 1 up. `auto`: one rank per GPU, or one if there are no GPUs. A
     `DaskDDP` task counts GPUs in the limits of its workers, or else in requests. `dispatch.run` and `dispatch.map`
     count the GPUs that the workers see, and divide a host's GPUs among its workers."""
+    workers: int | None = None
+    """Number of the cluster's workers that a `dispatch.run` takes, from 1 up: those on which the fewest gangs train.
+    None: all workers. Tasks and `dispatch.map` have numbers of their own."""
     devices: Literal["own", "all"] = "own"
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
@@ -224,6 +227,7 @@ class Gang:
         rules = {
             "backend": checks.one_of("auto", "gloo", "nccl"),
             "ranks_per_worker": checks.auto_or(checks.COUNT),
+            "workers": checks.optional(checks.COUNT),
             "devices": checks.one_of("own", "all"),
             "min_workers": checks.optional(checks.COUNT),
             "max_restarts": checks.whole(0),
@@ -245,7 +249,11 @@ class Gang:
             ),
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
-        checks.Problems("Gang", self, rules).raise_any()
+        problems = checks.Problems("Gang", self, rules)
+        if rules["workers"](self.workers) is None and rules["min_workers"](self.min_workers) is None:
+            is_few = self.workers is None or (self.min_workers or 1) <= self.workers
+            problems.unless(is_few, "min_workers", f"at most workers, which is {self.workers}")
+        problems.raise_any()
         object.__setattr__(self, "environment", dict(self.environment))  # `os.environ` itself cannot be pickled
 
 

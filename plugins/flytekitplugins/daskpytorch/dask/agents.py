@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 import threading
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +33,8 @@ HOW_TO_GET_WORKERS = (
     "alone: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) first."
 )
 HostAndGpus = tuple[str, tuple[str, ...]]
+AGENT_NAME = "daskpytorch-agent"
+"""Start of the keys of Dask tasks that run agents."""
 AGENT_PRIORITY = 1_000
 """Priority of the Dask task that runs an agent. Other Dask tasks have priority 0."""
 LOOK_TIMEOUT = 2.0
@@ -45,7 +49,11 @@ GPUS_TIMEOUT = 30.0
 
 
 class DaskAgents:
-    """Launcher that starts an agent on each of a Dask cluster's first `num_workers` workers. None: on all workers."""
+    """Launcher that starts an agent on each of `num_workers` of a Dask cluster's workers. None: on all workers.
+
+    The launcher takes the workers on which the fewest gangs train. Its gang gets no worker of another launcher with
+    `num_workers` in this process as a replacement for a lost one.
+    """
 
     def __init__(self, client: Client, num_workers: int | None = None) -> None:
         if client.asynchronous:
@@ -58,7 +66,12 @@ class DaskAgents:
         self._paused = _paused(found)
         made = client.cluster
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
-        self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
+        self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)
+        if num_workers is not None:
+            with _lock:
+                chosen = self.workers if num_workers >= len(self.workers) else self._least_used(num_workers)
+                self.workers = sorted(chosen, key=worker_order)
+                _held[self] = set(self.workers)
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
@@ -70,6 +83,9 @@ class DaskAgents:
             orders: Orders for the agents.
             on_failure: Called with the worker and the error of each agent that fails.
         """
+        with _lock:
+            if self in _held:
+                _held[self].update(order.worker for order in orders)
         for order in orders:
             address = self._addresses[order.worker]
             # The task is pinned, since Dask would give it to an idle worker. A pinned task waits for ever if its worker
@@ -80,6 +96,7 @@ class DaskAgents:
                 order,  # Dask logs a failed task's arguments, and the order's repr hides the token
                 workers=[address],
                 allow_other_workers=False,
+                key=f"{AGENT_NAME}-{uuid.uuid4().hex}",
                 priority=AGENT_PRIORITY,
                 pure=False,
                 retries=0,
@@ -90,7 +107,8 @@ class DaskAgents:
     def ranks_per_worker(self, gang: Gang) -> int:
         """Return the number of ranks on each worker: the gang's setting, else one per GPU, else one.
 
-        Workers report their GPUs only once per client.
+        Workers that the gang does not take count, too, since they divide a host's GPUs with the others. Workers report
+        their GPUs only once per client.
 
         Raises:
             ValueError: Some workers have more GPUs than others.
@@ -98,7 +116,7 @@ class DaskAgents:
         if gang.ranks_per_worker != "auto":
             return gang.ranks_per_worker
         known = _known_gpus.setdefault(self._client, {})
-        addresses = {worker: self._addresses[worker] for worker in self.workers}
+        addresses = self._addresses
         if strangers := [address for address in addresses.values() if address not in known]:
             seconds = min(GPUS_TIMEOUT, gang.start_timeout)
             known |= self._client.sync(_ask_for_gpus, self._client, strangers, seconds)
@@ -111,7 +129,7 @@ class DaskAgents:
         return self._addresses
 
     def present(self) -> list[str]:
-        """Return all workers that the Dask scheduler has now, by the names that users see.
+        """Return all workers that the gang may use now, by the names that users see.
 
         Raises:
             OSError: The Dask scheduler does not answer, or the client has closed itself.
@@ -125,7 +143,28 @@ class DaskAgents:
             ) from error
         self._addresses |= (here := _addresses(self._client, found))
         self._paused = _paused(found)
-        return list(here)
+        with _lock:
+            if self not in _held:
+                return list(here)
+            _held[self].intersection_update(here)
+            taken = self._held_by_others().keys() - _held[self]
+            return [worker for worker in here if worker not in taken]
+
+    def _held_by_others(self) -> Counter[str]:
+        """Return the number of other launchers in this process that hold each worker of this cluster."""
+        others = [each for other, each in _held.items() if other is not self and other.scheduler == self.scheduler]
+        return Counter(worker for workers in others for worker in workers)
+
+    def _least_used(self, count: int) -> Sequence[str]:
+        """Return the `count` workers on which the fewest gangs train, of this process and of others."""
+        names = {address: worker for worker, address in self._addresses.items()}
+        running: Mapping[str, Sequence[str]] = self._client.processing()
+        agents = {
+            names[at]: sum(key.startswith(AGENT_NAME) for key in keys) for at, keys in running.items() if at in names
+        }
+        held = self._held_by_others()
+        order = {worker: (max(agents.get(worker, 0), held[worker]), worker_order(worker)) for worker in self.workers}
+        return sorted(order, key=order.__getitem__)[:count]
 
     def is_connected(self) -> bool:
         """Return True if the Dask client is connected to the scheduler, as far as the client knows."""
@@ -151,12 +190,18 @@ class DaskAgents:
         return "".join(f"; {each}" for each in told)
 
     def close(self) -> None:
-        """Cancel the agents' Dask tasks."""
+        """Cancel the agents' Dask tasks, and give the workers back."""
+        with _lock:
+            _held.pop(self, None)
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
 
 
+_lock = threading.Lock()
+"""Lock of `_held`."""
+_held: WeakKeyDictionary[DaskAgents, set[str]] = WeakKeyDictionary()
+"""Launcher with a limited number of workers, until its gang ends -> the workers that it has taken."""
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
 """Dask client -> worker's address -> name of the worker's host, and GPUs that the worker sees."""
 

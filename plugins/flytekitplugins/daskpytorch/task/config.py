@@ -115,13 +115,14 @@ class GangOnDask(OnDask):
     """Config of a task whose function runs in every rank of a gang on an ephemeral Dask cluster."""
 
     gang: Gang = field(default_factory=Gang)
-    """Settings of the gang on the workers."""
+    """Settings of the gang on the workers. Its `workers` must be None."""
     wandb: Wandb | None = None
     """Settings of the gang's Weights & Biases run. None: no run."""
 
     def __post_init__(self) -> None:
         self._check_kinds(self._kinds() | OF_GANGS)
-        problems = Problems(type(self).__name__, self, self._rules_of_pods())
+        own = {"gang.workers": checks.left_out("; workers.number_of_workers is the number")}
+        problems = Problems(type(self).__name__, self, self._rules_of_pods() | own)
         workers, least = self.workers.number_of_workers, self.gang.min_workers
         problems.unless(
             least is None or checks.COUNT(workers) is not None or least <= workers,
@@ -138,8 +139,8 @@ class GangOnOwnNode(Config):
     nproc: int | Literal["auto"] = "auto"
     """Number of ranks, from 1 up. `auto`: one per visible GPU, or one on a node without GPUs."""
     gang: Gang = field(default_factory=Gang)
-    """Settings of the gang. `ranks_per_worker` and `min_workers` must keep their defaults, since the gang has no Dask
-    workers."""
+    """Settings of the gang. `ranks_per_worker`, `workers` and `min_workers` must keep their defaults, since the gang
+    has no Dask workers."""
     wandb: Wandb | None = None
     """Settings of the gang's Weights & Biases run. None: no run."""
     start_method: Literal["forkserver", "spawn"] = "forkserver"
@@ -154,6 +155,7 @@ class GangOnOwnNode(Config):
             "nproc": checks.auto_or(checks.COUNT),
             "start_method": checks.one_of("forkserver", "spawn"),
             "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
+            "gang.workers": checks.left_out(", since there is one node"),
             "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
         }
         self._check_kinds(OF_GANGS)
