@@ -11,15 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 from flytekitplugins.daskpytorch.display import machine
-from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL
@@ -319,7 +316,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class Watcher(Display):
+    class Watcher(Observer):
         watched: Watched
 
         def kept(self, step: int) -> None:
@@ -327,7 +324,6 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
             _leave(str(folder), f"kept-{step}", "")
 
         def noted(self, text: str) -> None:
-            super().noted(text)
             self.watched.notes.append(text)
 
         def restarting(self, reason: str, step: int | None) -> None:
@@ -337,11 +333,10 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
             self.watched.formed_at.append(time.time())
 
     def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
-        watcher = Watcher(Board(is_quiet=True))
+        watcher, settings = Watcher(), gang or Gang()
         watcher.watched = Watched(folder, None)  # type: ignore[arg-type]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "echo", lambda: watcher)
-            watcher.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
+        settings = replace(settings, observers=(*settings.observers, lambda: watcher))
+        watcher.watched.futures = run_on(where, train, str(folder), *args, gang=settings, **kwargs)
         return watcher.watched
 
     yield launch
