@@ -233,7 +233,7 @@ class World:
         self.folder = folder
         self.settings = Gang(**settings)
         self.jobs = Jobs()
-        self.checkpoints = Vault(None, self.settings.keep, folder, self.jobs)
+        self.checkpoints = Vault(storage, self.settings.keep, folder, self.jobs)
         self.watcher = Watcher()
         self.received = ReceivedResults()
         self.calls: deque[Call] = deque()

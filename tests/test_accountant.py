@@ -81,7 +81,7 @@ class Trained(World):
     def end(self) -> Goodput:
         """The account that is given when it is over, checked against the clock."""
         assert self.is_over
-        goodput = self.brain.final_account(self.error if isinstance(self.error, Exception) else None)
+        goodput = self.state.accountant.final(self.error if isinstance(self.error, Exception) else None)
         check(goodput)
         assert math.isclose(goodput.total, self.clock() - self.asked_at)
         return goodput
@@ -316,7 +316,7 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
         usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
         world.report(agent, rank, usage)
     assert [usage.rank for usage in told.usages] == [0, 1]
-    assert parts(world.brain.final_account(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
+    assert parts(world.state.accountant.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 
 def answers(world: Trained, worker: str) -> list[tuple[int, float]]:

@@ -118,7 +118,8 @@ def test_the_best_stays_beside_the_last(agent: Path, folder: Path) -> None:
     assert checkpoints.entries() == [files[1], files[3]]
     assert names(folder) == sorted([files[1].name, files[3].name])
     assert checkpoints.newest() == files[3]
-    assert [(saved.step, saved.metrics, saved.size, saved.place) for saved in checkpoints.saved()] == [
+    described = [file.saved(None) for file in checkpoints.entries()]
+    assert [(saved.step, saved.metrics, saved.size, saved.place) for saved in described] == [
         (2, {"loss": 0.1}, 100, None),
         (4, {"loss": 0.8}, 100, None),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.data import image_folder
+from flytekitplugins.daskpytorch.data.access import access_options
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
@@ -73,8 +73,8 @@ def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, 
 
 def test_option_that_is_none_hides_no_option_of_the_client() -> None:
     options = {"endpoint_url": None, "client_kwargs": {"endpoint_url": "http://own", "region_name": "eu"}}
-    access = image_folder._access_options(options, anon=False, endpoint_url=None)
-    assert (access["endpoint_url"], access["region"]) == ("http://own", "eu")
+    told = access_options(options, anon=False, endpoint_url=None)
+    assert (told["endpoint_url"], told["region"]) == ("http://own", "eu")
 
 
 def test_an_index_of_another_folder_is_refused(index: Path) -> None:

@@ -16,24 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import NamedTuple
+
+from flytekitplugins.daskpytorch.data.access import CREDENTIALS, Access, credentials, is_aws
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF = 0.1
 """Maximum wait, in seconds, before the first retry of a read. The maximum doubles with each further retry."""
 LONGEST_BACKOFF = 5.0
-AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
 """Pattern of ETags that look like MD5 checksums. The ETag of an object that a KMS key encrypts only looks like one."""
-CREDENTIALS = (
-    "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
-)
 SERVER = "Check the address, the network and the server"
 REGION = "Name the region: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
@@ -100,94 +96,6 @@ class Listed(NamedTuple):
     """Size of the object in bytes."""
     etag: str
     """ETag of the object, without quotation marks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """Credentials, server address and timeouts for a bucket. Can be pickled, unlike clients of the bucket."""
-
-    anon: bool = False
-    key: str | None = field(default=None, repr=False)
-    """Id of the access key. None: the key that AWS's provider chain finds, such as in the environment or a profile."""
-    secret: str | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
-    profile: str | None = None
-    """Name of a profile in `~/.aws/config`. None: the profile that `AWS_PROFILE` names, else the default profile."""
-    endpoint_url: str | None = None
-    """URL of the S3 server. None: the URL in the environment or the profile, else that of AWS."""
-    region: str | None = None
-    """AWS region of the bucket. None: the region in the environment or the profile, else us-east-1."""
-    num_connections: int = 32
-    timeout: float = 30.0
-    """Timeout, in seconds, for the server's answer to a request."""
-    num_retries: int = 5
-
-    def session(self) -> Any:
-        """Return a botocore session with these credentials.
-
-        Raises:
-            ValueError: The profile does not exist.
-        """
-        import botocore.session
-        from botocore.exceptions import ProfileNotFound
-
-        session = botocore.session.Session(profile=self.profile)
-        try:
-            session.get_scoped_config()
-        except ProfileNotFound as error:
-            raise ValueError(
-                f"{error}: add the profile to ~/.aws/config, or name another (profile, AWS_PROFILE)"
-            ) from None
-        if self.key is not None:
-            session.set_credentials(self.key, self.secret, self.token)
-        if not self.anon:
-            session.get_credentials()
-        return session
-
-    def client(self, session: Any) -> Any:
-        """Return a new botocore client for this process."""
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        config = Config(
-            connect_timeout=self.timeout,
-            read_timeout=self.timeout,
-            max_pool_connections=self.num_connections,
-            retries={"total_max_attempts": 1 + self.num_retries, "mode": "standard"},
-            signature_version=UNSIGNED if self.anon else None,
-        )
-        with _quick_parsing(session):
-            client = self._client(session, config)
-            if not is_aws(client.meta.endpoint_url):  # other servers have no host name per bucket
-                client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
-        return client
-
-    def _client(self, session: Any, config: Any) -> Any:
-        region = self.region or session.get_config_variable("region") or "us-east-1"
-        return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
-
-
-@contextmanager
-def _quick_parsing(session: Any) -> Iterator[None]:
-    """During the block, make botocore clients that do not parse timestamps.
-
-    The parsing takes two thirds of a long listing's time.
-    """
-    from botocore.parsers import ResponseParserFactory
-
-    name = "response_parser_factory"
-    usual, quick = session.get_component(name), ResponseParserFactory()
-    quick.set_parser_defaults(timestamp_parser=str)
-    session.register_component(name, quick)
-    try:
-        yield
-    finally:  # other clients of the session need timestamps of credentials
-        session.register_component(name, usual)
-
-
-def is_aws(endpoint_url: str) -> bool:
-    """Return True if the server at a URL belongs to AWS."""
-    return AWS_HOST.search(urlsplit(endpoint_url).hostname or "") is not None
 
 
 class Bucket:
@@ -323,7 +231,7 @@ class _Obstore:
             region=plain.client.meta.region_name,
             virtual_hosted_style_request=not in_path,
             skip_signature=access.anon,
-            credential_provider=None if access.anon else _credentials(plain.session),
+            credential_provider=None if access.anon else credentials(plain.session),
             client_options={
                 "allow_http": True,
                 "connect_timeout": silence,
@@ -372,28 +280,6 @@ def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _
 def _is_path(key: str) -> bool:
     """Return True if obstore can read the object with this key. obstore changes keys that are no plain paths."""
     return not any(part in ("", ".", "..") for part in key.split("/"))
-
-
-def _credentials(session: Any) -> Any:
-    """Return a credential provider for obstore with the credentials that a botocore session finds and renews."""
-    found = session.get_credentials()
-    if found is None:
-        raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
-
-    def current() -> dict[str, Any]:
-        from datetime import UTC, datetime
-
-        frozen = found.get_frozen_credentials()
-        # obstore asks again for temporary credentials before they expire. botocore renews them ten minutes ahead.
-        expires_at = datetime.now(UTC) + timedelta(minutes=6) if frozen.token else None
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": expires_at,
-        }
-
-    return current
 
 
 def _from_obstore(error: Exception, uri: str) -> OSError:

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, get_worker_info
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.data import image_decoder
-from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError
+from flytekitplugins.daskpytorch.data.access import Access, access_options, split_uri
+from flytekitplugins.daskpytorch.data.bucket import Bucket, DamagedTransferError
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
@@ -55,11 +56,6 @@ NUM_DECODERS = 2
 """Number of threads per process that decode pictures.
 
 On two cores, a batch takes 10 % less time than with as many decoding threads as reading threads.
-"""
-STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
-"""Names that the argument `storage_options` may have, as in s3fs.
-
-`client_kwargs` is a dictionary that may have `endpoint_url` and `region_name`.
 """
 
 
@@ -165,13 +161,13 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             ImportError: The extra `s3` is not installed.
         """
         require_extra("s3", "S3ImageFolder")
-        bucket, prefix = _split_uri(s3_bucket, s3_prefix)
+        bucket, prefix = split_uri(s3_bucket, s3_prefix)
         Problems("S3ImageFolder", SimpleNamespace(**locals()), RULES).raise_any()
         access = Access(
             num_connections=num_connections,
             timeout=timeout,
             num_retries=num_retries,
-            **_access_options(storage_options or {}, anon=anon, endpoint_url=endpoint_url),
+            **access_options(storage_options or {}, anon=anon, endpoint_url=endpoint_url),
         )
         self.transform = transform
         self.target_transform = target_transform
@@ -384,35 +380,3 @@ def _counters() -> Tensor:
     counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters
-
-
-def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
-    bucket, prefix = s3_bucket, s3_prefix
-    if "://" in s3_bucket:
-        scheme, _, rest = s3_bucket.partition("://")
-        bucket, _, inner = rest.partition("/")
-        if scheme not in ("s3", "s3a"):
-            raise ValueError(f"s3_bucket={s3_bucket!r}: must be a bucket's name or s3://bucket/prefix")
-        if inner.strip("/") and s3_prefix.strip("/"):
-            raise ValueError(f"s3_bucket={s3_bucket!r} and s3_prefix={s3_prefix!r}: name the prefix once")
-        prefix = inner or s3_prefix
-    if not bucket or "/" in bucket:
-        raise ValueError(f"s3_bucket={s3_bucket!r}: must be a bucket's name or s3://bucket/prefix")
-    return bucket, prefix.strip("/")
-
-
-def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
-    """Convert options of s3fs to the arguments of `Access`. `anon` and `endpoint_url` win over the options."""
-    of_client = options.get("client_kwargs") or {}
-    told = {**of_client, **{name: value for name, value in options.items() if value is not None}}
-    told.pop("client_kwargs", None)
-    if unknown := (options.keys() - set(STORAGE_OPTIONS)) | (of_client.keys() - {"endpoint_url", "region_name"}):
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")
-    if (told.get("key") is None) != (told.get("secret") is None):
-        has, lacks = ("secret", "key") if told.get("key") is None else ("key", "secret")
-        raise ValueError(
-            f"storage_options has {has}, but no {lacks}: give both, or neither to use the environment's credentials"
-        )
-    told["region"] = told.pop("region_name", None)
-    return told | {"anon": anon or bool(told.get("anon")), "endpoint_url": endpoint_url or told.get("endpoint_url")}

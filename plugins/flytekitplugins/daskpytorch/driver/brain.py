@@ -23,11 +23,10 @@ from flytekitplugins.daskpytorch.driver.hang_watch import ANSWER_TIME, HangWatch
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState
-from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
-from flytekitplugins.daskpytorch.records import Goodput
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
@@ -45,7 +44,6 @@ class GangCancelledError(Exception):
     """The user cancelled the gang."""
 
 
-COMPLETING = "waiting until the newest checkpoint is complete"
 Phase = Callable[[], Any]
 """Phase of a gang: a method that acts on the events so far.
 
@@ -104,15 +102,6 @@ class Brain:
         if self._accountant.is_due():
             self._observers.tell("accounted", self._accountant.goodput())
         return self._results
-
-    def final_account(self, error: Exception | None) -> Goodput:
-        """Return the goodput of the ended gang. If the gang failed, steps after its newest checkpoint count as lost.
-
-        Args:
-            error: Exception that ended the gang. None: the gang succeeded.
-        """
-        self._accountant.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
-        return self._accountant.goodput()
 
     @property
     def patience(self) -> float:
@@ -320,16 +309,18 @@ class Brain:
 
         If checkpoints stay in the user's local folder, also wait until the driver has the last whole checkpoint.
         """
-        attempt, limit = self._attempt, self._ended_at + self._settings.start_timeout
-        if (self._saving.is_committing or (self._saving.is_fetching and self._stays_here())) and self._now() < limit:
-            self._observers.remind(f"{COMPLETING}, for at most {limit - self._now():.0f} s more")
-            return self._wait(limit)
-        self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
+        attempt = self._attempt
+        if not (self._saving.is_completing and self._waits_for_checkpoints(self._settings.start_timeout)):
+            self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
 
-    def _stays_here(self) -> bool:
-        """Return True if checkpoints stay in a local folder for the user after the gang's end."""
-        return self._request.storage is not None and "://" not in self._request.storage.own
+    def _waits_for_checkpoints(self, timeout: float) -> bool:
+        """Wait in this phase, and return True. After `timeout` seconds since the attempt's end, return False."""
+        limit = self._ended_at + timeout
+        if (rest := limit - self._now()) > 0:
+            self._observers.remind(f"waiting until the newest checkpoint is complete, for at most {rest:.0f} s more")
+            self._wait(limit)
+        return rest > 0
 
     def _settle(self) -> Phase | None:
         """Wait for unfinished transfers and commits of checkpoints, then restart or raise the gang's error."""
@@ -338,9 +329,8 @@ class Brain:
         if self._late:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
-        if self._saving.is_busy and self._now() < self._ended_at + limit:
-            self._observers.remind(f"{COMPLETING}, for at most {self._ended_at + limit - self._now():.0f} s more")
-            return self._wait(self._ended_at + limit)
+        if self._saving.is_busy and self._waits_for_checkpoints(limit):
+            return None
         self._saving.give_up_fetches()
         return self._go_on()
 

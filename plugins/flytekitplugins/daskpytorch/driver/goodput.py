@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
@@ -131,6 +132,15 @@ class Accountant:
         for name, seconds in self._training.parts().items():
             parts[name] += seconds
         return Goodput(total=math.fsum(parts.values()), **parts)
+
+    def final(self, error: Exception | None) -> Goodput:
+        """Return the goodput of the ended gang. If the gang failed, steps after its newest checkpoint count as lost.
+
+        Args:
+            error: Exception that ended the gang. None: the gang succeeded.
+        """
+        self.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
+        return self.goodput()
 
     def is_due(self) -> bool:
         """Return True if the observers' last account is 2 s (`INTERVAL`) old, and restart the interval then."""

@@ -3,13 +3,15 @@
 manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sharded" is missing if there are none
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
@@ -118,6 +120,13 @@ def read(files: Files, folder: str) -> Named | None:
     except FileNotFoundError:
         return [], []
     return named_in(content)
+
+
+def fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
+    """Copy a whole checkpoint from storage to `target`. Return True if its file exists and has the digest."""
+    with contextlib.suppress(FileNotFoundError):
+        files.get(f"{file.folder}/{file.name}", target)
+    return target.is_file() and digest_of(target) == file.digest
 
 
 def named_in(manifest: bytes) -> Named | None:

@@ -142,9 +142,17 @@ class Saving:
         """True while a checkpoint is being fetched from an agent or committed."""
         return self.is_fetching or self.is_committing
 
+    @property
+    def is_completing(self) -> bool:
+        """True while a checkpoint is committed, or fetched that stays in the user's local folder after the gang."""
+        return self.is_committing or (self.is_fetching and self._vault.is_users_folder)
+
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
-        return listed(self._vault.saved(), (entry.saved for entry in self._vault.sharded))
+        return listed(
+            (file.saved(self._vault.own) for file in self._vault.entries()),
+            (entry.saved for entry in self._vault.sharded),
+        )
 
     def sharding(self) -> Sharding:
         """Return the storage for new shards, and the sharded checkpoints from which a new attempt may start."""

@@ -164,8 +164,7 @@ class Supervisor:
                     is_short = isinstance(failure, (GangCancelledError, PreemptedError))
                     _flush([vault, committer], ends.cancelled if is_short else ends.storage)
                     raise
-                is_users_folder = vault.own is not None and "://" not in vault.own
-                _flush([vault, committer] if is_users_folder else [committer], ends.storage)
+                _flush([vault, committer] if vault.is_users_folder else [committer], ends.storage)
                 return results
         except Exception as caught:
             error = from_user(caught)
@@ -175,7 +174,7 @@ class Supervisor:
             if self._debugging.terminal is not None:
                 self._debugging.terminal.restore()
             if self._brain is not None:
-                self._observers.tell("accounted", self._brain.final_account(error))
+                self._observers.tell("accounted", self._state.accountant.final(error))
             self._observers.tell("ended", error)
 
     def _give_up(self, committer: Committer) -> None:

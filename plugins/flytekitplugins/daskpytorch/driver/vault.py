@@ -25,12 +25,10 @@ from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
-from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
-from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_READ_ATTEMPTS = 5
@@ -67,6 +65,8 @@ class Vault:
         self._paths = paths
         self.own = paths.own if paths is not None else None
         """Folder in storage for the checkpoints of this attempt of the task. None without storage."""
+        self.is_users_folder = self.own is not None and "://" not in self.own
+        """True if storage is a folder of this machine, where the user finds the checkpoints after the gang."""
         self.keep = keep
         """Retention policy, which decides the checkpoints that stay."""
         self._disk = disk
@@ -109,12 +109,12 @@ class Vault:
         """
         if self._paths is None or self._paths.previous is None:
             return None
-        previous = self._paths.previous
+        files, previous = self._paths.files, self._paths.previous
         found: list[CheckpointFile] = []
         listed: list[CheckpointFile] = []
         damaged: set[str] = set()
         try:
-            named = self._with_retries(functools.partial(manifest.read, self._paths.files, previous))
+            named = self._with_retries(functools.partial(manifest.read, files, previous))
             listed, sharded = named or ([], [])
             self.sharded, self.is_known = sharded[::-1], named is not None
             listed = [replace(file, attempt=0, folder=file.folder or previous) for file in listed]
@@ -122,7 +122,7 @@ class Vault:
             for file in listed:
                 if found and file not in best:
                     continue
-                if self._with_retries(functools.partial(_fetch, self._paths.files, file, self._disk / file.name)):
+                if self._with_retries(functools.partial(manifest.fetch, files, file, self._disk / file.name)):
                     found.append(file)
                 else:
                     damaged.add(file.name)
@@ -216,31 +216,25 @@ class Vault:
         return f"a checkpoint of attempt {file.attempt} came when attempt {self._attempt} was running"
 
     def newest(self) -> CheckpointFile | None:
-        """Return the newest undamaged whole checkpoint on the driver's disk, or None. Remove damaged newer ones."""
-        with self._lock:
-            for whole in self._here()[::-1]:
-                if self._is_intact(whole):
-                    return whole.file
-                say(
-                    f"the checkpoint of step {whole.file.step} is damaged; the gang uses the one before. Its file "
-                    f"{self._disk / whole.file.name} is gone or was changed, as by a program that cleans up"
-                )
-                self._drop(whole)
-            return None
+        """Return the newest undamaged whole checkpoint on the driver's disk, or None."""
+        return next(reversed(self.intact()), None)
 
     def entries(self) -> list[CheckpointFile]:
         """Return all whole checkpoints on the driver's disk, in the order of arrival."""
         with self._lock:
             return [whole.file for whole in self._here()]
 
-    def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return descriptions, for the user, of the whole checkpoints on the driver's disk."""
-        return tuple(file.saved(self.own) for file in self.entries())
-
     def intact(self) -> list[CheckpointFile]:
-        """Return the undamaged whole checkpoints on the driver's disk, in the order of arrival."""
+        """Return the undamaged whole checkpoints on the driver's disk, in the order of arrival. Remove damaged ones."""
         with self._lock:
-            return [whole.file for whole in self._here() if self._is_intact(whole)]
+            for whole in self._here():
+                if not self._is_intact(whole):
+                    say(
+                        f"the checkpoint of step {whole.file.step} is damaged; the gang uses the one before. Its file "
+                        f"{self._disk / whole.file.name} is gone or was changed, as by a program that cleans up"
+                    )
+                    self._drop(whole)
+            return self.entries()
 
     def _here(self) -> list[_Whole]:
         return [whole for whole in self._whole.values() if whole.state is not None]
@@ -395,13 +389,6 @@ class Vault:
             f"trying again in {pause:g} s. The training goes on.",
         )
         return False
-
-
-def _fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
-    """Copy a checkpoint's file from storage to `target`. Return True if the file exists and its digest is right."""
-    with contextlib.suppress(FileNotFoundError):
-        files.get(f"{file.folder}/{file.name}", target)
-    return target.is_file() and digest_of(target) == file.digest
 
 
 def _state_of(path: Path) -> tuple[int, ...]:

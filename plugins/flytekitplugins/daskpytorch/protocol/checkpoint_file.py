@@ -2,12 +2,14 @@
 
 import contextlib
 import hashlib
+import io
 import os
 import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
@@ -46,6 +48,20 @@ class CheckpointFile:
         """
         place = f"{folder}/{self.name}" if folder is not None else None
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
+
+
+class HashedFile(io.BufferedWriter):
+    """File that computes the SHA-256 of the bytes written to it."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__(file)
+        self.digest = hashlib.sha256()
+        """SHA-256 of all bytes that were written so far."""
+
+    def write(self, data: Any) -> int:
+        """Write bytes to the file, and add them to `digest`."""
+        self.digest.update(data)
+        return super().write(data)
 
 
 def digest_of(path: Path) -> str:

@@ -5,7 +5,6 @@ rank 0 --file--> its agent --connection--> the driver's checkpoints --connection
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
@@ -19,7 +18,7 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from flytekitplugins.daskpytorch.context import Checkpoint
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
 from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
@@ -163,7 +162,7 @@ class RankCheckpoint(Checkpoint):
 
         unfinished = self.folder / f"unfinished-{self._attempt}-{step}"
         try:
-            with _HashedFile(io.FileIO(unfinished, "w")) as file:
+            with HashedFile(io.FileIO(unfinished, "w")) as file:
                 torch.save(state, file)
             written = CheckpointFile(
                 attempt=self._attempt,
@@ -231,18 +230,6 @@ class RankCheckpoint(Checkpoint):
         if arrived.failure is not None:
             raise OSError(f"{what} did not arrive: {arrived.failure}. See the driver's log")
         return arrived.value
-
-
-class _HashedFile(io.BufferedWriter):
-    """File that computes the SHA-256 of the bytes written to it."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        super().__init__(file)
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return super().write(data)
 
 
 class _Copier(pickle.Pickler):

@@ -1,0 +1,166 @@
+"""Access to an S3 bucket: the user's options, credentials, the server's address. Runs in drivers and in ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
+STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
+"""Names that the argument `storage_options` may have, as in s3fs.
+
+`client_kwargs` is a dictionary that may have `endpoint_url` and `region_name`.
+"""
+CREDENTIALS = (
+    "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Credentials, server address and timeouts for a bucket. Can be pickled, unlike clients of the bucket."""
+
+    anon: bool = False
+    key: str | None = field(default=None, repr=False)
+    """Id of the access key. None: the key that AWS's provider chain finds, such as in the environment or a profile."""
+    secret: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    profile: str | None = None
+    """Name of a profile in `~/.aws/config`. None: the profile that `AWS_PROFILE` names, else the default profile."""
+    endpoint_url: str | None = None
+    """URL of the S3 server. None: the URL in the environment or the profile, else that of AWS."""
+    region: str | None = None
+    """AWS region of the bucket. None: the region in the environment or the profile, else us-east-1."""
+    num_connections: int = 32
+    timeout: float = 30.0
+    """Timeout, in seconds, for the server's answer to a request."""
+    num_retries: int = 5
+
+    def session(self) -> Any:
+        """Return a botocore session with these credentials.
+
+        Raises:
+            ValueError: The profile does not exist.
+        """
+        import botocore.session
+        from botocore.exceptions import ProfileNotFound
+
+        session = botocore.session.Session(profile=self.profile)
+        try:
+            session.get_scoped_config()
+        except ProfileNotFound as error:
+            raise ValueError(
+                f"{error}: add the profile to ~/.aws/config, or name another (profile, AWS_PROFILE)"
+            ) from None
+        if self.key is not None:
+            session.set_credentials(self.key, self.secret, self.token)
+        if not self.anon:
+            session.get_credentials()
+        return session
+
+    def client(self, session: Any) -> Any:
+        """Return a new botocore client for this process."""
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        config = Config(
+            connect_timeout=self.timeout,
+            read_timeout=self.timeout,
+            max_pool_connections=self.num_connections,
+            retries={"total_max_attempts": 1 + self.num_retries, "mode": "standard"},
+            signature_version=UNSIGNED if self.anon else None,
+        )
+        with _quick_parsing(session):
+            client = self._client(session, config)
+            if not is_aws(client.meta.endpoint_url):  # other servers have no host name per bucket
+                client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
+        return client
+
+    def _client(self, session: Any, config: Any) -> Any:
+        region = self.region or session.get_config_variable("region") or "us-east-1"
+        return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
+
+
+@contextmanager
+def _quick_parsing(session: Any) -> Iterator[None]:
+    """During the block, make botocore clients that do not parse timestamps.
+
+    The parsing takes two thirds of a long listing's time.
+    """
+    from botocore.parsers import ResponseParserFactory
+
+    name = "response_parser_factory"
+    usual, quick = session.get_component(name), ResponseParserFactory()
+    quick.set_parser_defaults(timestamp_parser=str)
+    session.register_component(name, quick)
+    try:
+        yield
+    finally:  # other clients of the session need timestamps of credentials
+        session.register_component(name, usual)
+
+
+def is_aws(endpoint_url: str) -> bool:
+    """Return True if the server at a URL belongs to AWS."""
+    return AWS_HOST.search(urlsplit(endpoint_url).hostname or "") is not None
+
+
+def credentials(session: Any) -> Any:
+    """Return a credential provider for obstore with the credentials that a botocore session finds and renews."""
+    found = session.get_credentials()
+    if found is None:
+        raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
+
+    def current() -> dict[str, Any]:
+        frozen = found.get_frozen_credentials()
+        # obstore asks again for temporary credentials before they expire. botocore renews them ten minutes ahead.
+        expires_at = datetime.now(UTC) + timedelta(minutes=6) if frozen.token else None
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": expires_at,
+        }
+
+    return current
+
+
+def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
+    """Return bucket and prefix of a bucket's name, or of a URI that has both.
+
+    Raises:
+        ValueError: The bucket's name is malformed, or the prefix is given twice.
+    """
+    bucket, prefix = s3_bucket, s3_prefix
+    if "://" in s3_bucket:
+        scheme, _, rest = s3_bucket.partition("://")
+        bucket, _, inner = rest.partition("/")
+        if scheme not in ("s3", "s3a"):
+            raise ValueError(f"s3_bucket={s3_bucket!r}: must be a bucket's name or s3://bucket/prefix")
+        if inner.strip("/") and s3_prefix.strip("/"):
+            raise ValueError(f"s3_bucket={s3_bucket!r} and s3_prefix={s3_prefix!r}: name the prefix once")
+        prefix = inner or s3_prefix
+    if not bucket or "/" in bucket:
+        raise ValueError(f"s3_bucket={s3_bucket!r}: must be a bucket's name or s3://bucket/prefix")
+    return bucket, prefix.strip("/")
+
+
+def access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
+    """Convert options of s3fs to the arguments of `Access`. `anon` and `endpoint_url` win over the options."""
+    of_client = options.get("client_kwargs") or {}
+    told = {**of_client, **{name: value for name, value in options.items() if value is not None}}
+    told.pop("client_kwargs", None)
+    if unknown := (options.keys() - set(STORAGE_OPTIONS)) | (of_client.keys() - {"endpoint_url", "region_name"}):
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")
+    if (told.get("key") is None) != (told.get("secret") is None):
+        has, lacks = ("secret", "key") if told.get("key") is None else ("key", "secret")
+        raise ValueError(
+            f"storage_options has {has}, but no {lacks}: give both, or neither to use the environment's credentials"
+        )
+    told["region"] = told.pop("region_name", None)
+    return told | {"anon": anon or bool(told.get("anon")), "endpoint_url": endpoint_url or told.get("endpoint_url")}
