@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,15 +129,22 @@ def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: 
         file.write(b"data")
 
 
-def test_temporary_keys_are_asked_for_again(files: S3FileSystem) -> None:
-    class Renewed:
-        async def get_frozen_credentials(self) -> SimpleNamespace:
-            return SimpleNamespace(access_key="id", secret_key="secret", token="token")
-
-    client = SimpleNamespace(_request_signer=SimpleNamespace(_credentials=Renewed()))
-    found = quick_s3._credentials(files.loop, client)
-    assert found["token"] == "token"
-    assert found["expires_at"] is not None
+def test_temporary_keys_are_renewed(files: S3FileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program in the profile makes keys that botocore must renew before each use."""
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
+    keys = {"Version": 1, "AccessKeyId": "id", "SecretAccessKey": "secret", "Expiration": soon}
+    program = tmp_path / "keys.py"
+    program.write_text(f"import json, uuid; print(json.dumps({keys} | dict(SessionToken=str(uuid.uuid4()))))")
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {sys.executable} {program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    files.connect(refresh=True)
+    first, second = quick_s3._credentials(files), quick_s3._credentials(files)
+    assert first["access_key_id"] == second["access_key_id"] == "id"
+    assert first["token"] != second["token"]
+    assert datetime.now(UTC) < first["expires_at"] < datetime.now(UTC) + timedelta(minutes=10)
 
 
 @pytest.mark.parametrize("broken", ["open", "cat_file", None])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.protocol.orders import Contact, Key, WorkerData
 
 if TYPE_CHECKING:
-    from distributed import Client, Worker
+    from distributed import Client, Scheduler, Worker
 
 
 logger = logging.getLogger(__name__)
@@ -245,17 +245,23 @@ async def _contact(worker: Worker) -> Contact:
     return Contact(
         name=worker.name,
         address=worker.address,
-        scheduler=await _address_for_others(address) if is_local else address,
+        scheduler=await _address_for_others(worker) if is_local else address,
         reaches_workers=not is_local,
         security=worker.security,
     )
 
 
-async def _address_for_others(address: str) -> str:
-    """Return the TCP address of the Dask scheduler in this process. The first call makes the scheduler listen there."""
-    from distributed import Scheduler
+async def _address_for_others(worker: Worker) -> str:
+    """Return the TCP address of the worker's scheduler, which is in this process."""
+    from distributed import Client
 
-    [scheduler] = [each for each in Scheduler._instances if each.address == address]  # noqa: SLF001
-    if len(scheduler.listeners) == 1:
-        await scheduler.listen("tcp://127.0.0.1:0", **scheduler.security.get_listen_args("scheduler"))
-    return str(scheduler.listeners[-1].contact_address)
+    how: Any = {"security": worker.security, "asynchronous": True, "set_as_default": False}
+    async with Client(worker.scheduler.address, **how) as client:
+        return str(await client.run_on_scheduler(_listen))
+
+
+async def _listen(dask_scheduler: Scheduler) -> str:
+    """Return a scheduler's TCP address. At the first call, make the scheduler listen there."""
+    if len(dask_scheduler.listeners) == 1:
+        await dask_scheduler.listen("tcp://127.0.0.1:0", **dask_scheduler.security.get_listen_args("scheduler"))
+    return str(dask_scheduler.listeners[-1].contact_address)

@@ -70,8 +70,7 @@ class Files:
     def below(self, folder: str) -> list[str]:
         """Return paths of all files in a folder and its sub-folders, relative to the folder."""
         self.fs.invalidate_cache()
-        root = self.fs._strip_protocol(folder)  # noqa: SLF001
-        return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
+        return list(self.fs.get_mapper(folder))
 
     def folders(self, folder: str) -> list[str]:
         """Return the names of a folder's sub-folders. Empty if the folder does not exist."""

@@ -76,31 +76,37 @@ def _opened(files: Any, bucket: str) -> QuickFiles:
     from obstore.store import S3Store
 
     files.connect()
-    client = sync(files.loop, files.get_s3, bucket)
+    client = sync(files.loop, files.get_s3, bucket)  # finds the bucket's region
     store = S3Store(
         bucket,
         endpoint=client.meta.endpoint_url,
         region=client.meta.region_name,
         virtual_hosted_style_request=False,
         skip_signature=files.anon,
-        credential_provider=None if files.anon else functools.partial(_credentials, files.loop, client),
+        credential_provider=None if files.anon else functools.partial(_credentials, files),
         client_options=CLIENT,
         retry_config={"max_retries": 2},
     )
     return QuickFiles(files, store)
 
 
-def _credentials(loop: Any, client: Any) -> Any:
-    """Return the credentials of s3fs's S3 client, in the form that obstore expects."""
+def _credentials(files: Any) -> Any:
+    """Return the credentials that s3fs was given or has found, in the form that obstore expects."""
     from fsspec.asyn import sync
 
-    found = sync(loop, client._request_signer._credentials.get_frozen_credentials)  # noqa: SLF001 - botocore has no other
+    if files.key:
+        return {"access_key_id": files.key, "secret_access_key": files.secret, "token": files.token, "expires_at": None}
+    found = sync(files.loop, _found_credentials, files.session)
     return {
         "access_key_id": found.access_key,
         "secret_access_key": found.secret_key,
         "token": found.token,
         "expires_at": datetime.now(UTC) + REFRESH if found.token else None,
     }
+
+
+async def _found_credentials(session: Any) -> Any:
+    return await (await session.get_credentials()).get_frozen_credentials()
 
 
 def _names(options: dict[str, Any]) -> set[str]:
