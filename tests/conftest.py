@@ -60,25 +60,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="session")
-def data_folder() -> Path:
-    """The folder of real data beside the checkout, or wherever DASKPYTORCH_TEST_DATA says."""
-    folder = Path(os.environ.get("DASKPYTORCH_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(
-            f"no real data at {folder}; set DASKPYTORCH_TEST_DATA to a folder that has seattle_pet_licenses.csv"
-        )
-    return folder
-
-
-@pytest.fixture(scope="session")
-def mnist_folder(data_folder: Path) -> Path:
-    """Real digits in torchvision's layout: 8,000 to train on, 2,000 to test on."""
-    if not (data_folder / "mnist").is_dir():
-        pytest.skip(f"no MNIST at {data_folder / 'mnist'}")
-    return data_folder / "mnist"
-
-
 @pytest.fixture(scope="module")
 def cold_fork_servers() -> Iterator[None]:
     """Those of this process start as users' do."""

@@ -7,8 +7,6 @@ import signal
 import pytest
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.blame import describe, error_of
-from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
@@ -67,26 +65,7 @@ def test_exit_says_who_where_and_how(attempt: Attempt) -> None:
     assert (exit_.exitcode, exit_.log_tail, exit_.time, exit_.step) == (3, "tail 2", 5.0, 6)
 
 
-def test_agent_that_broke_is_why_its_ranks_went(attempt: Attempt) -> None:
-    attempt.lose(NODES[1].worker, "Traceback ...\nOSError: a full disk\n")
-    root_failure = attempt.root_failure()
-    assert describe(root_failure) == "the agent that watches it failed: OSError: a full disk"
-    assert root_failure.is_infrastructure
-    error = error_of(root_failure, 4)
-    assert isinstance(error, WorkerLostError)
-    assert "Traceback of its agent:\nTraceback ..." in str(error)
-
-
 # ---- Whose fault it is ----------------------------------------------------------------------------------------------
-
-
-def test_rank_that_failed_is_the_culprit_before_it_has_left(attempt: Attempt) -> None:
-    leave(attempt, 0, 1)
-    fail(attempt, 1, OWN, step=9)
-    root_failure = attempt.root_failure()
-    assert (root_failure.rank, root_failure.worker, root_failure.position) == (1, NODES[0].worker, (9, 0))
-    assert root_failure.failure is not None
-    assert root_failure.failure.message == "bad batch"
 
 
 def test_rank_that_hangs_is_the_culprit_before_and_after_it_was_stopped(attempt: Attempt) -> None:

@@ -312,24 +312,6 @@ def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> N
     assert not exits[1].is_consequence
 
 
-def test_stopped_rank_is_a_consequence() -> None:
-    assert rank_exit(0, 143, stopped=True).is_consequence
-    assert not rank_exit(0, -signal.SIGSEGV).is_consequence
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711"),
-        RuntimeError("Broken pipe"),
-        RuntimeError("NCCL error: remote process exited or there was a network error"),
-        DistBackendError("anything at all"),
-    ],
-)
-def test_loss_of_a_peer_reads_as_a_consequence(error: Exception) -> None:
-    assert failure(error).is_consequence
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -365,45 +347,56 @@ def test_error_that_wraps_another_is_what_that_one_is(cause: Exception, is_conse
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_consequence"),
     [
-        ValueError("the connection was refused by the user"),
-        ConnectionError("the user's database is not there"),
-        ConnectionResetError(),
-        BrokenPipeError(),
-        TimeoutError("timed out waiting for the user's database"),
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        FileNotFoundError(2, "No such file", "data.csv"),
-        MemoryError(),
-        SystemExit(0),
-        KeyboardInterrupt(),
+        (
+            RuntimeError("[../third_party/gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711"),
+            True,
+        ),
+        (RuntimeError("Broken pipe"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (DistBackendError("anything at all"), True),
+        (ValueError("the connection was refused by the user"), False),
+        (ConnectionError("the user's database is not there"), False),
+        (ConnectionResetError(), False),
+        (BrokenPipeError(), False),
+        (TimeoutError("timed out waiting for the user's database"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (FileNotFoundError(2, "No such file", "data.csv"), False),
+        (MemoryError(), False),
+        (SystemExit(0), False),
+        (KeyboardInterrupt(), False),
     ],
 )
-def test_own_error_does_not_read_as_a_consequence(error: BaseException) -> None:
-    assert not failure(error).is_consequence
+def test_loss_of_a_peer_reads_as_a_consequence_and_an_own_error_does_not(
+    error: BaseException, is_consequence: bool
+) -> None:
+    assert failure(error).is_consequence == is_consequence
 
 
-def test_rank_that_hung_is_no_consequence_even_if_it_was_stopped() -> None:
+def test_stopped_rank_is_a_consequence_unless_it_hung() -> None:
+    assert rank_exit(0, 143, stopped=True).is_consequence
     assert not rank_exit(0, 143, stopped=True, hang=HANG).is_consequence
-
-
-@pytest.mark.parametrize("exitcode", [None, -signal.SIGKILL, -signal.SIGTERM])
-def test_worker_or_process_that_was_taken_away_is_infrastructure(exitcode: int | None) -> None:
-    assert rank_exit(0, exitcode).is_infrastructure
+    assert not rank_exit(0, -signal.SIGSEGV).is_consequence
 
 
 @pytest.mark.parametrize(
-    "exit_",
+    ("exit_", "is_infrastructure"),
     [
-        rank_exit(0, -signal.SIGKILL, out_of_memory=True),
-        rank_exit(0, -signal.SIGKILL, hang=HANG),
-        rank_exit(0, -signal.SIGKILL, error=ValueError("bad batch")),
-        rank_exit(0, -signal.SIGSEGV),
-        rank_exit(0, 3),
+        (rank_exit(0, None), True),
+        (rank_exit(0, -signal.SIGKILL), True),
+        (rank_exit(0, -signal.SIGTERM), True),
+        (rank_exit(0, -signal.SIGKILL, out_of_memory=True), False),
+        (rank_exit(0, -signal.SIGKILL, hang=HANG), False),
+        (rank_exit(0, -signal.SIGKILL, error=ValueError("bad batch")), False),
+        (rank_exit(0, -signal.SIGSEGV), False),
+        (rank_exit(0, 3), False),
     ],
 )
-def test_what_the_function_does_is_not_infrastructure(exit_: RankExit) -> None:
-    assert not exit_.is_infrastructure
+def test_what_was_taken_away_is_infrastructure_and_what_the_function_does_is_not(
+    exit_: RankExit, is_infrastructure: bool
+) -> None:
+    assert exit_.is_infrastructure == is_infrastructure
 
 
 def test_position_is_where_the_exception_was_raised() -> None:
@@ -575,29 +568,25 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
     assert rest[-2:] == ["epoch 3", "step 17"]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseException) -> None:
-    caught = error_of(rank_exit(0, error=error), 2)
-    assert type(caught) is GangError
-    assert type(error).__name__ in str(caught)
-
-
 @pytest.mark.parametrize(
-    ("signum", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGABRT, "SIGABRT"), (signal.SIGBUS, "SIGBUS")]
+    ("exit_", "kind", "said"),
+    [
+        (rank_exit(0, error=SystemExit(3)), GangError, "SystemExit"),
+        (rank_exit(0, error=KeyboardInterrupt()), GangError, "KeyboardInterrupt"),
+        (rank_exit(0, -signal.SIGSEGV, log_tail="Fatal Python error"), GangError, "signal 11, SIGSEGV"),
+        (rank_exit(0, -signal.SIGABRT, log_tail="Fatal Python error"), GangError, "signal 6, SIGABRT"),
+        (rank_exit(0, -signal.SIGBUS, log_tail="Fatal Python error"), GangError, "signal 7, SIGBUS"),
+        (rank_exit(0, -signal.SIGKILL, out_of_memory=True), GangError, "killed for memory"),
+        (rank_exit(0, 3), GangError, "exit code 3"),
+        (rank_exit(0, -signal.SIGKILL), WorkerLostError, "SIGKILL"),
+        (rank_exit(0, -signal.SIGTERM), WorkerLostError, "SIGTERM"),
+    ],
 )
-def test_crash_is_the_users_gang_error_and_names_the_signal(signum: int, name: str) -> None:
-    error = error_of(rank_exit(0, -signum, log_tail="Fatal Python error"), 2)
-    assert type(error) is GangError
-    assert f"ended by signal {signum}, {name}" in str(error)
-    assert "Fatal Python error" in str(error)
-    assert error.rank_traceback == ""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_process_that_was_taken_away_is_lost_infrastructure(signum: int) -> None:
-    error = error_of(rank_exit(0, -signum), 2)
-    assert type(error) is WorkerLostError
-    assert signal.Signals(signum).name in str(error)
+def test_each_kind_of_end_has_its_error(exit_: RankExit, kind: type[GangError], said: str) -> None:
+    error = error_of(exit_, 2)
+    assert type(error) is kind
+    assert said in str(error)
+    assert exit_.log_tail in str(error)
 
 
 def test_every_signal_can_be_described() -> None:
@@ -611,18 +600,6 @@ def test_lost_worker_is_lost_infrastructure() -> None:
     assert type(error) is WorkerLostError
     assert error.rank == 1
     assert error.cause == "its worker was lost"
-
-
-def test_kill_for_memory_is_the_users_gang_error_and_says_so() -> None:
-    error = error_of(rank_exit(0, -signal.SIGKILL, out_of_memory=True), 2)
-    assert type(error) is GangError
-    assert "killed for memory" in str(error)
-
-
-def test_early_exit_is_the_users_gang_error_with_its_code() -> None:
-    error = error_of(rank_exit(0, 3), 2)
-    assert type(error) is GangError
-    assert "exit code 3" in str(error)
 
 
 def test_description_of_an_exception_without_text_is_its_type() -> None:

@@ -848,6 +848,7 @@ def test_failure_of_an_agent_is_no_error_of_the_function(world_of: MakeWorld) ->
     error = raised(world)
     assert isinstance(error, WorkerLostError)
     assert "the agent that watches it failed: OSError: a full disk" in str(error)
+    assert "Traceback of its agent:\nTraceback ..." in str(error)
 
 
 def test_suspended_worker_that_comes_back_is_used_again(world_of: MakeWorld) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,12 +32,9 @@ from tasks.char_lstm import (
     windows,
 )
 from tasks.embedded_names import EMBEDDED_NAMES
-from tasks.names import ALPHABET, load_names
+from tasks.names import ALPHABET
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
-SEATTLE = DATA / "seattle_pet_licenses.csv"
 
 TRAINING = windows(EMBEDDED_NAMES[::4])
 HELD_OUT = windows(EMBEDDED_NAMES[1::40])
@@ -52,8 +48,6 @@ CASES = {"even": (64, 8), "uneven": (67, 8), "one_batch": (20, 50)}
 # What is interrupted: three epochs of five steps, of 67 windows in global batches of 16.
 NUM_WINDOWS = 67
 INTERRUPTED = Hyperparameters(epochs=3, batch_size=16, dropout=0.3, log_interval=1, checkpoint_interval=2)
-FEW = replace(INTERRUPTED, epochs=1, batch_size=1, checkpoint_interval=1)
-"""Three windows in three steps of one rank."""
 SAVED = [2, 4, 5, 6, 8, 10, 12, 14, 15]
 """The steps at which it saves, without interruption: even ones, and 5, 10 and 15 at the ends of the epochs."""
 SAVE = {"mid_epoch": 4, "end_of_epoch": 3, "end": 9}
@@ -122,17 +116,9 @@ def _untimed(metrics: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `_run_interruptions` finds in this process."""
-    return _run_interruptions(tmp_path_factory.mktemp("alone"), INTERRUPTED)
-
-
-@pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
-    directory = tmp_path_factory.mktemp("gang")
-    _train_once(FakeCheckpoint(directory / "few_of_one", die_after=2), FEW, num_windows=3)
-    return run_ranks(_run_cases, 2, directory)
+    return run_ranks(_run_cases, 2, tmp_path_factory.mktemp("gang"))
 
 
 def _run_cases(directory: Path) -> dict[str, Any]:
@@ -145,7 +131,6 @@ def _run_cases(directory: Path) -> dict[str, Any]:
         lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=current_rank().rank))
     )
     found["interruptions"] = _run_interruptions(directory, replace(INTERRUPTED, batch_size=8))
-    found["one_left"], _ = _train_once(FakeCheckpoint(directory / "few_of_one"), FEW, num_windows=3)
     return found
 
 
@@ -191,14 +176,6 @@ def test_windows_end_at_each_character_and_the_stop() -> None:
     assert texts[-2:] == [". bubbles", " bubbles+"]
     assert len(texts) == len("max+mr. bubbles+")
     assert windows(["max"]).dtype == torch.uint8
-
-
-@pytest.mark.skipif(not SEATTLE.exists(), reason=f"{SEATTLE} is not there; set DASKPYTORCH_TEST_DATA to its directory")
-def test_windows_of_seattle() -> None:
-    names = load_names(str(SEATTLE)).names
-    found = windows(names)
-    assert found.shape == (367_823, 9)
-    assert len(found.unique(dim=0)) == 60_611
 
 
 def test_windows_need_clean_names() -> None:
@@ -345,25 +322,21 @@ def test_training_needs_windows() -> None:
 # Training with interruptions
 
 
-@pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
-def test_resumed_training_is_that_without_interruption(alone: dict[str, Any], interruption: str) -> None:
-    """The first call also waits for the trainings."""
-    _assert_equal_to_uninterrupted(alone, interruption)
-
-
-def test_when_a_checkpoint_is_saved(alone: dict[str, Any], tmp_path: Path) -> None:
-    assert alone["uninterrupted"][0] == SAVED
+def test_when_a_checkpoint_is_saved(gang: list[dict[str, Any]], tmp_path: Path) -> None:
+    interruptions = gang[0]["interruptions"]
+    assert interruptions["uninterrupted"][0] == SAVED
     for name, num_saves in SAVE.items():
-        assert alone[name][0] == SAVED[:num_saves]
+        assert interruptions[name][0] == SAVED[:num_saves]
     checkpoint = FakeCheckpoint(tmp_path / "state")
     _train_once(checkpoint, replace(INTERRUPTED, checkpoint_interval=0))
     assert checkpoint.steps == [5, 10, 15]
 
 
-def test_a_stop_saves_once_and_returns(alone: dict[str, Any], tmp_path: Path) -> None:
-    assert alone["between_saves"][0] == [2, 4, 5, 6, 7]
-    assert alone["at_a_save"][0] == [2, 4, 5, 6, 8]
-    assert alone["last_step_of_an_epoch"][0] == [2, 4, 5, 6, 8, 10]
+def test_a_stop_saves_once_and_returns(gang: list[dict[str, Any]], tmp_path: Path) -> None:
+    interruptions = gang[0]["interruptions"]
+    assert interruptions["between_saves"][0] == [2, 4, 5, 6, 7]
+    assert interruptions["at_a_save"][0] == [2, 4, 5, 6, 8]
+    assert interruptions["last_step_of_an_epoch"][0] == [2, 4, 5, 6, 8, 10]
     checkpoint = FakeCheckpoint(tmp_path / "state")
     result, log = _train_once(checkpoint, INTERRUPTED, stop_after=0)
     assert result is not None
@@ -431,7 +404,6 @@ def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
 def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], interruption: str) -> None:
     for found in gang:
-        assert found["interruptions"]["uninterrupted"][0] == SAVED
         _assert_equal_to_uninterrupted(found["interruptions"], interruption)
 
 
@@ -440,14 +412,6 @@ def test_resumed_gang_of_three(tmp_path: Path) -> None:
     """From three ranks on, the order in which they add up their gradients matters."""
     for found in run_ranks(_run_three, 3, tmp_path):
         _assert_equal_to_uninterrupted(found, "mid_epoch")
-
-
-def test_a_rank_without_a_window_takes_part(gang: list[dict[str, Any]]) -> None:
-    """One rank had seen two of three windows; of two ranks one sees the last."""
-    first, second = (found["one_left"] for found in gang)
-    assert [metrics.samples_seen for metrics in first.epochs] == [3]
-    assert math.isfinite(first.epochs[0].loss)
-    torch.testing.assert_close(first.state_dict, second.state_dict, rtol=0, atol=0)
 
 
 # Sampling

@@ -36,13 +36,11 @@ from flytekitplugins.daskpytorch import (
     checks,
     dispatch,
 )
-from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.manifest import retained
 from flytekitplugins.daskpytorch.driver.request import Keys
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding, WrittenShards
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from processes import run_program
 from test_task import make, serialised
 
@@ -421,29 +419,6 @@ def _node(worker: str, num_gpus: int) -> Node:
 
 
 @thoroughly
-@given(some(metric=WORDS, mode=st.sampled_from(["min", "max"]), reduction_factor=COUNTS, grace_period=COUNTS))
-def test_early_stopping(values: dict[str, Any]) -> None:
-    stop = built(EarlyStopping, {"metric": "loss", **values})
-    assert stop is None or pickle.loads(pickle.dumps(stop)) == stop
-
-
-@thoroughly
-@given(some(last=COUNTS, best=st.integers(0, 3), metric=WORDS | st.none(), mode=st.sampled_from(["min", "max"])))
-def test_keep(values: dict[str, Any]) -> None:
-    keep = built(Keep, values)
-    if keep is not None:
-        assert pickle.loads(pickle.dumps(keep)) == keep
-        rest: dict[str, Any] = {"attempt": 0, "parts": (), "items": (), "state": None}
-        entries = [
-            WrittenShards(number=step, step=step, metrics={str(keep.metric): 1.0 / step}, **rest)
-            for step in range(1, 9)
-        ]
-        staying = retained(entries, keep)
-        assert staying[-1] is entries[-1]
-        assert max(keep.last, keep.best) <= len(staying) <= keep.last + keep.best
-
-
-@thoroughly
 @given(WANDB)
 def test_wandb(values: dict[str, Any]) -> None:
     wandb = built(Wandb, values)
@@ -543,25 +518,3 @@ def test_inputs_are_what_was_given_or_refused(given_values: dict[str, Any]) -> N
     for name, value in given_values.items():
         assert taken[name] == value
         assert isinstance(taken[name], bool) == isinstance(value, bool)
-
-
-@thoroughly
-@given(
-    held_out=st.one_of(st.floats(0.1, 0.9), ANYTHING),
-    seed=st.one_of(st.integers(), ANYTHING),
-    batch_size=st.one_of(COUNTS, ANYTHING),
-    world_size=st.one_of(COUNTS, ANYTHING.filter(lambda value: value is not None)),
-    epoch=st.integers(0, 1_000),
-)
-def test_samplers(held_out: Any, seed: Any, batch_size: Any, world_size: Any, epoch: int) -> None:
-    sides, refusal = tried(lambda: split_by_class([0, 1] * 20, held_out, seed))
-    if not refusal:
-        training, tests = sides
-        assert sorted(training + tests) == list(range(40))
-        batches, refusal = tried(lambda: RankBatches(training, batch_size, seed=seed, rank=0, world_size=world_size))
-    if refusal:
-        assert re.search("(held_out|seed|batch_size|world_size|rank)=|items", refusal)
-        assert len(refusal) < 4 * MAX_MESSAGE
-        return
-    batches.set_epoch(epoch)
-    assert sum(map(len, batches)) <= len(training)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import sys
 import threading
@@ -202,17 +201,6 @@ def test_forked_process_gets_a_copy_that_reports_nowhere(rank_2_of_4: RankContex
     assert current_rank() is rank_2_of_4
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_multiprocessing_worker_is_not_a_rank_that_reports(rank_2_of_4: RankContext) -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(_rank_and_whether_it_reports) == (2, False)
-    pool.join()
-
-
-def _rank_and_whether_it_reports() -> tuple[int, bool]:
-    return current_rank().rank, type(current_rank().link) is not Link
-
-
 # ---- Progress -------------------------------------------------------------------------------------------------------
 
 
@@ -365,14 +353,3 @@ def test_ranks_that_wait_for_each_other_in_every_step_stop_together(after: float
     time.sleep(after)
     stop_all(trainers)
     assert len({trainer.num_calls for trainer in trainers}) == 1
-
-
-def test_rank_with_most_calls_decides() -> None:
-    ahead, behind = StopSignal(), StopSignal()
-    assert not any(ahead() for _ in range(5))
-    assert not any(behind() for _ in range(2))
-    last_call = max(ahead.hold(), behind.hold())
-    for signal in (ahead, behind):
-        signal.release(last_call)
-    assert ahead()
-    assert [behind() for _ in range(4)] == [False, False, False, True]

@@ -235,10 +235,6 @@ def _waiting_for_a_later_work(world: World) -> None:
     world.stacks[0] = within("monitored_barrier")
 
 
-def _silent(world: World) -> None:
-    agent_of(world, 0).is_suspended = True
-
-
 def _moving(world: World) -> None:
     stands(world, 0, is_still=False)
 

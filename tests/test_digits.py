@@ -97,12 +97,6 @@ def test_digits_in_a_directory(directory: Path) -> None:
     assert load_digits(directory, source="s3://bucket/digits").source == "s3://bucket/digits"
 
 
-def test_real_digits(mnist_folder: Path) -> None:
-    loaded = load_digits(mnist_folder)
-    assert (len(loaded.training), len(loaded.test)) == (8_000, 2_000)
-    assert sorted(set(loaded.test.labels.tolist())) == list(range(10))
-
-
 def test_a_file_of_digits_depends_on_their_content_only(directory: Path, tmp_path: Path) -> None:
     files = [tmp_path / "here" / "digits.pt", tmp_path / "there" / "digits.pt"]
     for number, file in enumerate(files):
@@ -172,12 +166,3 @@ def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch
         ask_only(monkeypatch, server.getsockname()[1])
         assert "timed out" in load_digits().source
     assert socket.getdefaulttimeout() is None
-
-
-def test_a_server_that_gives_something_else(
-    directory: Path, mirror: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack(directory, mirror, monkeypatch)
-    for file in mirror.iterdir():
-        file.write_text("<html>Please log in to this network</html>")
-    assert "scikit-learn" in load_digits().source

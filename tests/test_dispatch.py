@@ -16,11 +16,10 @@ import optuna
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import EarlyStopping, Gang, GangError, GangStartError, Search, dispatch
+from flytekitplugins.daskpytorch import EarlyStopping, Gang, GangError, Search, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
-from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 
 class Ended:
@@ -29,23 +28,6 @@ class Ended:
     def __init__(self, outcome: Callable[[], list[Any]]) -> None:
         self.received = ReceivedResults()
         self.run = outcome
-
-
-def futures_of(values: list[Any], world_size: int) -> GangFutures:
-    supervisor: Any = Ended(lambda: [pickle.dumps(value) for value in values])
-    return GangFutures(supervisor, world_size)
-
-
-def test_a_gang_that_ended_smaller_has_the_results_of_the_ranks_there_were(tmp_path: Any) -> None:
-    futures = futures_of([10, 11], 4)
-    assert futures.result(10) == [10, 11]
-    assert futures.exception(10) is None
-    assert len(futures) == 4
-    assert futures[1].result() == 11
-    for rank in (2, 3):
-        with pytest.raises(GangStartError, match=f"2 of 4 ranks, as its min_workers allows; there was no rank {rank}"):
-            futures[rank].result(10)
-    DaskResultsHandler().process_results(tmp_path, futures)  # which raises the errors of gangs that failed
 
 
 def test_a_failed_gang_fails_whole() -> None:

@@ -59,13 +59,6 @@ def outputs(function: object, returned: object) -> dict[str, object]:
     return {name: literal.scalar.primitive.value for name, literal in literals.items()}
 
 
-def test_values_become_literals_by_their_places() -> None:
-    assert outputs(one, 0.5) == {"o0": 0.5}
-    assert outputs(two, (7, "x")) == {"o0": 7, "o1": "x"}
-    assert outputs(named, Named(0.5)) == {"only": 0.5}
-    assert outputs(nothing, None) == {}
-
-
 @pytest.mark.parametrize(
     ("function", "returned", "said"),
     [

@@ -373,13 +373,6 @@ def test_a_wrapped_model_is_returned_without_the_wrapper_that_needs_the_group() 
     assert type(futures.result()[0]["model"]) is torch.nn.Linear
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_stop_iteration_is_a_runtime_error() -> None:
-    error = dispatch.run(mock.create_autospec(Client, instance=True), next, iter(())).exception()
-    assert isinstance(error, RuntimeError)
-    assert isinstance(error.__cause__, StopIteration)
-
-
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
     monkeypatch.delenv(settings.DEBUG_VARIABLE, raising=False)

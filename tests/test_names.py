@@ -19,8 +19,6 @@ from seaweed import Weed
 from tasks.embedded_names import EMBEDDED_NAMES
 from tasks.names import clean_names, load_names, newest_uri, split_by_hash, split_by_name
 
-DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
-SEATTLE = DATA / "seattle_pet_licenses.csv"
 DAY = date(2026, 1, 31)
 
 
@@ -98,14 +96,6 @@ def test_cleaning_counts_what_it_drops() -> None:
         "2 names (1 different) of 7 from a list; 2 dropped as empty; "
         "3 dropped for characters outside the alphabet: 'é' in 2, '2' in 1, 'ë' in 1"
     )
-
-
-@pytest.mark.skipif(not SEATTLE.exists(), reason=f"{SEATTLE} is not there; set DASKPYTORCH_TEST_DATA to its directory")
-def test_seattle() -> None:
-    names = load_names(str(SEATTLE))
-    assert len(names.names) == 54_827
-    assert len(set(names.names)) == 13_993
-    assert names.num_read == 55_961 == len(names.names) + names.num_empty + names.num_outside
 
 
 def test_http(write, served: str) -> None:

@@ -6,13 +6,13 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from flytekit import PodTemplate, Resources, dynamic, task
+from flytekit import PodTemplate, Resources, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.extras.accelerators import A100
 from flytekit.tools.translator import get_serializable
 from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1PodSpec, V1Toleration, V1Volume, V1VolumeMount
 
-from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb
+from flytekitplugins.daskpytorch import Gang, SpawnDDP
 from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.node.hardware import FoundGpus
 
@@ -67,18 +67,6 @@ def test_shared_memory_that_the_pod_template_mounts_is_left_alone() -> None:
     made = template(SpawnDDP(), pod_template=pod("/dev/shm"))
     assert made == template(None, pod_template=pod("/dev/shm"))
     assert not made.extended_resources.HasField("shared_memory")
-
-
-def test_the_consoles_link() -> None:
-    config = template(SpawnDDP(wandb=Wandb(project="digits"))).config
-    assert (config["project"], config["link_type"]) == ("digits", "wandb-daskpytorch")
-
-
-def test_it_cannot_be_a_dynamic_workflow() -> None:
-    with pytest.raises(ValueError, match="SpawnDDP cannot be the task_config of a @dynamic"):
-
-        @dynamic(task_config=SpawnDDP())
-        def train() -> None: ...
 
 
 # ---- How many ranks

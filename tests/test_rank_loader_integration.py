@@ -1,4 +1,4 @@
-"""Real ranks with loader workers, killed within an epoch, see the same items as an undisturbed gang."""
+"""Gangs that lose a rank in mid-epoch see each item once: case 40 of the project's list of faults."""
 
 from __future__ import annotations
 

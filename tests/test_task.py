@@ -212,12 +212,13 @@ def test_environment_given_at_registration_wins_too(config: type) -> None:
 # ---- Weights & Biases -----------------------------------------------------------------------------------------------
 
 
-def test_config_has_what_the_consoles_link_is_made_from() -> None:
-    template = serialised(make(DaskDDP(wandb=Wandb(project="names", entity="team", host="https://wandb.example"))))
+@pytest.mark.parametrize("kind", [DaskDDP, SpawnDDP])
+def test_config_has_what_the_consoles_link_is_made_from(kind: Any) -> None:
+    template = serialised(make(kind(wandb=Wandb(project="names", entity="team", host="https://wandb.example"))))
     assert template.config["project"] == "names"
     assert template.config["entity"] == "team"
     assert template.config["host"] == "https://wandb.example"
-    assert template.config["link_type"]
+    assert template.config["link_type"] == "wandb-daskpytorch"
 
 
 def test_wandbs_secret_is_requested_once() -> None:
@@ -237,10 +238,11 @@ def test_wandbs_secret_is_requested_once() -> None:
 # ---- What a task may be ---------------------------------------------------------------------------------------------
 
 
-def test_gang_cannot_be_a_dynamic_workflow() -> None:
-    with pytest.raises(ValueError, match="DaskDDP cannot be the task_config of a @dynamic"):
+@pytest.mark.parametrize("kind", [DaskDDP, SpawnDDP])
+def test_gang_cannot_be_a_dynamic_workflow(kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot be the task_config of a @dynamic"):
 
-        @dynamic(task_config=DaskDDP())
+        @dynamic(task_config=kind())
         def spread() -> None:
             pass
 

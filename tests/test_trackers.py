@@ -243,14 +243,6 @@ def test_event_files_say_that_a_training_failed_and_why(tmp_path: Path) -> None:
     assert texts(tmp_path / "mine", "notes") == [(0, "GangError: rank 1 failed")]
 
 
-def test_event_files_of_many_models_are_in_one_folder(tmp_path: Path) -> None:
-    for index in (0, 1):
-        observer = begun(board(tmp_path), training(f"sweep-f3a-{index}", group="sweep-f3a", index=index))
-        observer.logged(record(0, loss=float(index)))
-        observer.ended(None)
-    assert [scalars(tmp_path / "sweep-f3a" / str(index)) for index in (0, 1)] == [[(0, 0.0)], [(0, 1.0)]]
-
-
 def test_event_files_go_to_storage(tmp_path: Path) -> None:
     observer = begun(board(f"file://{tmp_path}/kept/"))
     losses(observer, range(3), 1.0)
@@ -280,16 +272,6 @@ def test_folder_that_cannot_be_written_costs_a_notice(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert said.count("TensorBoard: ") == 1
     assert "Nothing is recorded. The training goes on." in said
-
-
-def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(feeder, "MAX_WAITING", 0)
-    observer = begun(board(tmp_path))
-    losses(observer, range(5), 1.0)
-    observer.ended(None)
-    assert "TensorBoard: too slow; 5 records were dropped" in capsys.readouterr().err
 
 
 def test_a_gang_that_never_formed_has_no_run(tmp_path: Path) -> None:

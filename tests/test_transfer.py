@@ -121,7 +121,6 @@ def run_cases(directory: Path) -> dict[str, Any]:
     folder = Path((directory / "photos").read_text())
     found: dict[str, Any] = run_interruptions(folder, directory, SAVE | STOP_AFTER)
     found["of_two"] = train_once(folder, HP, FakeCheckpoint(directory / "of_two", die_after=SAVE["mid_epoch"]))
-    found["after_one"] = train_once(folder, HP, FakeCheckpoint(directory / "of_one"))
     few = replace(HP, batch_size=1, epochs=1, frozen_epochs=0)
     found["one_left"] = train_once(directory / "few", few, FakeCheckpoint(directory / "few_of_one"))
     return found
@@ -142,7 +141,6 @@ def gang(gang_folder: Path, photos: Path) -> list[dict[str, Any]]:
             (gang_folder / "few" / breed / f"{number}.jpg").symlink_to(photos / breed / f"{number:04}.jpg")
     few = replace(HP, batch_size=1, epochs=1, frozen_epochs=0, checkpoint_interval=3)
     train_once(gang_folder / "few", few, FakeCheckpoint(gang_folder / "few_of_one", die_after=1))
-    train_once(photos, HP, FakeCheckpoint(gang_folder / "of_one", die_after=SAVE["mid_epoch"]))
     return run_ranks(run_cases, 2, gang_folder)
 
 
@@ -327,14 +325,6 @@ def test_fewer_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], gang_
     assert after.result is not None
     assert after.result.epochs[1].learning_rate == HP.base_lr
     assert sum(r.count for r in after.result.records if r.phase == TRAINING) == HP.epochs * NUM_TRAINING
-
-
-def test_more_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], photos: Path) -> None:
-    ranks: list[Trained] = [rank["after_one"] for rank in gang]
-    counts = [sum(r.count for r in rank.result.records if r.phase == TRAINING) for rank in ranks]
-    assert sum(counts) == HP.epochs * NUM_TRAINING
-    assert untimed(ranks[0].result.epochs) == untimed(ranks[1].result.epochs)
-    assert ranks[0].result.epochs[-1].learning_rate in (HP.base_lr * 2, pytest.approx(HP.base_lr * 0.2))
 
 
 def test_a_rank_without_an_image_takes_part(gang: list[dict[str, Any]]) -> None:

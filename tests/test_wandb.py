@@ -93,13 +93,6 @@ def test_run_id_is_execution_and_task_where_the_host_is_not_named_so(
     assert wandb_observer.run_id("f3a", "train") == "f3a-train"
 
 
-@pytest.mark.parametrize("execution", [None, "", "local"])
-def test_every_local_run_has_a_new_id(execution: str | None) -> None:
-    ids = {wandb_observer.run_id(execution, "train") for _ in range(5)}
-    assert len(ids) == 5
-    assert all(id_.isalnum() for id_ in ids)
-
-
 def test_run_id_has_only_characters_that_wandb_takes() -> None:
     assert wandb_observer.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
     assert len(wandb_observer.run_id("f3a", "x" * 500)) <= 128
@@ -108,10 +101,6 @@ def test_run_id_has_only_characters_that_wandb_takes() -> None:
 def test_id_and_name_that_are_given_win() -> None:
     made = settings(Wandb(project="names", id="mine", name="my run"))
     assert (made.id, made.name) == ("mine", "my run")
-
-
-def test_default_name_is_the_tasks_short_name() -> None:
-    assert (settings().name, settings().id) == ("train", "f3a-train")
 
 
 def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
@@ -590,17 +579,6 @@ def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(
     tracker.close(0)
     assert "The training goes on." in capsys.readouterr().err
     assert not list(tmp_path.glob("wandb/*/run-*.wandb"))
-
-
-def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(feeder, "MAX_WAITING", 0)
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="disabled")))
-    for step in range(5):
-        tracker.logged(record(step, loss=0.0))
-    tracker.close(0)
-    assert "5 records were dropped" in capsys.readouterr().err
 
 
 def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
