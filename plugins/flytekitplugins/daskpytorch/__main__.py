@@ -1,6 +1,7 @@
 """Command that checks whether gangs can train here and on a cluster: `python -m flytekitplugins.daskpytorch`.
 
-`python -m flytekitplugins.daskpytorch profile` requests a flame graph of a running rank.
+`python -m flytekitplugins.daskpytorch profile` requests a flame graph of a running rank. `daskpytorch run` runs a
+script in ranks. `daskpytorch` stands for `python -m flytekitplugins.daskpytorch`.
 """
 
 import argparse
@@ -21,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["profile"]:
         return _profile(words[1:])
+    if words[:1] == ["run"]:
+        from flytekitplugins.daskpytorch import run_command
+
+        return run_command.main(words[1:])
     options = _parser().parse_args(words)
     findings = doctor.examine(options.scheduler, with_gangs=options.gang, timeout=options.timeout)
     if options.json:

@@ -28,6 +28,8 @@ from flytekitplugins.daskpytorch.driver.request import (
     take_keys,
 )
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.node.agent import OwnNode
+from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.script import as_script
@@ -38,13 +40,14 @@ from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.run import Call, RunFutures
 
 if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 
 __all__ = ["map", "run"]
 
 
 def run(
-    client: Client,
+    client: Client | None,
     pytorch_function: Callable[..., Any],
     *args: Any,
     backend: Literal["auto", "gloo", "nccl"] = "auto",
@@ -67,8 +70,10 @@ def run(
     `KeyboardInterrupt`.
 
     Args:
-        client: Client of a Dask cluster whose workers have this package.
-        pytorch_function: Function that each rank calls. The workers need not have the function's module.
+        client: Client of a Dask cluster whose workers have this package. None: the ranks run on this node without Dask,
+            `gang.ranks_per_worker` of them.
+        pytorch_function: Function that each rank calls, or `run_script` or `run_module`. The workers need not have the
+            function's module.
         *args: Picklable positional arguments of the function, equal in all ranks. Large arrays and tensors are sent to
             each worker once, and the worker's ranks share the memory copy-on-write.
         backend: Backend of the process group. `auto`: use `gang.backend`.
@@ -109,7 +114,10 @@ def run(
         >>> dispatch.run(client, train, epochs=5).result()
         [15.0, 15.0]
     """
-    Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN).raise_any()
+    problems = Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN)
+    if client is None and isinstance(gang, Gang):
+        problems.check("gang.workers", checks.left_out(" without a client; ranks_per_worker is the number of ranks"))
+    problems.raise_any()
     pytorch_function, args = as_script(pytorch_function, args)
     check_function(pytorch_function)
     check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
@@ -120,16 +128,21 @@ def run(
         kwargs |= {"local_rank": 0} if pass_local_rank else {}
         called = functools.partial(getattr(pytorch_function, "_task_function", pytorch_function), *args, **kwargs)
         return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
-    agents = DaskAgents(client, settings.workers)
-    if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
-        raise GangStartError(
-            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
-            f"{HOW_TO_GET_WORKERS}"
-        )
-    settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
+    launcher: AgentLauncher
+    if client is None:
+        launcher, num_ranks = OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
+    else:
+        launcher = agents = DaskAgents(client, settings.workers)
+        if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
+            raise GangStartError(
+                f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
+                f"{HOW_TO_GET_WORKERS}"
+            )
+        num_ranks = agents.ranks_per_worker(settings)
+    settings = replace(settings, ranks_per_worker=num_ranks)
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
     call = _call(pytorch_function, args, kwargs, settings)
-    return task_run.start(call, request, agents, agents.num_wanted * request.ranks_per_worker)
+    return task_run.start(call, request, launcher, launcher.num_wanted * num_ranks)
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -261,12 +274,13 @@ def _is_ordered(experiments: object) -> bool:
     return isinstance(experiments, Search) or (isinstance(experiments, Iterable) and not is_other)
 
 
+CLIENT = checks.must_be("a distributed.Client", lambda client: isinstance(client, Client))
 RULES = {
-    "client": checks.must_be("a distributed.Client", lambda client: isinstance(client, Client)),
+    "client": CLIENT,
     "pytorch_function": checks.must_be("something that can be called", callable),
     "gang": checks.optional(checks.instance_of(Gang)),
 }
-RULES_OF_RUN = RULES | {"pass_local_rank": checks.BOOLEAN}
+RULES_OF_RUN = RULES | {"pass_local_rank": checks.BOOLEAN, "client": checks.optional(CLIENT)}
 RULES_OF_MAP = RULES | {
     "experiments": checks.must_be("a list or another iterable that has an order, or a Search", _is_ordered),
     "stop_early": checks.optional(checks.instance_of(EarlyStopping)),

@@ -43,6 +43,7 @@ class GangError(RuntimeError):
         rank_traceback: str = "",
         log_tail: str = "",
         is_repeated: bool = False,
+        exit_code: int | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -63,6 +64,9 @@ class GangError(RuntimeError):
         """Last lines that the failed rank wrote. The task's log has all its lines, marked with the rank's number."""
         self.is_repeated = is_repeated
         """True if the previous failure was the same error at the same step. A retry of the task would fail again."""
+        self.exit_code = exit_code
+        """Exit code of the failed rank, as a program of its own: 1 after an exception, the code of `sys.exit`, or the
+        negative number of the signal that ended it. None: unknown, or no rank failed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
+import shlex
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
+from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 MAX_CONFIG_ITEMS = 20
@@ -51,6 +53,8 @@ def of_call(
     The id contains `key`, which distinguishes several calls in one task.
     """
     called = getattr(function, "_task_function", function)  # function of a Flyte task
+    if isinstance(called, Script):
+        args, called = (shlex.join(called.args),), lambda arguments: arguments
     try:
         inputs: Mapping[str, Any] = inspect.signature(called).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # no signature, as of a few builtins

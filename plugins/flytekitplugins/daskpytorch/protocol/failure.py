@@ -21,6 +21,7 @@ import cloudpickle
 from tblib import pickling_support
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
+from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
 """Maximum number of characters of an exception's message, and of its traceback."""
@@ -137,6 +138,8 @@ class Failure:
     """The rank's last collectives, if the exception reads like the loss of a peer. None for other exceptions."""
     gpu_fault: str = ""
     """Line of the exception's text that reports a failed GPU. Empty for other exceptions."""
+    exit_code: int = 1
+    """Exit code with which Python would have ended."""
 
     @classmethod
     def of(
@@ -171,6 +174,7 @@ class Failure:
             is_consequence=not gpu_fault and any(map(_is_of_group, _with_causes(error))),
             gpu_fault=gpu_fault,
             position=position,
+            exit_code=exit_code_of(error),
             is_final=is_final or isinstance(error, CERTAIN_TYPES),
         )
 
@@ -277,12 +281,6 @@ class RankExit:
         if self.watchdog:  # ranks that call different collectives are an error of the code
             return self.difference is None
         return self.exitcode in (None, -signal.SIGKILL, -signal.SIGTERM)
-
-
-def describe_exit(error: SystemExit) -> str:
-    """Return the exit code, and the message if any, with which Python ends after `sys.exit`."""
-    code = error.code or 0
-    return f"exit code {int(code)}" if isinstance(code, int) else f"exit code 1 ({code})"
 
 
 def raisable(error: BaseException, raiser: str) -> Exception:

@@ -35,8 +35,9 @@ class Script:
     """Working folder of the driver, in which ranks on the driver's machine run the program."""
 
     def __post_init__(self) -> None:
-        # Logs and names of folders have the function's name: the script's without `.py`, or the module's.
+        # Logs and names of folders have the function's and its module's name: here the script's, and its folder's.
         object.__setattr__(self, "__qualname__", self.given if self.is_module else Path(self.given).stem)
+        object.__setattr__(self, "__module__", Path(self.folder).name if self.folder is not None else "installed")
 
     @property
     def source(self) -> str:
@@ -109,10 +110,9 @@ def module_of(name: str, *args: object) -> Script:
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the program in place of a call of `run_script` or `run_module`, so that the program's folder travels."""
-    makers = {run_script: script_of, run_module: module_of}
-    if function not in makers or not args:
-        return function, args
-    return makers[function](*args), ()
+    if args and (function is run_script or function is run_module):
+        return (script_of if function is run_script else module_of)(*args), ()
+    return function, args
 
 
 def _check(file: Path) -> None:
@@ -281,3 +281,14 @@ def ending_as_program() -> Iterator[None]:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code with which Python ends after an exception or `sys.exit`."""
+    code = (error.code or 0) if isinstance(error, SystemExit) else 1
+    return int(code) if isinstance(code, int) else 1
+
+
+def describe_exit(error: SystemExit) -> str:
+    """Return the exit code, and the message if any, with which Python ends after `sys.exit`."""
+    return f"exit code {exit_code_of(error)}" + (f" ({error.code})" if isinstance(error.code, str) else "")

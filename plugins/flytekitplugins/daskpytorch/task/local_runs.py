@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.process.folders import make_private, refuse_for
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.script import Script
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 """Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
@@ -306,7 +307,9 @@ def identity_of_file(uri: str) -> bytes:
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Return the source code of a function. Empty if Python cannot find it."""
+    """Return the source code of a function or script. Empty if Python cannot find it."""
+    if isinstance(function, Script):
+        return function.source
     with contextlib.suppress(OSError, TypeError):
         return inspect.getsource(function)
     return ""

@@ -1,0 +1,146 @@
+"""The command `daskpytorch run` runs a script in ranks as `torchrun` does, and ends with the exit code of its rank."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from flytekitplugins.daskpytorch.__main__ import main
+from processes import dask_cluster, end, nothing_left_behind, until
+
+RUN = (sys.executable, "-m", "flytekitplugins.daskpytorch", "run")
+TRAIN = """
+    import os
+    import sys
+    import time
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from flytekitplugins.daskpytorch import current_rank
+
+    how, *_ = [*sys.argv[1:], "plain"]
+    dist.init_process_group("gloo")
+    rank = current_rank()
+    first = (rank.checkpoint.load() or {"step": 0})["step"] + 1
+    for step in range(first, 6):
+        if how == "die" and first == 1 and step == 3 and rank.rank == 1:
+            os.kill(os.getpid(), 9)
+        if how == "wait" and step == 3 and not Path("go").exists():
+            Path("waiting").touch()
+            while not rank.should_stop():
+                time.sleep(0.05)
+            break
+        dist.barrier()
+        rank.log({"loss": 1.0 / step}, step=step)
+        rank.checkpoint.save({"step": step}, step=step)
+    if rank.is_main:
+        sizes = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")]
+        print("from", first, *sizes, flush=True)
+    sys.exit(int(how) if how.isdecimal() and rank.rank == 1 else 0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the script."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """What the command does with these words."""
+    return subprocess.run([*RUN, *map(str, words)], capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: Path) -> None:
+    with nothing_left_behind():
+        done = run(
+            "--nproc_per_node=2", "--standalone", "--deck", "deck.html", "--checkpoints", "kept", "train.py", "die"
+        )
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] from 3 0 2 2" in done.stderr
+    assert "--standalone of torchrun has no effect" in done.stderr
+    assert "loss" in (folder / "deck.html").read_text()
+
+
+@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path, order: signal.Signals) -> None:
+    words = (*RUN, "--nproc", "2", "--checkpoints", "kept", "train.py", "wait")
+    with nothing_left_behind():
+        command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        try:
+            until((folder / "waiting").exists, "the third step")
+            command.send_signal(order)
+            assert command.wait(60) == 128 + order
+        finally:
+            end(command)  # type: ignore[arg-type]
+        (folder / "go").touch()
+        again = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert "[rank 0] from 3 0 2 2" in again.stderr
+
+
+def test_the_exit_code_is_that_of_the_guilty_rank() -> None:
+    done = run("--nproc", "2", "--max-restarts", "0", "train.py", "7")
+    assert done.returncode == 7
+    assert "rank 1 of 2 failed" in done.stderr
+
+
+def test_a_killed_rank_gives_128_and_its_signal(folder: Path) -> None:
+    (folder / "die.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert run("--max-restarts", "0", "die.py").returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
+    if is_own:
+        done = run("--workers", "2", "train.py")
+    else:
+        with dask_cluster(folder, 3) as cluster, Client(cluster.address):
+            done = run("--scheduler", cluster.address, "--workers", "2", "--nproc", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "from 1 0 1 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.py"], "no script at this path"),
+        (["-m", "nowhere"], "no module 'nowhere'"),
+        (["notes.txt"], "SyntaxError"),
+        (["--max-restarts", "-1", "train.py"], "max_restarts"),
+        (["--nproc", "0", "train.py"], "must be a whole number from 1 up"),
+        (["--env", "LR", "train.py"], "must be NAME=VALUE"),
+        (["--hang-timeout", "soon", "train.py"], "must be auto, none or seconds"),
+        (["--no-such", "train.py"], "unrecognized arguments"),
+        ([], "required: PROGRAM"),
+    ],
+)
+def test_bad_input_is_refused_at_once(
+    folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "notes.txt").write_text("buy milk")
+    try:
+        code: object = main(["run", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_of_the_command_and_of_the_script_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "--hang-timeout" in capsys.readouterr().out
+    Path("other.py").write_text(
+        "import argparse, os; argparse.ArgumentParser(epilog=str('RANK' in os.environ)).parse_args()"
+    )
+    done = run("other.py", "--help")
+    assert (done.returncode, "False" in done.stdout) == (0, True)
