@@ -171,6 +171,14 @@ def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
     assert "'rank 0 of " in done.stdout, done.stdout + done.stderr
 
 
+def test_the_script_that_shows_what_stays_runs(tmp_path: Path) -> None:
+    done = run_script('futures.report("training.html")', tmp_path)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("{'loss': 0.3333333333333333} 3 goodput "), done.stderr
+    assert second.count("SavedCheckpoint(step=3") == 2
+    assert (tmp_path / "training.html").read_text().startswith("<!doctype html>")
+
+
 def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
     done = run_script("trained with {experiment}", tmp_path)
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr

@@ -82,13 +82,10 @@ def run(
         **kwargs: Keyword arguments of the function.
 
     Returns:
-        Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`, and
-        during the training and after its end:
-
-        - `records`: log records of rank 0. `metrics`: newest value of each metric, by name. `step`: the newest step.
-        - `goodput`: account of the gang's time.
-        - `checkpoints`, `newest_checkpoint`, `best_checkpoint`: a `SavedCheckpoint` for each kept checkpoint.
-        - `report(path)`: writes the training's page, which a Flyte task has as its Deck, to an HTML file.
+        Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`. During
+        the training and after its end it has rank 0's log records as `records`, the newest value of each metric as
+        `metrics`, the gang's account of time as `goodput`, and the kept checkpoints as `checkpoints`,
+        `newest_checkpoint` and `best_checkpoint`. `report(path)` writes the page that a Flyte task has as its Deck.
 
     Raises:
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers` or else `gang.workers`, or its
