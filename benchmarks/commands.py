@@ -4,9 +4,9 @@
     python benchmarks/commands.py               # five rounds, about ten minutes
     python benchmarks/commands.py --quick       # one round, as a trial
 
-Two ranks on the CPU take twenty tiny steps, under `torchrun --standalone` and in local runs of the same function as a
-task. Before each run, a line of the file changes, so that no compiled or packed file of the last run is valid. Rank 0
-notes three moments of each run:
+Two ranks on the CPU take twenty tiny steps, under `torchrun --standalone`, by `daskpytorch run` with the same script,
+and in local runs of the same function as a task. Before each run, a line of the file changes, so that no compiled or packed
+file of the last run is valid. Rank 0 notes three moments of each run:
 
 met      end of the first all-reduce: seconds since the start of the command
 step     end of the first optimizer step: seconds since the start of the command
@@ -96,17 +96,18 @@ def dask(num_steps: int = 20, pause: float = 0.0) -> float: return train(num_ste
 """
 
 ENDLESS = ("--num_steps", "100000", "--pause", "0.05")
-WAYS = ("torchrun", "dask", "dask_deck", "flyte run", "interrupted", "late")
+WAYS = ("torchrun", "command", "dask", "dask_deck", "flyte run", "interrupted", "late")
 LABELS = {
+    "command": "`daskpytorch run`, the same script",
     "dask": "`pyflyte run`, `DaskDDP`",
     "dask_deck": "`pyflyte run`, `DaskDDP`, with a Deck",
     "flyte run": "`flyte run --local`, `DaskDDP`",
     "late": "`pyflyte run`, `DaskDDP`, no fork server ahead of the import",
 }
 ROWS = {
-    "met": ("cold command to first all-reduce, two ranks", ("dask", "flyte run", "late"), 1.15),
+    "met": ("cold command to first all-reduce, two ranks", ("command", "dask", "flyte run", "late"), 1.15),
     "step": ("Enter to the first step of a file just changed, two ranks", ("dask",), 1.15),
-    "prompt": ("last step of 20 to the prompt", ("dask", "dask_deck"), 1.0),
+    "prompt": ("last step of 20 to the prompt", ("command", "dask", "dask_deck"), 1.0),
 }
 """Row, contestants and goal of each moment. The goal is the largest ratio to `torchrun`'s seconds."""
 Seconds = dict[str, float]
@@ -114,11 +115,13 @@ Seconds = dict[str, float]
 
 def command_of(way: str, folder: Path) -> list[str]:
     """Write a contestant's program, and return its command."""
-    text = {"torchrun": TORCHRUN, "flyte run": FLYTE}.get(way, PYFLYTE)
+    text = {"torchrun": TORCHRUN, "command": TORCHRUN, "flyte run": FLYTE}.get(way, PYFLYTE)
     plugins = "flyteplugins" if way == "flyte run" else "flytekitplugins"
     (folder / "program.py").write_text(text.format(edited=time.time_ns(), plugins=plugins))
     if way == "torchrun":
         return [console_script("torchrun"), "--standalone", "--nproc-per-node=2", "program.py"]
+    if way == "command":
+        return [sys.executable, "-m", "flytekitplugins.daskpytorch", "run", "--nproc=2", "program.py"]
     if way == "flyte run":
         return [console_script("flyte"), "run", "--local", "program.py", "dask"]
     task, options = {"interrupted": ("dask_deck", ENDLESS), "late": ("dask", ())}.get(way, (way, ()))
