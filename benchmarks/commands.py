@@ -5,8 +5,8 @@
     python benchmarks/commands.py --quick       # one round, as a trial
 
 Two ranks on the CPU take twenty tiny steps, under `torchrun --standalone`, by `daskpytorch run` with the same script,
-and in local runs of the same function as a task. Before each run, a line of the file changes, so that no compiled or packed
-file of the last run is valid. Rank 0 notes three moments of each run:
+and in local runs of the same function as a task. Before each run, a line of the file changes, so that no compiled or
+packed file of the last run is valid. Rank 0 notes three moments of each run:
 
 met      end of the first all-reduce: seconds since the start of the command
 step     end of the first optimizer step: seconds since the start of the command
