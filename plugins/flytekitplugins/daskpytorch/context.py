@@ -15,13 +15,7 @@ from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpo
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpoint",
-    "Progress",
-    "RankContext",
-    "StopSignal",
-    "current_rank",
-]
+__all__ = ["Checkpoint", "Progress", "RankContext", "StopSignal", "current_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +286,8 @@ class RankContext:
     device_index: int = field(default=0, repr=False)
     checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
     """Saves and loads the training's checkpoints."""
-    # Progress that the hang detector reads.
     progress: Progress = field(default_factory=Progress, repr=False)
-    # Link for reports and questions to the driver.
     link: Link = field(default_factory=Link, repr=False)
-    # Signal that answers `should_stop`.
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     _num_logged: int = field(default=0, repr=False)
 
@@ -357,8 +348,7 @@ class RankContext:
     def goodput(self) -> Goodput:
         """Return the driver's account of the gang's time until now, which a task may return as its output.
 
-        Every rank may call `goodput`. The n-th call of each rank gets the same account. Outside a gang, all fields are
-        0.
+        Every rank may call `goodput`. The n-th call of each rank gets the same account. Outside a gang, all are 0.
 
         Raises:
             TimeoutError: The driver did not answer within the gang's `start_timeout`.

@@ -38,7 +38,6 @@ from flytekitplugins.daskpytorch.sweep.trials import Trials
 if TYPE_CHECKING:
     import pandas as pd
 
-
 STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
 """Seconds between two checks of the cluster's workers while models wait for workers."""
@@ -318,10 +317,8 @@ class ModelFutures(Futures[ModelFuture]):
                 self._pool.update(present)
                 self._give_up_the_too_large()
             elif not self._pool.is_in_use:
-                self._give_up(
-                    self._waiting,
-                    WorkerLostError("the model was not trained: the Dask scheduler was lost. See its log"),
-                )
+                text = "the model was not trained: the Dask scheduler was lost. See its log"
+                self._give_up(self._waiting, WorkerLostError(text))
 
     def _give_up_the_too_large(self) -> None:
         too_large = [model for model in self._waiting if max(1, model.num_workers) > self._pool.num_workers]
