@@ -23,7 +23,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from jpegs import photos
 from pages import PAGES, REPOSITORY, block, blocks
-from processes import SCRIPTS, nothing_left_behind, run_program
+from processes import SCRIPTS, dask_cluster, nothing_left_behind, run_program
 from seaweed import Weed
 
 
@@ -338,6 +338,17 @@ def test_the_retraining_is_in_the_registry(tmp_path: Path, monkeypatch: pytest.M
     history = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"1 \S+ \S+: there was no champion", history), done.stdout + done.stderr
     assert "there is nothing to go back to" in done.stderr  # from the first champion
+
+
+def test_the_guides_script_runs_on_a_cluster_and_on_this_node(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys; print(sys.argv[1:], os.environ['WORLD_SIZE'])")
+    with dask_cluster(tmp_path) as cluster:
+        text = block("dispatch.run(client, run_script").replace("tcp://scheduler:8786", cluster.address)
+        (tmp_path / "script.py").write_text(text)
+        done = run_warm(["python", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "['--lr', '0.1'] 2" in done.stderr
+    assert "['--lr', '0.1'] 1" in done.stderr
 
 
 def test_the_two_commands_install_and_start_what_they_say() -> None:
