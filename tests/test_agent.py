@@ -347,13 +347,13 @@ def test_what_a_rank_had_open_is_closed_though_nobody_hears_of_its_end(tmp_path:
     theirs.close()  # the driver has given up a worker that was suspended
     with contextlib.closing(made):
         [[place]] = place_ranks([agent.describe_node("w", None)], 1)
-        rank = made._fork(place)
-        Path(f"/proc/self/fd/{rank.output}").write_text("its last words\n")
+        rank = made._fork(place, 0)
+        Path(f"/proc/self/fd/{rank.outputs[0].descriptor}").write_text("its last words\n")
         made._server.kill(0, signal.SIGKILL)
         with pytest.raises(OSError, match="Broken pipe"):
             made._note_exit()
     assert rank.channel.closed
-    assert rank.output is None
+    assert not rank.open_outputs()
 
 
 def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> Non
     made = agent._Agent(order, tmp_path, None, None, "forkserver")
     made._server.spawn = spawn  # type: ignore[method-assign]
     with contextlib.closing(made), pytest.raises(BrokenPipeError):
-        made._fork(place)
+        made._fork(place, 0)
     del made
     assert psutil.Process().num_fds() == num_before
 

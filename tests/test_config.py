@@ -68,6 +68,7 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "environment", [{"": "1"}, {1: "1"}], "a mapping of names to texts, without "),
     (Gang, "environment", [{"RANK": "1"}], "a mapping without RANK, which the gang itself sets"),
     (Gang, "environment", [{"A": "", "CUDA_VISIBLE_DEVICES": "1"}], "a mapping without CUDA_VISIBLE_DEVICES"),
+    (Gang, "log_dir", ["", 7, "s3://bucket/logs"], "None or a folder's path"),
     (Gang, "key", ["", "../other", 7], "None, up to 100 of the characters"),
     (Gang, "keep", [3, None], "a Keep"),
     (Gang, "profile", [(1, 2)], "None or a Profile"),

@@ -61,13 +61,14 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: Path) -> None:
     with nothing_left_behind():
-        done = run(
-            "--nproc_per_node=2", "--standalone", "--deck", "deck.html", "--checkpoints", "kept", "train.py", "die"
-        )
+        files = ("--deck", "deck.html", "--checkpoints", "kept", "--log_dir=logs")
+        done = run("--nproc_per_node=2", "--standalone", *files, "train.py", "die")
     assert done.returncode == 0, done.stderr
     assert "[rank 0] from 3 0 2 2" in done.stderr
     assert "--standalone of torchrun has no effect" in done.stderr
     assert "loss" in (folder / "deck.html").read_text()
+    [log] = folder.glob("logs/*/attempt_1/0/stdout.log")
+    assert log.read_text() == "from 3 0 2 2\n"
 
 
 @pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM])

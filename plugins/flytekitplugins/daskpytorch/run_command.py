@@ -121,6 +121,7 @@ def _gang_of(options: argparse.Namespace) -> Gang:
         start_timeout=options.start_timeout,
         hang_timeout=options.hang_timeout,
         environment=dict(options.env or ()),
+        log_dir=options.log_dir,
         checkpoint_uri=options.checkpoints,
     )
 
@@ -225,6 +226,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER|URL",
         help="storage for checkpoints, from which the same command goes on (default: a folder of the user's cache, "
         "from which the command goes on with DASKPYTORCH_RESUME=1)",
+    )
+    add(
+        files,
+        "--log-dir",
+        metavar="FOLDER",
+        help="write each rank's output to files here, too, on the rank's own machine",
     )
     add(files, "--deck", metavar="FILE", help="write the page of the training to this HTML file at the end")
     add(

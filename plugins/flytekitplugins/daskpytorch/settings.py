@@ -190,6 +190,11 @@ class Gang:
     debug mode the variables are set in the calling process, where such variables come too late. `LD_LIBRARY_PATH`
     reaches only the programs that a rank starts.
     """
+    log_dir: str | None = None
+    """Folder for files with each rank's output, on the rank's own machine. The driver's log has the output, too. The
+    names are those of `torchrun --log-dir`: `<id of the gang>/attempt_0/<rank>/stdout.log` and `stderr.log`. A relative
+    path begins at the ranks' working folder. If the disk is full or missing, one line in the log says so, and the
+    training goes on. None, and in debug mode: no files."""
     key: str | None = None
     """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
     key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
@@ -242,6 +247,9 @@ class Gang:
             "keep": checks.instance_of(Keep),
             "debug": checks.BOOLEAN,
             "profile": checks.optional(checks.instance_of(Profile)),
+            "log_dir": checks.optional(
+                checks.must_be("a folder's path", lambda path: checks.is_text(path) and "://" not in path)
+            ),
             "key": checks.optional(checks.KEY),
             "checkpoint_uri": checks.optional(checks.uri),
             "shard_cache": checks.optional(

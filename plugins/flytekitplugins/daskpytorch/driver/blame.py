@@ -110,9 +110,9 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
     if root_failure.agent_traceback:
         message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
     if root_failure.log_tail and root_failure.hang is None:  # a hung rank's log ends with the stacks of all threads
-        message += (
-            f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{root_failure.log_tail}"
-        )
+        also = f", and in {root_failure.log_folder} on its host" if root_failure.log_folder else ""
+        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]{also}):\n"
+        message += root_failure.log_tail
     kind = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
     if root_failure.is_infrastructure:
         kind = WorkerLostError

@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.protocol import placement
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.observer import Shape
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.orders import Job, log_folder
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
@@ -33,7 +33,10 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     _check_versions(nodes)
     places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
     backend = placement.choose_backend(settings.backend, nodes, places)
-    shape = Shape(name=request.name, backend=backend, nodes=nodes, places=places)
+    logs = log_folder(settings, _id_of_gang(state))
+    shape = Shape(
+        name=request.name, backend=backend, nodes=nodes, places=places, log_folder=str(logs) if logs else None
+    )
     state.observers.tell("placed", shape)
     carriers = [agents.peers[node.worker] for node in nodes]
     store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
@@ -47,7 +50,7 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
 def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:
     request, settings, saving = state.request, state.request.settings, state.saving
     return Job(
-        gang=hashlib.sha256(state.agents.token).hexdigest()[:16],
+        gang=_id_of_gang(state),
         attempt=number,
         call=request.call,
         large=request.large.address if request.large is not None else None,
@@ -65,6 +68,10 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         environment={**request.environment, **settings.environment},
         observers=state.observers.for_rank(),
     )
+
+
+def _id_of_gang(state: GangState) -> str:
+    return hashlib.sha256(state.agents.token).hexdigest()[:16]
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:

@@ -23,7 +23,8 @@ from typing import assert_never
 
 from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
-from flytekitplugins.daskpytorch.node.ranks import Rank
+from flytekitplugins.daskpytorch.node.log_files import LogFiles
+from flytekitplugins.daskpytorch.node.ranks import Output, Rank, open_pipes
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
@@ -130,6 +131,7 @@ class _Agent:
         self._stacks_at: float | None = None
         """Time at which the agent reads the stacks of silent ranks, on the monotonic clock. None while none are due."""
         self._lock = threading.Lock()
+        self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._transfers = Transfers(order, scratch, self._say)
 
     def close(self) -> None:
@@ -140,6 +142,8 @@ class _Agent:
             self._meeting.close()
         for rank in self._ranks.values():
             rank.close()
+        if self._logs is not None:
+            self._logs.close()
 
     def serve(self, driver: Connection) -> None:
         self._driver = driver
@@ -179,8 +183,8 @@ class _Agent:
         for rank in self._ranks.values():
             if not rank.channel.closed:
                 handlers[rank.channel.fileno()] = functools.partial(self._relay_reports, rank)
-            if rank.output is not None:
-                handlers[rank.output] = functools.partial(self._relay_output, rank)
+            for output in rank.open_outputs():
+                handlers[output.descriptor] = functools.partial(self._relay_output, rank, output)
         poll = select.poll()  # cheaper than `multiprocessing.connection.wait`, on cores that the ranks train on
         for file in handlers:
             poll.register(file, select.POLLIN)
@@ -210,10 +214,12 @@ class _Agent:
         self._num_kills_for_memory = num_kills_for_memory()
         self._archive = order.code.archive or self._archive
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
+        if self._logs is None and (folder := orders.log_folder(order.job.settings, order.job.gang)) is not None:
+            self._logs = LogFiles(folder, functools.partial(self._say_line, order.places[0].rank))
         self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         for place in order.places:
-            rank = self._fork(place)
+            rank = self._fork(place, order.job.attempt)
             environment = orders.environment(os.environ, place, order.job, self._interface, self._scratch)
             asked = RankOrder(
                 place=place,
@@ -223,7 +229,10 @@ class _Agent:
                 scratch=str(self._scratch),
                 driver_folder=self._driver_folder(),
                 directory=str(Path.cwd()),
-                path=[*_folders_of(order.job.environment.get("PYTHONPATH", "")), *fork_server.path_here()],
+                path=[
+                    *filter(None, order.job.environment.get("PYTHONPATH", "").split(os.pathsep)),
+                    *fork_server.path_here(),
+                ],
                 data=self._data,
             )
             with contextlib.suppress(OSError):  # the rank has just ended, and its exit is handled later
@@ -240,17 +249,18 @@ class _Agent:
         folder = self._order.folder
         return str(folder) if folder is not None and os.access(folder, os.W_OK) else None
 
-    def _fork(self, place: Place) -> Rank:
+    def _fork(self, place: Place, attempt: int) -> Rank:
         mine, theirs = Pipe()
-        output, output_of_rank = os.pipe()
-        os.set_blocking(output, False)
-        rank = Rank(place=place, channel=mine, output=output)
+        copies = self._logs.copies(attempt, place.rank) if self._logs is not None else [lambda _: None]
+        outputs, outputs_of_rank = open_pipes(copies)
+        rank = Rank(place=place, attempt=attempt, channel=mine, outputs=outputs)
         self._ranks[place.local_rank] = rank  # closed with the agent in any case
         try:
-            self._server.spawn(place.local_rank, theirs.fileno(), output_of_rank)
+            self._server.spawn(place.local_rank, theirs.fileno(), *outputs_of_rank)
         finally:
             theirs.close()
-            os.close(output_of_rank)
+            for output in outputs_of_rank:
+                os.close(output)
         return rank
 
     def _stop(self, asked: messages.Stop) -> None:
@@ -262,6 +272,10 @@ class _Agent:
     def _say(self, message: messages.FromAgent) -> None:
         with self._lock:
             self._driver.send(message)
+
+    def _say_line(self, rank: int, line: str) -> None:
+        with contextlib.suppress(OSError):  # the driver has ended
+            self._say(messages.Lines(rank, [line]))
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -335,8 +349,8 @@ class _Agent:
         for together in gathered.messages:
             self._say(messages.Reported(rank.place.rank, together))
 
-    def _relay_output(self, rank: Rank) -> None:
-        self._note_lines(rank, rank.read_lines())
+    def _relay_output(self, rank: Rank, output: Output) -> None:
+        self._note_lines(rank, output.read_lines())
 
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
         rank.note(lines)
@@ -351,8 +365,9 @@ class _Agent:
     def _tell_exit(self, rank: Rank, exitcode: int) -> None:
         while not rank.channel.closed and rank.channel.poll():
             self._relay_reports(rank)
-        while rank.output is not None and wait([rank.output], 0):
-            self._relay_output(rank)
+        for output in rank.open_outputs():
+            while output.is_open and wait([output.descriptor], 0):
+                self._relay_output(rank, output)
         self._say(
             messages.Exited(
                 rank=rank.place.rank,
@@ -360,6 +375,7 @@ class _Agent:
                 stopped=rank.kill_at is not None and exitcode in (orders.STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail=rank.log_tail,
+                log_folder=self._logs.place(rank.attempt, rank.place.rank) if self._logs is not None else "",
                 time=time.time(),
                 watchdog=rank.watchdog if exitcode == -signal.SIGABRT else "",
             )
@@ -376,11 +392,6 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))
-
-
-def _folders_of(path: str) -> list[str]:
-    """Return the folders in a search path such as `PYTHONPATH`."""
-    return [folder for folder in path.split(os.pathsep) if folder]
 
 
 def _listen_at(address: str) -> socket.socket:

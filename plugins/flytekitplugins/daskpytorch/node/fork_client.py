@@ -49,17 +49,17 @@ class ForkServerClient:
         """Return a file descriptor, readable when the fork server reports an event, such as a rank's exit, or ends."""
         return self._socket.fileno()
 
-    def spawn(self, key: int, channel: int, output: int) -> None:
+    def spawn(self, key: int, channel: int, *outputs: int) -> None:
         """Make the fork server start a rank.
 
         Args:
             key: Number of the rank among this client's ranks.
             channel: File descriptor of the rank's end of the pipe to its agent.
-            output: File descriptor that becomes the rank's standard output and error.
+            outputs: File descriptor that becomes the rank's standard output and error, or one for each of them.
         """
         _ranks.add((id(self), key))
         try:
-            socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
+            socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, *outputs])
         except ConnectionError:  # the fork server may have sent an error event before
             while True:
                 self._next_event()

@@ -229,7 +229,7 @@ class _Server:
 
     def _serve_client(self, client: _Client) -> None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 2)
+            packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 3)
         except ConnectionResetError:  # the client closed the connection with exits unread
             packet, descriptors = b"", []
         if not packet:
@@ -318,16 +318,16 @@ class _Server:
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
 
-    def _fork(self, channel: int, output: int, *, spawns: bool) -> int:
+    def _fork(self, channel: int, *outputs: int, spawns: bool) -> int:
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
-            self._run_rank(server_pid, channel, output, spawns=spawns)
+            self._run_rank(server_pid, channel, outputs, spawns=spawns)
         return pid
 
-    def _run_rank(self, server_pid: int, channel: int, output: int, *, spawns: bool) -> NoReturn:
+    def _run_rank(self, server_pid: int, channel: int, outputs: Sequence[int], *, spawns: bool) -> NoReturn:
         try:
-            self._become_rank(server_pid, channel, output)
+            self._become_rank(server_pid, outputs)
             if not spawns:
                 inherited.seed_anew()
                 self._watch_for_training()
@@ -360,16 +360,17 @@ class _Server:
         if os.getppid() != parent:  # the parent ended before the line above
             os._exit(1)
 
-    def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
+    def _become_rank(self, server_pid: int, outputs: Sequence[int]) -> None:
         os.setsid()
         self._die_with(server_pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored (see `_be_rank`)
         self._close_inherited()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
+        os.dup2(outputs[0], 1)
+        os.dup2(outputs[-1], 2)
+        for output in outputs:
+            os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 

@@ -4,10 +4,12 @@ import codecs
 import contextlib
 import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Channel
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.node.log_files import Copy
 from flytekitplugins.daskpytorch.protocol import orders
 from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
@@ -39,15 +41,63 @@ class Lines:
         return [line[at : at + MAX_LINE] for line in lines if line.strip() for at in range(0, len(line), MAX_LINE)]
 
 
+class Output:
+    """A pipe with a rank's output.
+
+    Args:
+        descriptor: Read end of the pipe.
+        copy: Gets each piece of the output, and b"" at its end, for a log file.
+    """
+
+    def __init__(self, descriptor: int, copy: Copy) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self._copy = copy
+        self._lines = Lines()
+        self.is_open = True
+
+    def read_lines(self) -> list[str]:
+        """Return the lines that have arrived since the last call."""
+        if not self.is_open:  # the rank's exit was handled a moment ago
+            return []
+        try:
+            data = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            return []
+        if data:
+            self._copy(data)
+        else:
+            self.close()
+        return self._lines.feed(data)
+
+    def close(self) -> None:
+        """Close the pipe, and end the log file."""
+        if self.is_open:
+            self.is_open = False
+            os.close(self.descriptor)
+            self._copy(b"")
+
+
+def open_pipes(copies: Sequence[Copy]) -> tuple[list[Output], list[int]]:
+    """Return the read ends of new pipes, and the descriptors of their write ends for a rank.
+
+    Args:
+        copies: The function of each pipe that gets a copy of the output.
+    """
+    pipes = [os.pipe() for _ in copies]
+    return [Output(end, copy) for (end, _), copy in zip(pipes, copies, strict=True)], [end for _, end in pipes]
+
+
 @dataclass
 class Rank:
     """An agent's record of one of its ranks, which the fork server has started."""
 
     place: Place
     """Place of the rank in the gang. The local rank, its index on the node, is the rank's key at the fork server."""
+    attempt: int
     channel: Channel
-    output: int | None
-    """Descriptor of the read end of the rank's standard output and error. None after the rank has closed both."""
+    outputs: list[Output]
+    """One pipe for the rank's standard output and error together, or one for each if they have log files."""
     num_moves: int | None = None
     """Number of signs of life, such as optimizer steps, in the rank's newest report. None before the first report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -55,25 +105,15 @@ class Rank:
     """Newest log line in which torch's NCCL watchdog reports that it aborts the process. Empty without one."""
     kill_at: float | None = None
     """Time on the monotonic clock at which the agent kills the rank. None before an order to stop the rank."""
-    _lines: Lines = field(default_factory=Lines)
 
     @property
     def log_tail(self) -> str:
         """Last lines of the rank's log, for the error of a failed rank."""
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
-    def read_lines(self) -> list[str]:
-        """Return the lines of the rank's output that have arrived since the last call."""
-        if self.output is None:  # the rank's exit was handled a moment ago
-            return []
-        try:
-            data = os.read(self.output, 1 << 16)
-        except BlockingIOError:
-            return []
-        if not data:
-            os.close(self.output)
-            self.output = None
-        return self._lines.feed(data)
+    def open_outputs(self) -> list[Output]:
+        """Return the pipes whose other end the rank, or a process of the rank, has not closed."""
+        return [output for output in self.outputs if output.is_open]
 
     def note(self, lines: list[str]) -> None:
         """Add lines to the stored end of the rank's log, and store the newest line of torch's NCCL watchdog."""
@@ -96,6 +136,5 @@ class Rank:
     def close(self) -> None:
         """Close the agent's ends of the rank's channel and output."""
         self.channel.close()
-        if self.output is not None:
-            os.close(self.output)
-            self.output = None
+        for output in self.outputs:
+            output.close()

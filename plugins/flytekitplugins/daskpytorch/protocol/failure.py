@@ -234,6 +234,8 @@ class RankExit:
     """Traceback of the rank's agent, if the agent failed."""
     watchdog: str = ""
     """Log line in which torch's NCCL watchdog gave the reason to abort the rank. Empty for any other end."""
+    log_folder: str = ""
+    """Folder of the rank's log files on its machine. Empty without log files."""
     gpu: str = ""
     """Name of the rank's own GPU in messages. Empty for a rank without a GPU."""
 

@@ -115,6 +115,8 @@ class Exited:
     time: float
     watchdog: str = ""
     """Log line in which torch's NCCL watchdog gave the reason to abort the rank. Empty for any other end."""
+    log_folder: str = ""
+    """Folder of the rank's log files on its machine. Empty without log files."""
 
 
 @dataclass(frozen=True)

@@ -373,6 +373,11 @@ def _at_start(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
 
 
+def log_folder(settings: Gang, gang: str) -> Path | None:
+    """Return the folder of a gang's log files on this machine. None if the gang has no log files."""
+    return Path(settings.log_dir).expanduser().absolute() / gang if settings.log_dir is not None else None
+
+
 def stacks_path(scratch: Path, place: Place) -> Path:
     """Return the file to which a rank's signal handler writes its stacks."""
     return scratch / f"stacks-{place.local_rank}"

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import notebook
@@ -43,9 +44,15 @@ class Shown:
             self._tables.append(notebook.show_live(functools.partial(_table_of, self.recorder), self._is_over.wait))
 
     def places(self) -> dict[str, str]:
-        """Return paths and URLs of the training's checkpoints and tracker pages, by name such as `checkpoints`."""
+        """Return places of the training's checkpoints, log files and tracker pages, by name such as `checkpoints`.
+
+        Log files on other machines are left out.
+        """
         has_checkpoint = self.run is not None and self.run.newest_step() is not None
         left = {"checkpoints": str(self.run.folder)} if self.run is not None and has_checkpoint else {}
+        shape = self.recorder.story.shape
+        if shape is not None and shape.log_folder is not None and Path(shape.log_folder).is_dir():
+            left["logs"] = shape.log_folder
         for observer in self.observers:
             with contextlib.suppress(Exception):  # any exception of a user's observer
                 left |= observer.places()

@@ -1,0 +1,98 @@
+"""Log files of a node's ranks, by the names that `torchrun --log-dir` has. Runs in agents.
+
+<log_dir>/<gang>/attempt_<n>/<rank>/stdout.log, stderr.log
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+STREAMS = ("stdout", "stderr")
+MAX_WAITING = 1024
+"""Maximum number of pieces of output, of up to 64 KiB each, that wait for the disk."""
+CLOSE_TIMEOUT = 5.0
+"""Timeout, in seconds, for the disk to take what waits at the gang's end."""
+
+Copy = Callable[[bytes], None]
+"""Function that gets each piece of a stream, and b"" at the stream's end."""
+
+
+class LogFiles:
+    """Writes the output of a node's ranks to files, in a thread of its own, since a slow disk must not delay the agent.
+
+    The first error ends all files of the node, with one message. The ranks train on.
+
+    Args:
+        folder: Folder of the gang's log files on this node.
+        tell: Gets the message.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._tell = tell
+        self._waiting: queue.Queue[tuple[Path, bytes] | None] = queue.Queue(MAX_WAITING)
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._serve, name="daskpytorch-logs", daemon=True)
+        self._thread.start()
+
+    def copies(self, attempt: int, rank: int) -> list[Copy]:
+        """Return the functions that write a rank's standard output and standard error, in that order."""
+        folder = self._of_rank(attempt, rank)
+        return [functools.partial(self._write, folder / f"{stream}.log") for stream in STREAMS]
+
+    def place(self, attempt: int, rank: int) -> str:
+        """Return the folder of a rank's log files. Empty after an error."""
+        return "" if self._has_failed else str(self._of_rank(attempt, rank))
+
+    def close(self) -> None:
+        """Write what waits, within the timeout, and close all files."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_TIMEOUT)
+        self._thread.join(CLOSE_TIMEOUT)
+
+    def _of_rank(self, attempt: int, rank: int) -> Path:
+        return self._folder / f"attempt_{attempt}" / str(rank)
+
+    def _write(self, file: Path, data: bytes) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._waiting.put_nowait((file, data))
+        except queue.Full:
+            self._fail("the disk is too slow for the ranks' output")
+
+    def _serve(self) -> None:
+        files: dict[Path, int] = {}
+        try:
+            while (item := self._waiting.get()) is not None and not self._has_failed:
+                _append(files, *item)
+        except OSError as error:
+            self._fail(str(error))
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+
+    def _fail(self, reason: str) -> None:
+        self._has_failed = True
+        with contextlib.suppress(queue.Empty):  # makes room for the end
+            while True:
+                self._waiting.get_nowait()
+        self._tell(
+            f"Gang(log_dir=...): the log files in {self._folder} on {os.uname().nodename} end here: {reason}. The "
+            "training goes on, and the driver's log has all output. Check the disk's space and the folder's owner"
+        )
+
+
+def _append(files: dict[Path, int], file: Path, data: bytes) -> None:
+    """Append data to a file, which is opened first if it is not open. Empty data close the file."""
+    if file not in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files[file] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    if not data:
+        os.close(files.pop(file))
+    while data:
+        data = data[os.write(files[file], data) :]

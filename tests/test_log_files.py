@@ -1,0 +1,69 @@
+"""A disk that fails costs the log files and one message, never the agent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flytekitplugins.daskpytorch.node import log_files
+from flytekitplugins.daskpytorch.node.log_files import LogFiles
+from processes import small_disk, until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_each_stream_has_a_file_in_the_folder_of_its_rank_and_attempt(tmp_path: Path) -> None:
+    told: list[str] = []
+    logs = LogFiles(tmp_path / "g", told.append)
+    for attempt in (0, 1):
+        out, err = logs.copies(attempt, 3)
+        for piece in (b"begun, \xff", b"ended\n", b""):
+            out(piece)
+        err(b"")
+    logs.close()
+    assert logs.place(1, 3) == str(tmp_path / "g" / "attempt_1" / "3")
+    for attempt in (0, 1):
+        folder = tmp_path / "g" / f"attempt_{attempt}" / "3"
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+            "stdout.log": b"begun, \xffended\n",
+            "stderr.log": b"",
+        }
+    assert told == []
+
+
+def test_a_full_disk_is_told_once_and_ends_all_files(tmp_path: Path) -> None:
+    told: list[str] = []
+    with small_disk(tmp_path / "disk") as folder:
+        logs = LogFiles(folder / "g", told.append)
+        copies = [copy for rank in range(4) for copy in logs.copies(0, rank)]
+        for _ in range(64):
+            for copy in copies:
+                copy(bytes(1 << 16))
+        until(lambda: told, "the message")
+        for copy in copies:
+            copy(b"")
+        assert logs.place(0, 0) == ""
+        logs.close()
+        assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
+    [message] = told
+    assert "No space left on device" in message
+    assert str(folder / "g") in message
+
+
+def test_a_disk_that_hangs_does_not_delay_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "CLOSE_TIMEOUT", 0.1)
+    told: list[str] = []
+    fifo = tmp_path / "g" / "attempt_0" / "0" / "stdout.log"
+    fifo.parent.mkdir(parents=True)
+    os.mkfifo(fifo)  # a write waits until it has a reader
+    logs = LogFiles(tmp_path / "g", told.append)
+    out, _ = logs.copies(0, 0)
+    for _ in range(2 * log_files.MAX_WAITING):
+        out(b"line\n")
+    logs.close()
+    [message] = told
+    assert "too slow" in message
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread end

@@ -1,0 +1,117 @@
+"""Each rank of a gang has log files by the names of `torchrun --log-dir`, beside its lines in the driver's log."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import Client
+from flytekit import task
+
+from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
+from processes import small_disk
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def gathered() -> float:
+    """The sum over a formed gang."""
+    import torch.distributed as dist
+
+    total = torch.tensor(10.0 ** current_rank().rank)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_once(folder: str) -> float:
+    """Rank 1 fails in the first attempt, after a checkpoint; so there is a second."""
+    rank = current_rank()
+    began = rank.checkpoint.load()
+    total = gathered()
+    print(f"rank {rank.rank} has {total:g}")
+    print(f"warning of rank {rank.rank}", file=sys.stderr)
+    rank.checkpoint.save({"step": 1}, 1)
+    if rank.rank == 1 and began is None:
+        Path(folder, "saved").touch()
+        raise OSError("once")
+    return total
+
+
+def fail() -> None:
+    """A rank leaves its last words."""
+    print("last words")
+    sys.stdout.flush()
+    raise ValueError("bad data")
+
+
+def print_much() -> float:
+    """More than the disk has."""
+    for _ in range(64):
+        print("x" * 60_000)
+    return gathered()
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    [gang] = folder.iterdir()
+    return {str(file.relative_to(gang)): file.read_text() for file in sorted(gang.rglob("*.log"))}
+
+
+def test_each_rank_and_attempt_has_files_of_both_streams_on_its_worker(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gang = Gang(log_dir=str(tmp_path / "logs"), checkpoint_uri=str(tmp_path / "kept"))
+    assert list(dispatch.run(client, fail_once, str(tmp_path), gang=gang).result()) == [11.0, 11.0]
+    found = files_in(tmp_path / "logs")
+    names = [f"attempt_{n}/{rank}/{stream}.log" for n in (0, 1) for rank in (0, 1) for stream in ("stderr", "stdout")]
+    assert sorted(found) == names
+    for rank in (0, 1):
+        assert found[f"attempt_1/{rank}/stdout.log"] == f"rank {rank} has 11\n"
+        assert f"warning of rank {rank}\n" in found[f"attempt_1/{rank}/stderr.log"]
+    shown = capfd.readouterr()
+    assert "[rank 1] rank 1 has 11" in shown.out + shown.err
+    assert "[rank 1] warning of rank 1" in shown.out + shown.err
+
+
+def test_the_error_has_the_last_lines_of_both_streams_and_says_where_the_files_are(
+    client: Client, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="bad data") as caught:
+        dispatch.run(client, fail, gang=Gang(log_dir=str(tmp_path))).result()
+    blame = caught.value.__cause__
+    assert isinstance(blame, GangError)
+    assert "last words" in blame.log_tail
+    [gang] = tmp_path.iterdir()
+    assert f"and in {gang / 'attempt_0' / str(blame.rank)} on its host" in str(blame)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_disk_that_is_full_or_missing_costs_a_line_and_not_the_training(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str], *, is_full: bool
+) -> None:
+    (tmp_path / "file").touch()
+    with small_disk(tmp_path / "disk") as disk:
+        folder = disk if is_full else tmp_path / "file"
+        assert list(dispatch.run(client, print_much, gang=Gang(log_dir=str(folder))).result()) == [11.0, 11.0]
+    said = [line for line in capfd.readouterr().err.splitlines() if "Gang(log_dir=...)" in line]
+    assert len(said) == 2  # of each worker one
+    assert ("No space left on device" if is_full else "Not a directory") in said[0]
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(log_dir="logs")))
+def say() -> float:
+    """A task whose folder is relative."""
+    print("here")
+    return gathered()
+
+
+def test_a_task_on_this_machine_shows_where_its_files_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert say() == 11.0
+    found = files_in(tmp_path / "logs")
+    assert [found[f"attempt_0/{rank}/stdout.log"] for rank in (0, 1)] == ["here\n", "here\n"]
+    [gang] = (tmp_path / "logs").iterdir()
+    assert f"logs: {gang}" in capfd.readouterr().err
