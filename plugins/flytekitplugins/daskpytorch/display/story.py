@@ -188,7 +188,9 @@ class Story(Observer):
         self.rate.clear()
         self._paced = self.record = None
         self._spoilt.clear()
-        start = f"from step {step:,}" if step is not None else "from the beginning, since no checkpoint was saved"
+        start = (
+            f"from step {step:,}" if step is not None else "from the start: current_rank().checkpoint has saved nothing"
+        )
         self._tell(f"starts again {start}: {reason}", "good" if reason.startswith(GROWS) else "bad")
         self.restarts = [*self.restarts, (step or 0, reason.partition("\n")[0])][-MAX_SPANS:]
         self._enter((WORKERS, "idle"))

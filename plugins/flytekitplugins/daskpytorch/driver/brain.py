@@ -342,7 +342,7 @@ class Brain:
         self._saving.begin(self._number)
         step = self._saving.newest_step
         self._observers.tell("restarting", reason, step)
-        start = f"step {step}" if step is not None else "the beginning, since no checkpoint was saved"
+        start = f"step {step}" if step is not None else "the start: current_rank().checkpoint has saved nothing"
         self._observers.note(reason)
         self._observers.note(f"going on from {start}")
         return self._begin_to_gather()
