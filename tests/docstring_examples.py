@@ -22,7 +22,7 @@ MODULES = (
     ".testing",
     ".transformers",
 )
-OF_FLYTES_DASK_PLUGIN = {f"{PACKAGE}.Scheduler", f"{PACKAGE}.WorkerGroup"}
+OF_FLYTE = {f"{PACKAGE}.{name}" for name in ("OutputLocation", "Scheduler", "WorkerGroup")}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.REPORT_ONLY_FIRST_FAILURE
 
 
@@ -44,7 +44,7 @@ def examples() -> dict[str, doctest.DocTest]:
     return {
         name: parser.get_doctest(inspect.getdoc(value) or "", {"__name__": "__main__"}, name, name, 0)
         for name, value in public_names().items()
-        if name not in {*OF_FLYTES_DASK_PLUGIN, f"{PACKAGE}.report.Tone"}
+        if name not in {*OF_FLYTE, f"{PACKAGE}.report.Tone"}
     }
 
 

@@ -118,6 +118,15 @@ def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> 
     assert "goodput" not in done.stderr  # of a run of seconds
 
 
+def test_the_tasks_of_a_script_train(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(block("# fit.py: "))
+    done = run_example("fit_flow.py", tmp_path)
+    assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == pytest.approx(3.0, abs=0.5)
+    (tmp_path / "out/model.pt").unlink()
+    run_example("fit_flow2.py", tmp_path)
+    assert (tmp_path / "out/model.pt").exists()
+
+
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
     done = run_example("resume.py", tmp_path)
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from browser import look_at_files
-from docstring_examples import MODULES, OF_FLYTES_DASK_PLUGIN, PACKAGE
+from docstring_examples import MODULES, OF_FLYTE, PACKAGE
 from docstring_examples import public_names as named_objects
 from pages import PAGES, REPOSITORY
 
@@ -45,9 +45,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     pages = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
-    there = {name for name in public_names() - OF_FLYTES_DASK_PLUGIN if f'id="{name}"' in pages}
-    assert public_names() - OF_FLYTES_DASK_PLUGIN == there
-    assert all(f"`{name.rpartition('.')[2]}`" in REFERENCE["docs/reference/tasks.md"] for name in OF_FLYTES_DASK_PLUGIN)
+    there = {name for name in public_names() - OF_FLYTE if f'id="{name}"' in pages}
+    assert public_names() - OF_FLYTE == there
+    assert all(f"`{name.rpartition('.')[2]}`" in REFERENCE["docs/reference/tasks.md"] for name in OF_FLYTE)
 
 
 def test_what_a_function_returns_is_one_value_in_the_reference(site: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_pods_have_our_settings_of_dask_below_the_users() -> None:
 
 def test_all_else_is_the_same_objects() -> None:
     assert set(for_flyte2.__all__) == set(for_flytekit.__all__)
-    own = {"DaskCluster", "DaskDDP", "SpawnDDP", "Scheduler", "WorkerGroup"}
+    own = set(for_flytekit.OF_FLYTE)
     for name in set(for_flyte2.__all__) - own:
         assert getattr(for_flyte2, name) is getattr(for_flytekit, name)
     assert for_flyte2.dispatch is for_flytekit.dispatch

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.process import log, streams
 
 if TYPE_CHECKING:  # for type checkers and editors
+    from flytekit.extras.tasks.shell import OutputLocation as OutputLocation
     from flytekitplugins.dask import Scheduler as Scheduler
     from flytekitplugins.dask import WorkerGroup as WorkerGroup
 
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster as DaskCluster
     from flytekitplugins.daskpytorch.flyte.config import DaskDDP as DaskDDP
     from flytekitplugins.daskpytorch.flyte.config import SpawnDDP as SpawnDDP
+    from flytekitplugins.daskpytorch.flyte.script import ScriptTask as ScriptTask
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
 
 _NAMES_IN = {
@@ -40,8 +42,12 @@ _NAMES_IN = {
 }
 HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES_IN.items() for name in names}
 """Name of the module that defines each public name. The module is imported when the name is first used."""
-OF_FLYTE = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
-"""Public names whose objects differ between flytekit and Flyte 2."""
+_OF_FLYTE_IN = {
+    "config": ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"),
+    "script": ("OutputLocation", "ScriptTask"),
+}
+OF_FLYTE = {name: module for module, names in _OF_FLYTE_IN.items() for name in names}
+"""Public names whose objects differ between flytekit and Flyte 2, and the adapter's module that has each."""
 MODULES = ("data", "dispatch", "errors", "report", "results")
 """Public modules that are imported when they are first used as attributes."""
 NAMES = [*HOMES, *OF_FLYTE]
@@ -63,7 +69,7 @@ def __getattr__(name: str) -> Any:
         from flytekitplugins.daskpytorch.extras import require_flytekit
 
         require_flytekit(name)
-        return getattr(import_module(f"{__name__}.flyte.config"), name)
+        return getattr(import_module(f"{__name__}.flyte.{OF_FLYTE[name]}"), name)
     if name == "__version__":
         return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost, current_executio
 from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+from flytekitplugins.daskpytorch.task.script import TaskScript
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
@@ -60,9 +61,11 @@ class InRanks:
     Flyte's SDK.
     """
 
-    name: str
-
     if TYPE_CHECKING:  # attributes or properties of the host's task type
+
+        @property
+        def name(self) -> str:
+            """Name of the task."""
 
         @property
         def task_config(self) -> Any:
@@ -222,6 +225,7 @@ class InRanks:
             observers=observers,
             training=self._training(inputs),
             storage=storage_of(current_execution(), "gang", config.gang),
+            script=self._task_function.script if isinstance(self._task_function, TaskScript) else None,
         )
 
     def _training(self, inputs: dict[str, Any]) -> Training:
