@@ -67,17 +67,17 @@ class ScriptTask(PythonFunctionTask):  # type: ignore[misc]
         ... parser.add_argument("--epochs", type=int)
         ... epochs = parser.parse_args().epochs
         ... if os.environ["RANK"] == "0":
-        ...     open("model.txt", "w").write(f"{epochs} epochs in {os.environ['WORLD_SIZE']} ranks")
+        ...     open("model.txt", "w").write(f"trained for {epochs} epochs")
         ... ''')
         >>> train = ScriptTask(
         ...     name="train",
         ...     script="train.py",
         ...     inputs=kwtypes(epochs=int),
         ...     output_locs=[OutputLocation(var="model", var_type=FlyteFile, location="model.txt")],
-        ...     task_config=SpawnDDP(nproc=2),
+        ...     task_config=SpawnDDP(),  # or DaskDDP(...)
         ... )
         >>> Path(train(epochs=3)).read_text()
-        '3 epochs in 2 ranks'
+        'trained for 3 epochs'
     """
 
     def __new__(cls, *_: Any, task_config: Any = None, **__: Any) -> Self:
