@@ -21,12 +21,13 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import assert_never
 
-from flytekitplugins.daskpytorch.node import fork_client, fork_server
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.node.log_files import LogFiles
 from flytekitplugins.daskpytorch.node.ranks import Output, Rank, open_pipes
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
+from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
@@ -231,7 +232,7 @@ class _Agent:
                 directory=str(Path.cwd()),
                 path=[
                     *filter(None, order.job.environment.get("PYTHONPATH", "").split(os.pathsep)),
-                    *fork_server.path_here(),
+                    *path_here(),
                 ],
                 data=self._data,
             )

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import signals
-from flytekitplugins.daskpytorch.process.system import check_system
+from flytekitplugins.daskpytorch.process.system import check_system, is_of_this_user, path_here
 from flytekitplugins.daskpytorch.protocol.orders import NANNYS_MARK, without_nannys
 
 END_TIMEOUT = 10.0
@@ -254,7 +254,7 @@ def _inherit() -> socket.socket | None:
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.suppress(OSError):  # no server listens at that name
         control.connect(f"\0{_hand_over}")
-        if fork_server.is_of_this_user(control):
+        if is_of_this_user(control):
             return control
     control.close()
     return None
@@ -265,7 +265,7 @@ def _start() -> _Owned:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _open_hand_over() as hand_over:
         descriptors = [theirs.fileno(), *hand_over]
-        command = fork_server.command("main", [*descriptors, *_imported_ahead], fork_server.path_here())
+        command = fork_server.command("main", [*descriptors, *_imported_ahead], path_here())
         # A Dask nanny makes the C library return freed memory at once. The price is thousands of page faults per
         # training step. The C library reads the variable only when a process starts.
         kept = without_nannys(os.environ)

@@ -26,7 +26,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -38,6 +37,7 @@ from typing import NoReturn
 
 from flytekitplugins.daskpytorch.node import inherited
 from flytekitplugins.daskpytorch.process import signals
+from flytekitplugins.daskpytorch.process.system import is_of_this_user, kill_session
 from flytekitplugins.daskpytorch.protocol.start_variables import needs_fresh_interpreter
 
 MAX_PACKET = 4096
@@ -54,23 +54,6 @@ HAND_OVER_TIMEOUT = 60.0
 """Seconds that a fork server waits for a new owner after its owner process was killed. Then the fork server ends."""
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` (linux/prctl.h) that sets the signal which a process gets when its parent thread ends."""
-
-
-# ---- Shared with the fork server's clients --------------------------------------------------------------------------
-
-
-def is_of_this_user(sock: socket.socket) -> bool:
-    """Return True if the process at the other end of a Unix socket runs as the same user as this process.
-
-    Abstract sockets have no file permissions, so any user's process may connect.
-    """
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(uid == os.getuid())
-
-
-def path_here() -> list[str]:
-    """Return this process's `sys.path` without the entry for the current folder."""
-    return [str(entry) for entry in sys.path if entry]
 
 
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
@@ -243,7 +226,7 @@ class _Server:
         elif request["op"] == "signal":
             os.kill(pid, request["signal"])  # an unreaped rank keeps its process ID
         else:
-            _kill_session(pid, request["signal"])
+            kill_session(pid, request["signal"])
 
     def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
         self._to_import.clear()  # until a rank trains
@@ -285,7 +268,7 @@ class _Server:
         self._selector.unregister(client.sock)
         client.sock.close()
         for pid in client.ranks.values():
-            _kill_session(pid, signal.SIGKILL)
+            kill_session(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if client.ranks:
             self._use_leisure()
@@ -297,7 +280,7 @@ class _Server:
                 # WNOWAIT keeps the process ID taken until the rank's children, such as DataLoader workers, are killed.
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
-                _kill_session(pid, signal.SIGKILL)
+                kill_session(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
                 del client.ranks[key]
                 self._tell(client, {"key": key, "exitcode": os.waitstatus_to_exitcode(status)})
@@ -386,15 +369,6 @@ def _be_rank(to_agent: Connection) -> NoReturn:
     finally:
         # sys.exit could hang: threads of CUDA or NCCL would keep a finished rank alive.
         os._exit(status)
-
-
-def _kill_session(pid: int, signum: int) -> None:
-    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # os.kill reaches ranks before setsid
-        try:
-            kill(target, signum)
-        except ProcessLookupError:
-            continue
-        return
 
 
 def main() -> None:
