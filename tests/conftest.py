@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,6 +114,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDispla
     from traitlets.config import Config
 
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the shell puts its own there
     shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     shell.kernel = object()
     monkeypatch.setattr(InteractiveShell, "_instance", shell)
