@@ -105,6 +105,14 @@ def test_a_missing_output_names_the_path_and_the_working_folder(folder: Path) ->
         enter(RankContext())
 
 
+def test_a_local_output_is_to_be_copied_as_the_next_run_writes_the_file_again(folder: Path) -> None:
+    folder_of_all = OutputLocation(var="all", var_type=FlyteDirectory, location=".")
+    file, directory = made(output_locs=[SEEN, folder_of_all]).task_function()
+    assert (file.path, directory.path) == (str(folder / "seen.txt"), str(folder))
+    places = [Path(file.remote_path), Path(directory.remote_directory)]
+    assert all(not place.exists() and not place.is_relative_to(folder) for place in places)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

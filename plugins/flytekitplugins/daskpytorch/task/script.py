@@ -149,7 +149,8 @@ def once_per_node(key: str, make: Any) -> Path:
         key: Name of the file's content, such as its URL.
         make: Function that makes the file or folder, and returns its path. Called in one rank of each node.
     """
-    folder = Path(getattr(current_rank().checkpoint, "folder", tempfile.gettempdir()))
+    shared = getattr(current_rank().checkpoint, "folder", None)  # the agent's, which a process outside a gang lacks
+    folder = Path(shared or tempfile.mkdtemp())
     place = folder / f"input-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     with (folder / f"{place.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
