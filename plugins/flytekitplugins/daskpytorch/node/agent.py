@@ -230,10 +230,7 @@ class _Agent:
                 scratch=str(self._scratch),
                 driver_folder=self._driver_folder(),
                 directory=str(Path.cwd()),
-                path=[
-                    *filter(None, order.job.environment.get("PYTHONPATH", "").split(os.pathsep)),
-                    *path_here(),
-                ],
+                path=[*filter(None, order.job.environment.get("PYTHONPATH", "").split(os.pathsep)), *path_here()],
                 data=self._data,
             )
             with contextlib.suppress(OSError):  # the rank has just ended, and its exit is handled later

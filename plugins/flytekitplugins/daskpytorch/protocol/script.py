@@ -165,6 +165,13 @@ def run_script(path: str | os.PathLike[str], *args: object) -> None:
         SyntaxError: The file is not a Python program.
         SystemExit: The script has ended with another exit code than 0.
         BaseException: The script's own exception.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from flytekitplugins.daskpytorch import dispatch, run_script
+        >>> _ = Path("train.py").write_text("import sys; assert sys.argv[1:] == ['--lr', '0.1']")
+        >>> dispatch.run(client, run_script, "train.py", "--lr", "0.1").result()
+        [None, None]
     """
     file = _found(Path(path))
     shown_as = _place.originals.get(str(file), str(file.absolute()))
@@ -189,6 +196,13 @@ def run_module(name: str, *args: object) -> None:
         ModuleNotFoundError: Python cannot find the module.
         SystemExit: The module has ended with another exit code than 0.
         BaseException: The module's own exception.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from flytekitplugins.daskpytorch import dispatch, run_module
+        >>> _ = Path("fit.py").write_text("assert __name__ == '__main__' and __spec__.name == 'fit'")
+        >>> dispatch.run(client, run_module, "fit").result()
+        [None, None]
     """
 
     def load() -> tuple[CodeType, ModuleType]:
