@@ -12,7 +12,7 @@ import platform
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -91,7 +91,7 @@ class TaskScript:
         """Return the path of an output after a check that the program has left the file or folder there.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: The program has not left the output.
         """
         output = self.outputs[name]
         if path.is_dir() if output.is_folder else path.is_file():
@@ -106,7 +106,7 @@ class TaskScript:
     # ---- What a host changes -----------------------------------------------------------------------------------------
 
     def _text_of(self, value: Any) -> Any:
-        """Return a value of an input as the command line has it. Numbers and lists stay what they are."""
+        """Return an input's value in its form for the command line. Numbers and lists stay numbers and lists."""
         if isinstance(value, (list, tuple)):
             return [self._text_of(each) for each in value]
         if isinstance(value, Enum):
@@ -121,7 +121,7 @@ class TaskScript:
 class _Inputs:
     """Values by name as attributes, for templates. A value is converted when a template uses the value."""
 
-    def __init__(self, values: Mapping[str, Any], convert: Any) -> None:
+    def __init__(self, values: Mapping[str, Any], convert: Callable[[Any], Any]) -> None:
         self._values, self._convert = values, convert
 
     def __getattr__(self, name: str) -> Any:
@@ -140,14 +140,14 @@ def _option(name: str, value: Any) -> Iterator[str]:
         yield from map(str, value if isinstance(value, list) else [value])
 
 
-def once_per_node(key: str, make: Any) -> Path:
+def once_per_node(key: str, make: Callable[[], str]) -> Path:
     """Return the path of a file or folder that the ranks of one node share until the gang's end.
 
-    The first rank makes it, while the node's other ranks wait.
+    The first rank makes the file, while the node's other ranks wait.
 
     Args:
         key: Name of the file's content, such as its URL.
-        make: Function that makes the file or folder, and returns its path. Called in one rank of each node.
+        make: Function that makes the file or folder and returns the path. One rank of each node calls the function.
     """
     shared = getattr(current_rank().checkpoint, "folder", None)  # the agent's, which a process outside a gang lacks
     folder = Path(shared or tempfile.mkdtemp())
