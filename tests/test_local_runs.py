@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from flytekitplugins.daskpytorch.flyte.task import identities
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.task import local_runs
-from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begun, local_run
+from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begin, begun, local_run
 from others import give_away
 
 
@@ -368,11 +369,17 @@ def test_root_and_users_of_a_shared_folder_go_on_from_their_own_runs(
         assert restored(second, tmp_path) == b"weights 1"
 
 
-def test_an_empty_variable_keeps_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_keeps_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", "")
     with begun("flows.train", {}, train):
         assert local_run.get() is None
     assert not root.exists()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with begun("flows.train", {}, train):
+        assert "DASKPYTORCH_RESUME=1 has no effect" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_costs_a_line(
@@ -383,6 +390,39 @@ def test_a_folder_that_cannot_be_made_costs_a_line(
     with begun("flows.train", {}, train):
         assert local_run.get() is None
     assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_gets_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("DASKPYTORCH_CHECKPOINTS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_001)  # has no entry among the users
+    with begun("flows.train", {}, train):
+        assert local_run.get() is None
+    assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_costs_no_result(root: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with run_of() as run:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            with contextlib.suppress(OSError):
+                run.make_folder()
+            run.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_run_goes_on_from_runs_of_its_own_program_only(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begin("train.train", {}, "", program="/a/train.py")
+    assert first is not None
+    save(first, 1, tmp_path)
+    first.close()
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    found = [begin("train.train", {}, "", program=f"/{name}/train.py") for name in ("b", "a")]
+    assert [run and run.previous for run in found] == [None, first.folder]
 
 
 def test_the_usual_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

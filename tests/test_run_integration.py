@@ -102,6 +102,7 @@ def test_runs_with_a_number_of_workers_train_side_by_side(
 ) -> None:
     one = Gang(workers=1)
     with Client(three.address) as client:
+        others_task = client.get({("x", 0): (time.sleep, 5)}, [("x", 0)], sync=False)  # as a Dask collection's
         first = dispatch.run(client, name_when, str(tmp_path), "first", "second", "end", gang=one)
         second = dispatch.run(client, name_when, str(tmp_path), "second", "first", "end", gang=one)
         until(lambda: (tmp_path / "first").exists() and (tmp_path / "second").exists(), "both gangs at once")
@@ -113,6 +114,7 @@ def test_runs_with_a_number_of_workers_train_side_by_side(
         with pytest.raises(GangStartError, match=r"has 3 workers, but needs 4\. Start workers"):
             dispatch.run(client, name_when, str(tmp_path), "x", gang=Gang(workers=4))
         assert len(dispatch.run(client, name_when, str(tmp_path), "x", gang=Gang(workers=2)).result()) == 2
+        del others_task
     said = capfd.readouterr().err.splitlines()
     assert "name_when: starting 1 rank (CPU, gloo)" in said
     assert "[rank 0] I am first" in said

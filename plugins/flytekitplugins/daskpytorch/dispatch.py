@@ -91,8 +91,7 @@ def run(
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers` or else `gang.workers`, or its
             scheduler does not answer.
         ValueError: An argument is invalid, or another gang of the task has the same key. `DASKPYTORCH_RESUME` names no
-            run's folder. Or `gang.ranks_per_worker` is
-            `auto`, and workers have unequal numbers of GPUs.
+            run's folder. Or `gang.ranks_per_worker` is `auto`, and workers have unequal numbers of GPUs.
         TypeError: The function or an argument cannot be pickled, or the function cannot be called with these arguments.
             Or calling the function would not train: a class, a coroutine or generator function, a `dask.delayed`
             object.
@@ -113,6 +112,9 @@ def run(
     """
     problems = Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN)
     if client is None and isinstance(gang, Gang):
+        problems.check(
+            "gang.min_workers", checks.must_be("left out without a client", lambda value: value in (None, 1))
+        )
         problems.check("gang.workers", checks.left_out(" without a client; ranks_per_worker is the number of ranks"))
     problems.raise_any()
     pytorch_function, args = as_script(pytorch_function, args)
@@ -252,6 +254,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         key=key,
         settings=settings,
         place=task_run.place_of(function, key, settings.key),
+        program=task_run.program_of(getattr(function, "_task_function", function)),
         source=local_runs.source_of(getattr(function, "_task_function", function)),
         note_failed=functools.partial(note_unfinished, again, key),
     )

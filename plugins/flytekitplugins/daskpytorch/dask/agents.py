@@ -68,9 +68,11 @@ class DaskAgents:
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)
         if num_workers is not None:
+            agents = self._num_agents() if num_workers < len(self.workers) else {}
             with _lock:
-                chosen = self.workers if num_workers >= len(self.workers) else self._least_used(num_workers)
-                self.workers = sorted(chosen, key=worker_order)
+                held = self._held_by_others()
+                used = {each: (max(agents.get(each, 0), held[each]), worker_order(each)) for each in self.workers}
+                self.workers = sorted(sorted(used, key=used.__getitem__)[:num_workers], key=worker_order)
                 _held[self] = set(self.workers)
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
@@ -155,16 +157,18 @@ class DaskAgents:
         others = [each for other, each in _held.items() if other is not self and other.scheduler == self.scheduler]
         return Counter(worker for workers in others for worker in workers)
 
-    def _least_used(self, count: int) -> Sequence[str]:
-        """Return the `count` workers on which the fewest gangs train, of this process and of others."""
+    def _num_agents(self) -> Mapping[str, int]:
+        """Return the number of agents on each worker, of this process and of others."""
+        processing = self._client.scheduler.processing
+        running: Mapping[str, Sequence[object]] = self._client.sync(
+            processing, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT
+        )
         names = {address: worker for worker, address in self._addresses.items()}
-        running: Mapping[str, Sequence[str]] = self._client.processing()
-        agents = {
-            names[at]: sum(key.startswith(AGENT_NAME) for key in keys) for at, keys in running.items() if at in names
+        return {
+            names[at]: sum(isinstance(key, str) and key.startswith(AGENT_NAME) for key in keys)
+            for at, keys in running.items()
+            if at in names
         }
-        held = self._held_by_others()
-        order = {worker: (max(agents.get(worker, 0), held[worker]), worker_order(worker)) for worker in self.workers}
-        return sorted(order, key=order.__getitem__)[:count]
 
     def is_connected(self) -> bool:
         """Return True if the Dask client is connected to the scheduler, as far as the client knows."""

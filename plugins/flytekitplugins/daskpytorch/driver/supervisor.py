@@ -139,6 +139,7 @@ class Supervisor:
             self._observers.tell("begins", self._request.training)
         try:
             with contextlib.ExitStack() as stack:
+                stack.callback(self._launcher.close)
                 name = self._request.name
                 claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._calls.empty()))
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
@@ -203,7 +204,6 @@ class Supervisor:
             folder=folder,
         )
         state = self._begin(agents, committer)
-        stack.callback(launcher.close)
         listener.listen(state)
         stack.callback(listener.end)
         stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -54,6 +55,11 @@ MAX_BYTES = 10 << 30
 """Maximum number of bytes of all local runs' folders together. Beyond, the oldest folders are removed."""
 
 
+CLEANING_INTERVAL = 3600.0
+"""Seconds between two searches of this process for old runs, which take time with thousands of runs."""
+_cleaned_at: dict[Path, float] = {}
+
+
 class LocalRun:
     """Local run of a task or of `dispatch.run`, with a folder for its checkpoints.
 
@@ -61,15 +67,21 @@ class LocalRun:
     """
 
     def __init__(
-        self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
+        self,
+        root: Path,
+        task: str,
+        inputs: dict[str, str],
+        source: str,
+        previous: Path | None = None,
+        program: str = "",
     ) -> None:
         self.task = task
+        self.program = program
         self.inputs = inputs
         self.source = source
         self.folder = root / task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        self.previous = previous or _previous(root / task)
+        self.previous = previous or _previous(root / task, program)
         self._record: IO[str] | None = None
-        self._has_made_room = False
 
     def paths(self, key: str) -> StoragePaths:
         """Return the checkpoint folders of the gang `key`: of this run, and of the earlier run to go on from."""
@@ -107,6 +119,7 @@ class LocalRun:
             return
         make_private(self.folder)
         record = {"folder": str(self.folder), "task": self.task, "inputs": self.inputs, "source": self.source}
+        record["program"] = self.program
         self._record = (self.folder / RECORD).open("w")
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,11 +127,12 @@ class LocalRun:
         self._record.flush()
 
     def make_room(self) -> None:
-        """Make the run's folder. The first call also removes runs of over two weeks, and the oldest beyond 10 GiB."""
+        """Make the run's folder. Once an hour, remove runs of over two weeks, and the oldest beyond 10 GiB."""
         self.make_folder()
-        if not self._has_made_room:
-            self._has_made_room = True
-            clean(self.folder.parent.parent, self.previous)
+        root = self.folder.parent.parent
+        if time.monotonic() - _cleaned_at.get(root, -math.inf) > CLEANING_INTERVAL:
+            _cleaned_at[root] = time.monotonic()
+            clean(root, self.previous)
 
     def close(self) -> None:
         """End the run: unlock its record, and remove its folder if it has no checkpoint."""
@@ -131,7 +145,8 @@ class LocalRun:
             if [path.name for path in self.folder.iterdir()] == [RECORD]:
                 (self.folder / RECORD).unlink()
                 self.folder.rmdir()
-        self._record.close()
+        with contextlib.suppress(OSError):  # a full disk, at the flush of the record
+            self._record.close()
 
 
 @contextlib.contextmanager
@@ -202,7 +217,9 @@ def _folders_named_by(run: Path, root: Path) -> set[Path]:
     return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}
 
 
-def begin(task: str, inputs: Mapping[str, bytes], source: str, attempt_before: Path | None = None) -> LocalRun | None:
+def begin(
+    task: str, inputs: Mapping[str, bytes], source: str, attempt_before: Path | None = None, program: str = ""
+) -> LocalRun | None:
     """Return a new local run, which the caller closes at its end. Log the earlier run that it goes on from, if any.
 
     Args:
@@ -210,6 +227,7 @@ def begin(task: str, inputs: Mapping[str, bytes], source: str, attempt_before: P
         inputs: Bytes that identify each input's value, by name.
         source: Source code of the function or script.
         attempt_before: Folder of the task's previous attempt. None: this is the run's first attempt.
+        program: Path of the program's file. A run goes on only from runs of the same program. Empty for tasks.
 
     Returns:
         None if checkpoints are not kept, because the user has turned this off, or because the disk refuses the folder.
@@ -218,24 +236,26 @@ def begin(task: str, inputs: Mapping[str, bytes], source: str, attempt_before: P
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
         PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
     """
-    if (root := _root()) is None:
-        return None
     try:
+        if (root := _root()) is None:
+            if asked := asked_run():
+                _say(task, f"{RESUME_VARIABLE}={asked} has no effect, since {FOLDER_VARIABLE} is set to nothing")
+            return None
         make_private(root / task)
-    except OSError as error:
-        if _asked():
+    except (OSError, RuntimeError) as error:  # there may be no home
+        if asked_run():
             raise
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
     digests = {name: _digest(identity) for name, identity in inputs.items()}
     attempt_before = attempt_before if attempt_before is not None and (attempt_before / RECORD).exists() else None
-    run = LocalRun(root, task, digests, _digest(source.encode()), attempt_before)
+    run = LocalRun(root, task, digests, _digest(source.encode()), attempt_before, program)
     if attempt_before is not None:
         _say(task, "going on from the attempt before")
     elif run.previous is not None:
         differing = f"; what differs from then: {', '.join(found)}" if (found := run.differences()) else ""
         _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {run.previous}{differing}")
-    elif _asked():
+    elif asked_run():
         _say(task, f"{RESUME_VARIABLE} is set, but no run in {root / task} has left a checkpoint: starting afresh")
     return run
 
@@ -249,24 +269,26 @@ def _root() -> Path | None:
     return Path(folder).expanduser().resolve() if folder else None
 
 
-def _asked() -> str | None:
+def asked_run() -> str | None:
+    """Return the earlier run that the user asks to go on from: `1`, `last` or a folder. None: no such run."""
     asked = os.environ.get(RESUME_VARIABLE, "")
     return None if asked in ("", "0") else asked
 
 
-def _previous(runs_of_task: Path) -> Path | None:
-    """Return the folder of the earlier run that `DASKPYTORCH_RESUME` names. None: start afresh.
+def _previous(runs_of_task: Path, program: str) -> Path | None:
+    """Return the folder of the earlier run of this program that `DASKPYTORCH_RESUME` names. None: start afresh.
 
     Raises:
         ValueError: The variable names no run's folder.
         PermissionError: Another user owns the folder or can write to it.
     """
-    asked = _asked()
+    asked = asked_run()
     if asked is None:
         return None
     if asked in ("1", "last"):
         found = sorted(_runs(runs_of_task.parent), reverse=True)
-        folder = next((run for _, run in found if run.parent == runs_of_task and _is_of_use(run)), None)
+        here = (run for _, run in found if run.parent == runs_of_task and _is_of_use(run))
+        folder = next((run for run in here if _program_of(run) == program), None)
     else:
         folder = Path(asked).expanduser().absolute()
         if not (folder / RECORD).is_file():
@@ -282,8 +304,14 @@ def _previous(runs_of_task: Path) -> Path | None:
 def _runs(root: Path) -> Iterator[tuple[float, Path]]:
     """Yield for each local run the time of its last write, in seconds since 1970, and its folder."""
     for found in root.glob(f"*/*/{RECORD}"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # another process has just removed the folder
             yield max(path.stat().st_mtime for path in found.parent.rglob("*")), found.parent
+
+
+def _program_of(run: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return str(json.loads((run / RECORD).read_text()).get("program", ""))
+    return ""
 
 
 def _is_of_use(run: Path) -> bool:

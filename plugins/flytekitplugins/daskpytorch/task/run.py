@@ -26,9 +26,12 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import key_of, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import is_interactive
+from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.settings import is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.shown import Shown
@@ -65,6 +68,8 @@ class Call:
     settings: Gang
     place: str
     """Name of the folder with the local runs among which `DASKPYTORCH_RESUME` finds the earlier one."""
+    program: str = ""
+    """Path of the file with the function or script, or the working folder. `DASKPYTORCH_RESUME` heeds its runs only."""
     source: str = ""
     """Source code of the function or script. A run that goes on from an earlier one says if the source has changed."""
     note_failed: Callable[[], object] = lambda: None
@@ -120,6 +125,14 @@ def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
         called = called.func
     name = asked if asked is not None else key_of(called) if is_interactive() else key.removesuffix("-1")
     return re.sub(r"[^\w.-]+", "-", f"{_module(called)}.{name}", flags=re.ASCII)[-local_runs.MAX_NAME :].lstrip("-.")
+
+
+def program_of(function: Callable[..., Any]) -> str:
+    """Return the absolute path of the file of a function or script. In a notebook, return the working folder."""
+    if isinstance(function, Script):
+        return function.file or function.given
+    file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
+    return str(Path(file).resolve()) if file and not is_interactive() else str(Path.cwd())
 
 
 def _module(function: Callable[..., Any]) -> str:
@@ -214,6 +227,11 @@ class _Run:
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, call.key, call.settings, paths)
         """Folders in storage for the gang's checkpoints. None: no storage."""
+        if self.storage is None and not is_alone and (asked := local_runs.asked_run()):
+            say(
+                f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.run in a task of this kind, which "
+                "keeps no checkpoints. Give Gang(checkpoint_uri=...), or use task_config=DaskCluster(...)"
+            )
         self._shown = self._show() if is_alone else None
 
     @property
@@ -251,16 +269,17 @@ class _Run:
         """Show how the gang has ended, and close its local run."""
         if error is not None:
             self._call.note_failed()
-        if self._shown is not None:
-            how = "done" if error is None else "failed"
-            self._shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
+        with optional("showing how the run has ended"):
+            if self._shown is not None:
+                how = "done" if error is None else "failed"
+                self._shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
         if self._local is not None:
             self._local.close()
 
     def _begin_local(self) -> local_runs.LocalRun | None:
         call = self._call
         inputs = {name: re.sub(r" at 0x\w+", "", repr(each)).encode() for name, each in call.training.inputs.items()}
-        return local_runs.begin(call.place, inputs, call.source)
+        return local_runs.begin(call.place, inputs, call.source, program=call.program)
 
     def _show(self) -> Shown:
         call = self._call
