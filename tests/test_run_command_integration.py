@@ -94,6 +94,11 @@ def test_the_exit_code_is_that_of_the_guilty_rank() -> None:
     assert "rank 1 of 2 failed" in done.stderr
 
 
+def test_an_exit_code_below_0_is_what_the_shell_has(folder: Path) -> None:
+    (folder / "minus.py").write_text("import sys; sys.exit(-1)")
+    assert run("minus.py").returncode == 255
+
+
 def test_a_killed_rank_gives_128_and_its_signal(folder: Path) -> None:
     (folder / "die.py").write_text("import os; os.kill(os.getpid(), 9)")
     assert run("--max-restarts", "0", "die.py").returncode == 128 + signal.SIGKILL
@@ -121,6 +126,7 @@ def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
         (["--env", "LR", "train.py"], "must be NAME=VALUE"),
         (["--hang-timeout", "soon", "train.py"], "must be auto, none or seconds"),
         (["--no-such", "train.py"], "unrecognized arguments"),
+        (["--deck", "no/folder/deck.html", "train.py"], "No such file"),
         ([], "required: PROGRAM"),
     ],
 )

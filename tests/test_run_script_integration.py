@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -157,17 +158,63 @@ def test_the_folder_of_a_script_travels_though_the_driver_imported_nothing(
     assert seen["path"] == str(Path(seen["file"]).parent)
 
 
+def test_a_module_runs_in_the_drivers_folder_and_on_other_machines_in_a_copy(
+    workers: Client, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project / "tools")
+    for place in ("here", "elsewhere"):
+        if place == "elsewhere":
+            monkeypatch.setattr("flytekitplugins.daskpytorch.protocol.code.running_kernel", lambda: "another machine")
+        assert dispatch.run(workers, run_module, "train", project / "out").result(120) == [None, None]
+        [seen, _] = seen_in(project / "out")
+        assert (seen["path"] == str(project / "tools"), seen["spec"]) == (place == "here", "train")
+        assert seen["path"] == str(Path(seen["file"]).parent)
+        assert (seen["folder"] == str(project / "tools")) == (place == "here")
+
+
 def test_what_git_ignores_does_not_travel(project: Path) -> None:
     sent = Project()
     sent.add_script(script_of("tools/train.py"))
-    assert set(sent.files) == {
-        "train.py",
-        "models/__init__.py",
-        "models/net.py",
-        "conf/main.yaml",
-        "best.ckpt",
-        ".gitignore",
-    }
+    assert set(sent.files) == {"train.py", "models/__init__.py", "models/net.py", "conf/main.yaml", "best.ckpt"}
+    assert sent.folders() == [str(project / "tools")]
+
+
+@pytest.mark.parametrize(
+    ("rules", "travel"),
+    [
+        ("*\n!requirements.txt", set()),
+        ("*\n!models", {"models/__init__.py", "models/net.py"}),
+        ("conf", {"models/__init__.py", "models/net.py", "best.ckpt"}),
+        ("!\n[z-a]\na\\", {"models/__init__.py", "models/net.py", "best.ckpt", "conf/main.yaml"}),
+    ],
+)
+def test_what_docker_ignores_does_not_travel(project: Path, rules: str, travel: set[str]) -> None:
+    (project / "tools/.dockerignore").write_text(rules)
+    (project / "tools/.env").write_text("KEY=secret")
+    sent = Project()
+    sent.add_script(script_of("tools/train.py"))
+    assert set(sent.files) == {"train.py", *travel}
+
+
+def test_a_scripts_own_files_win_over_the_drivers(project: Path) -> None:
+    (project / "net.py").write_text("NAME = 'the driver's'")
+    sent = Project(files={"models/net.py": project / "net.py"}, roots={project})
+    sent.add_script(script_of("tools/train.py"))
+    assert sent.files["models/net.py"] == project / "tools/models/net.py"
+    assert sent.folders()[0] == str(project / "tools")
+
+
+def test_an_installed_program_runs_and_not_the_drivers_own(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = tmp_path / "site-packages" / "ex" / "train.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("import sys; open(sys.argv[1], 'w').write(__file__)")
+    driver = ModuleType("__main__")
+    driver.__file__ = str(project / "tools/train.py")
+    monkeypatch.setitem(sys.modules, "__main__", driver)
+    assert on_this_machine(script_of(installed, tmp_path / "seen")).result(120) == [None, None]
+    assert (tmp_path / "seen").read_text() == str(installed)
 
 
 def test_a_second_run_in_a_process_starts_afresh(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,4 +255,10 @@ def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
         with pytest.raises(ModuleNotFoundError, match=name.partition(".")[0]):
             module_of(name)
     assert module_of("torch.distributed.run").file is not None
+    (project / "package").mkdir()
+    for name in ("__init__", "__main__"):
+        (project / f"package/{name}.py").touch()
+    assert module_of("package").file == str(project / "package/__main__.py")
+    with pytest.raises(ModuleNotFoundError, match="models"):
+        module_of("tools.models")
     assert script_module.as_script(run_module, ("torch.distributed.run",))[1] == ()

@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError
+from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
@@ -50,6 +51,10 @@ WITHOUT_MEANING = {
     "--logs-specs": "NAME",
     "--numa-binding": "KIND",
     "--signals-to-handle": "SIGNALS",
+    "--shutdown-timeout": "SECONDS",
+    "--log-line-prefix-template": "TEXT",
+    "--duplicate-stdout-filters": "WORDS",
+    "--duplicate-stderr-filters": "WORDS",
 }
 """Options of `torchrun` that have no effect here -> example of a value."""
 FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
@@ -65,19 +70,24 @@ def main(words: Sequence[str]) -> int:
     try:
         script = (module_of if options.module else script_of)(options.program, *options.arguments)
         gang = _gang_of(options)
+        if options.deck is not None:
+            Path(options.deck).touch()  # an unwritable file is an error before the training
     except (OSError, SyntaxError, ImportError, ValueError) as error:
         print(f"daskpytorch run: {type(error).__name__}: {error}", file=sys.stderr)
         return BAD_INPUT
     if script.args in (("--help",), ("-h",)):  # of the program, without a gang
         os.execv(sys.executable, [sys.executable, *(["-m"] if script.is_module else []), *_words_of(script)])  # noqa: S606
     for option in options.without_meaning or ():
-        say(f"{option} of torchrun has no effect here: the driver places the ranks and tells them where to meet")
+        say(f"{option} of torchrun has no effect here. `daskpytorch run --help` lists the options that have one")
     try:
         with process.heeding_sigterm(), _client_of(options) as client:
             return _run(client, script, gang, options.deck)
     except KeyboardInterrupt:
         return EXIT_CODE
-    except (GangError, GangStartError, OSError, ValueError) as error:
+    except PreemptedError:
+        print("daskpytorch run: the command was told to end (SIGTERM) before the ranks started", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except (GangError, OSError, ValueError) as error:
         print(f"daskpytorch run: {error}", file=sys.stderr)
         return 1
 

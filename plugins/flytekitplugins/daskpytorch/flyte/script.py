@@ -99,7 +99,7 @@ class ScriptTask(PythonFunctionTask):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         inputs, output_locs = dict(inputs or {}), output_locs or ()
-        is_known = isinstance(task_config, (DaskDDP, SpawnDDP))
+        is_known = type(task_config) in (DaskDDP, SpawnDDP)
         function = function_of(
             FlyteScript,
             name,

@@ -1,8 +1,10 @@
 """Files of the user's project on the driver's machine, which travel to the ranks. Runs in the driver."""
 
+import contextlib
 import fnmatch
 import functools
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -28,7 +30,6 @@ MAX_FILES = 10_000
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
-IGNORE_FILES = (".gitignore", ".dockerignore")
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Project:
     """Folders from which this process imports the project's modules."""
     left: dict[str, int] = field(default_factory=dict)
     script: str | None = None
+    _first: Path | None = None
+    """Folder of the script that ranks run, which comes first on their `sys.path`."""
 
     @classmethod
     def loaded(cls) -> Self:
@@ -61,22 +64,30 @@ class Project:
 
     def add_script(self, script: Script) -> None:
         """Add the folder from which a script or module of the user imports. Installed modules are not sent."""
+        self.script = None  # not the driver's own
         if script.file is None or script.folder is None or _is_installed(script.file, _installation_folders()):
             return
-        root = Path(script.folder)
+        root = self._first = Path(script.folder)
         self.script = str(Path(script.file).relative_to(root))
         self.files[self.script] = Path(script.file)
         self.roots.add(root)
-        self._add(root, _files_below(root), is_limited=True)
+        self._add(root, _files_below(root), is_script=True)
 
-    def _add(self, root: Path, paths: Iterable[Path], *, is_limited: bool = False) -> None:
-        """Add files of a folder. `is_limited`: the limit of data beside a script also counts files in subfolders."""
+    def _add(self, root: Path, paths: Iterable[Path], *, is_script: bool = False) -> None:
+        """Add files of a folder.
+
+        Args:
+            root: The folder.
+            paths: Files in the folder.
+            is_script: True for a script's folder. Its files replace others of the same name, and files in subfolders
+                count for the limit of data, too.
+        """
         total = 0
         for path in paths:
             name, size = str(path.relative_to(root)), _size_of(path)
-            total += size if (is_limited or path.parent == root) and not is_code(path) else 0
+            total += size if (is_script or path.parent == root) and not is_code(path) else 0
             if is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
-                self.files.setdefault(name, path)
+                self.files[name] = path if is_script else self.files.get(name, path)
             else:
                 self.left[name] = size
 
@@ -86,7 +97,7 @@ class Project:
         Data files do not count, since code finds data files beside its modules.
         """
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
-        roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
+        roots = sorted(self.roots, key=lambda root: (root != self._first, order.get(str(root), len(order)), str(root)))
         if len(roots) > 1:
             for name, path in self.files.items():
                 if is_code(path) and path != next((root / name for root in roots if (root / name).exists()), None):
@@ -171,15 +182,18 @@ def _files_beside(root: Path) -> list[Path]:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Return the files of a script's folder and its subfolders that `.gitignore` and `.dockerignore` leave in."""
+    """Return the visible files below a script's folder that `.gitignore` and `.dockerignore` leave in."""
+    if root == Path(root.anchor):  # of a container; /proc and /sys are below
+        return _files_beside(root)
     found: list[Path] = []
     ignored = _Ignored(root)
     for folder, subfolders, names in os.walk(root):
-        ignored.read(Path(folder))
         here = Path(folder)
+        ignored.read(here)
         kept = (name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
-        subfolders[:] = sorted(name for name in kept if not ignored.has(f"{here / name}/"))
-        found += [path for name in names if not ignored.has(str(path := here / name)) and path.is_file()]
+        subfolders[:] = sorted(name for name in kept if not ignored.has_folder(f"{here / name}/"))
+        shown = (here / name for name in sorted(names) if not name.startswith("."))
+        found += [path for path in shown if not ignored.has(str(path)) and path.is_file()]
         if len(found) > MAX_FILES:
             say(
                 f"{root}, the folder of the script, has more than {MAX_FILES:,} files: ranks on other machines get the "
@@ -193,11 +207,26 @@ def _modules_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: (not is_code(path), _size_of(path), path))
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """A line of an ignore file."""
+
+    base: str
+    """Folder of the ignore file, with a slash at the end."""
+    keeps: bool
+    """True for a line with `!`, which leaves paths in."""
+    spec: GitIgnoreSpec
+
+    def fits(self, path: str) -> bool:
+        return path.startswith(self.base) and self.spec.match_file(path[len(self.base) :])
+
+
 class _Ignored:
     """Paths that the ignore files of a folder, its subfolders and the folders above it in the repository name."""
 
     def __init__(self, root: Path) -> None:
-        self._specs: list[tuple[str, GitIgnoreSpec]] = []
+        self._git: list[_Rule] = []
+        self._docker: list[_Rule] = []
         for folder in root.parents if not (root / ".git").exists() else ():
             if any((above / ".git").exists() for above in (folder, *folder.parents)):
                 self.read(folder)
@@ -205,15 +234,38 @@ class _Ignored:
                 break
 
     def read(self, folder: Path) -> None:
-        """Add the paths that the ignore files in a folder name."""
-        for name in IGNORE_FILES:
-            if (file := folder / name).is_file():
-                lines = file.read_text(errors="replace").splitlines()
-                self._specs.append((f"{folder}/", GitIgnoreSpec.from_lines(lines)))
+        """Heed the ignore files in a folder."""
+        self._git += _rules_in(folder / ".gitignore")
+        self._docker += _rules_in(folder / ".dockerignore", anchor="/")
+
+    def has_folder(self, path: str) -> bool:
+        """Return True if git ignores a folder, whose path ends with a slash. Docker may keep files in any folder."""
+        return _is_named(self._git, path)
 
     def has(self, path: str) -> bool:
-        """Return True if a file of a folder above the path names the path. Paths of folders end with a slash."""
-        return any(path.startswith(base) and spec.match_file(path[len(base) :]) for base, spec in self._specs)
+        """Return True if git or Docker ignores a file."""
+        return _is_named(self._git, path) or _is_named(self._docker, path)
+
+
+def _is_named(rules: Sequence[_Rule], path: str) -> bool:
+    """Return True if the last of the rules that fits a path ignores the path."""
+    return next((not rule.keeps for rule in reversed(rules) if rule.fits(path)), False)
+
+
+def _rules_in(file: Path, anchor: str = "") -> Iterator[_Rule]:
+    """Yield the rules of an ignore file, without invalid lines, which git skips, too.
+
+    Args:
+        file: The ignore file, which need not exist.
+        anchor: `/` if patterns count from the file's folder only, as Docker's do.
+    """
+    with contextlib.suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines():
+            pattern = anchor + line.removeprefix("!").removeprefix(anchor or " ")
+            with contextlib.suppress(ValueError, re.error):
+                if line.strip() and not line.startswith("#"):
+                    spec = GitIgnoreSpec.from_lines([pattern])
+                    yield _Rule(base=f"{file.parent}/", keeps=line.startswith("!"), spec=spec)
 
 
 def _size_of(path: Path) -> int:

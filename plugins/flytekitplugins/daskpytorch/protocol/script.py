@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -51,14 +51,14 @@ class Script:
             SystemExit: The program has ended with another exit code than 0.
             BaseException: The program's own exception.
         """
-        copy = _place.script
-        if self.is_module:
-            run_module(self.given, *self.args)
-        elif copy is not None and str(copy) != self.file:
-            run_script(copy, *self.args)
-        else:
+        copy = _place.script if self.file is not None else None
+        if copy is not None and str(copy) != self.file:  # on another machine than the driver's
+            root = copy.parents[len(Path(self.file or "").relative_to(self.folder or "").parts) - 1]
+            _run_module(self.given, self.args, str(root)) if self.is_module else run_script(copy, *self.args)
+            return
+        with contextlib.suppress(FileNotFoundError):  # an installed program on another machine
             os.chdir(self.directory)
-            run_script(self.given, *self.args)
+        (run_module if self.is_module else run_script)(self.given, *self.args)
 
 
 # ---- In the driver --------------------------------------------------------------------------------------------------
@@ -86,7 +86,11 @@ def module_of(name: str, *args: object) -> Script:
         SyntaxError: The module's file is not a Python program.
     """
     top, *inner = name.split(".")
-    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(top)
+    finally:
+        sys.path.pop(0)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if spec is None or (spec.origin is None and not folders):
         raise ModuleNotFoundError(
@@ -94,18 +98,17 @@ def module_of(name: str, *args: object) -> Script:
             "give the path of a script.",
             name=top,
         )
-    place = Path(folders[0] if folders else str(spec.origin).removesuffix(".py")).joinpath(*inner)
-    for file in (place.with_suffix(".py"), place / "__main__.py"):
-        if file.is_file():
-            _check(file)
-            root = Path(folders[0]).parent if folders else file.parent
-            text = tuple(map(str, args))
-            return Script(given=name, is_module=True, args=text, file=str(file.resolve()), folder=str(root.resolve()))
-    raise ModuleNotFoundError(
-        f"no module {name!r}: there is neither {place.with_suffix('.py')} nor {place / '__main__.py'}. Check the "
-        "name, or add one of the files",
-        name=name,
-    )
+    text = tuple(map(str, args))
+    places = [Path(folder, *inner) for folder in folders] or [Path(str(spec.origin).removesuffix(".py"))]
+    for place in map(Path.absolute, places):
+        is_package = (place / "__init__.py").is_file()
+        for file in (place / "__main__.py", *(() if is_package else (place.with_suffix(".py"),))):
+            if file.is_file():
+                _check(file)
+                root = place.parents[len(inner)]
+                return Script(given=name, is_module=True, args=text, file=str(file), folder=str(root))
+    looked = " nor ".join(f"{place}.py nor {place / '__main__.py'}" for place in places)
+    raise ModuleNotFoundError(f"no module {name!r} that can be run: there is neither {looked}", name=name)
 
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -204,7 +207,10 @@ def run_module(name: str, *args: object) -> None:
         >>> dispatch.run(client, run_module, "fit").result()
         [None, None]
     """
+    _run_module(name, args, str(Path.cwd()))
 
+
+def _run_module(name: str, args: Sequence[object], folder: str) -> None:
     def load() -> tuple[CodeType, ModuleType]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -218,7 +224,7 @@ def run_module(name: str, *args: object) -> None:
         sys.argv[0] = spec.origin or name
         return code, main
 
-    _run(load, [name, *args], str(Path.cwd()))
+    _run(load, [name, *args], folder)
 
 
 def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object], folder: str) -> None:
@@ -300,7 +306,7 @@ def ending_as_program() -> Iterator[None]:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code with which Python ends after an exception or `sys.exit`."""
     code = (error.code or 0) if isinstance(error, SystemExit) else 1
-    return int(code) if isinstance(code, int) else 1
+    return int(code) & 0xFF if isinstance(code, int) else 1
 
 
 def describe_exit(error: SystemExit) -> str:

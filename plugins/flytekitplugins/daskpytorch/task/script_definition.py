@@ -16,6 +16,7 @@ import string
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -140,15 +141,22 @@ def files_of(script: Script) -> Mapping[str, Path]:
 def digest_of(function: TaskScript) -> str:
     """Return a text that changes with the program's code and with configuration files in its folder.
 
-    Data, files that `.gitignore` or `.dockerignore` names, and the outputs' own files do not count.
+    Data, files over 1 MiB that are not code, files that `.gitignore` or `.dockerignore` names, and the outputs' own
+    files do not count. For an installed module the versions of its distributions count.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_versions_of(function.script).encode())
     own = {Path(output.location).absolute() for output in function.outputs.values()}
     for name, path in sorted(files_of(function.script).items()):
         if (is_code(path) or path.suffix in CONFIGURATION) and own.isdisjoint([path, *path.parents]):
             with contextlib.suppress(OSError):  # removed meanwhile
                 digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def _versions_of(script: Script) -> str:
+    """Return the names and versions of the distributions of an installed module. Empty for a script."""
+    found = metadata.packages_distributions().get(script.given.partition(".")[0], ()) if script.is_module else ()
+    return " ".join(sorted(f"{name}=={metadata.version(name)}" for name in found))
 
 
 def _has_text(kind: Any, files: tuple[type, ...]) -> bool:
