@@ -27,6 +27,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client, inherited
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
+from flytekitplugins.daskpytorch.protocol.orders import without_nannys
 from processes import fork_server as own_fork_server
 from processes import is_alive, nothing_left_behind, ranks_of, until
 
@@ -54,7 +55,7 @@ class Rank:
         os.close(output_of_rank)
         self.output = os.fdopen(output, "rb", buffering=0)  # unbuffered, so that `wait` sees what is unread
         if first is not None:
-            self.channel.send(dict(os.environ))
+            self.channel.send(without_nannys(os.environ))
             self.channel.send(first)
 
     @classmethod

@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from flytekitplugins.daskpytorch import GangError, dispatch, run_module, run_script
 from flytekitplugins.daskpytorch.protocol import script as script_module
 from flytekitplugins.daskpytorch.protocol.project import Project
 from flytekitplugins.daskpytorch.protocol.script import module_of, script_of
 from gangs import on_this_machine
-from processes import nothing_left_behind
+from processes import Cluster, dask_cluster, nothing_left_behind
 
 TRAIN = """
     import argparse
@@ -137,13 +137,16 @@ def test_an_exit_code_is_the_ranks_error_with_the_scripts_own_lines(project: Pat
     assert "daskpytorch/protocol" not in text
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers with another working folder than the driver's."""
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
 @pytest.fixture
-def workers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """Two workers of another working folder, which are to be on another machine."""
-    folder = tmp_path_factory.mktemp("worker")
-    monkeypatch.chdir(folder)
-    how = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "worker_dashboard_address": None}
-    with LocalCluster(**how) as cluster, Client(cluster) as client:
+def workers(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.address) as client:
         yield client
 
 

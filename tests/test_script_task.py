@@ -32,6 +32,8 @@ class Optimizer(enum.Enum):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with a script that writes its arguments to a file."""
     monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "ACTION_NAME", "FLYTE_INTERNAL_EXECUTION_ID"):  # what pods and ranks have
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "train.py").write_text(WRITES_ARGUMENTS)
     return tmp_path
 
