@@ -151,6 +151,7 @@ def define(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any
         (folder / "flows").mkdir(exist_ok=True)
         (folder / "flows/script_flows.py").write_text(DEFINES.format(script=script))
         monkeypatch.syspath_prepend(folder / "flows")
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of a file of the same size and second
         sys.modules.pop("script_flows", None)
         return __import__("script_flows").learned
 

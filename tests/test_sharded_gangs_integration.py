@@ -143,7 +143,7 @@ def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_a
     assert len(notes.resumed_steps) >= 2, notes.texts
     assert killed["first"] == (notes.resumed_steps[-1] or 0)  # where all were killed before the first commit
     assert notes.kept_steps[-1] == NUM_STEPS
-    until(lambda: not list(cache.glob("*")), "the ranks, which end once they have delivered, to clear up")
+    until(lambda: not list(cache.glob("*")), lambda: f"the ranks to remove {[*cache.rglob('*')]}")
 
 
 @pytest.mark.parametrize("kind", ["folder", "S3"])

@@ -81,8 +81,10 @@ class ShardCopies:
         """Remove this node's copies of all shards of the gang, after the gang's last attempt."""
         self._remove_own(lambda _: True)
         if self._folder is not None:
-            with contextlib.suppress(OSError):  # another gang's copies are there
-                self._folder.rmdir()
+            steps = self._folder.glob("step-*")  # a rank that was killed may have left an empty one
+            for folder in (*steps, self._folder):
+                with contextlib.suppress(OSError):  # another gang's copies are there
+                    folder.rmdir()
 
     def _remove_own(self, is_over: Callable[[tuple[int, int]], bool]) -> None:
         if self._folder is None:
