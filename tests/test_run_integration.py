@@ -56,7 +56,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_at_a_terminal_it_is_shown_and_after_ctrl_c_the_same_command_goes_on(three: Cluster, script: Path) -> None:
     command = [str(script), three.address, "100000", "2"]
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
     terminal = pexpect.spawn(sys.executable, command, env=env, timeout=200, encoding="utf-8", dimensions=(40, 160))
     try:
         terminal.expect(r"train: starting 2 ranks on 2 workers \(CPU, gloo\)")
