@@ -38,7 +38,7 @@ LATE = {
 
 
 def is_forked() -> bool:
-    """Whether this rank has the command of its fork server."""
+    """True if this rank is a fork, which has the command line of its fork server."""
     return (
         Path("/proc/self/cmdline").read_text().split("\0")[3]
         == Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[3]
@@ -46,7 +46,7 @@ def is_forked() -> bool:
 
 
 def effects(names: tuple[str, ...]) -> dict[str, Any]:
-    """What a rank of a formed gang does, by its variables."""
+    """Return what these variables change in a rank of a formed gang."""
     import logging
     import sys
 
@@ -114,7 +114,7 @@ def test_a_variable_that_the_tasks_process_sets_between_two_gangs_acts_in_the_se
 
 
 def set_late() -> None:
-    """What scripts have at their top."""
+    """A function that sets variables too late, as scripts do at their top."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     os.environ["DATA"] = "/data"
     os.environ["PYTHONHASHSEED"] = "3"  # too late in any program

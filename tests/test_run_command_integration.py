@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """What the command does with these words."""
+    """Run the command with these words, and return its exit code and output."""
     return subprocess.run([*RUN, *map(str, words)], capture_output=True, text=True, check=False, timeout=200)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangStartError, current_rank, dispatch
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from processes import Cluster, dask_cluster, nothing_left_behind, run_program, until
 
 SCRIPT = """
@@ -111,8 +113,10 @@ def test_runs_with_a_number_of_workers_train_side_by_side(
         [a], [b] = first.result(), second.result()
         [c] = {"0", "1", "2"} - {a, b}
         assert others.stdout == f"began at [(0, '{c}')] newest 0\n", others.stderr
-        with pytest.raises(GangStartError, match=r"has 3 workers, but needs 4\. Start workers"):
+        with pytest.raises(GangStartError, match=r"has 3 workers, but needs 4\. Start workers") as kept:
             dispatch.run(client, name_when, str(tmp_path), "x", gang=Gang(workers=4))
+        with contextlib.closing(DaskAgents(client, 1)) as another:
+            assert len(another.present()) == 3, kept  # the failed call holds no worker
         assert len(dispatch.run(client, name_when, str(tmp_path), "x", gang=Gang(workers=2)).result()) == 2
         del others_task
     said = capfd.readouterr().err.splitlines()

@@ -5,6 +5,7 @@ Runs in the driver. Example: `first, *others = dispatch.run(client, train, epoch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,21 +128,25 @@ def run(
         kwargs |= {"local_rank": 0} if pass_local_rank else {}
         called = functools.partial(getattr(pytorch_function, "_task_function", pytorch_function), *args, **kwargs)
         return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
-    launcher: AgentLauncher
-    if client is None:
-        launcher, num_ranks = OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
-    else:
-        launcher = agents = DaskAgents(client, settings.workers)
-        if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
-            raise GangStartError(
-                f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
-                f"{HOW_TO_GET_WORKERS}"
-            )
-        num_ranks = agents.ranks_per_worker(settings)
-    settings = replace(settings, ranks_per_worker=num_ranks)
-    request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    call = _call(pytorch_function, args, kwargs, settings)
-    return task_run.start(call, request, launcher, launcher.num_wanted * num_ranks)
+    with contextlib.ExitStack() as undo:
+        launcher: AgentLauncher
+        if client is None:
+            launcher, num_ranks = OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
+        else:
+            launcher = agents = DaskAgents(client, settings.workers)
+            undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
+            if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
+                raise GangStartError(
+                    f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
+                    f"{HOW_TO_GET_WORKERS}"
+                )
+            num_ranks = agents.ranks_per_worker(settings)
+        settings = replace(settings, ranks_per_worker=num_ranks)
+        request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
+        call = _call(pytorch_function, args, kwargs, settings)
+        futures = task_run.start(call, request, launcher, launcher.num_wanted * num_ranks)
+        undo.pop_all()
+    return futures
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call

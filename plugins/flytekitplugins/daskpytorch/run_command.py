@@ -76,8 +76,8 @@ def main(words: Sequence[str]) -> int:
         print(f"daskpytorch run: {type(error).__name__}: {error}", file=sys.stderr)
         return BAD_INPUT
     if script.args in (("--help",), ("-h",)):  # of the program, without a gang
-        os.execv(sys.executable, [sys.executable, *(["-m"] if script.is_module else []), *_words_of(script)])  # noqa: S606
-    for option in options.without_meaning or ():
+        os.execv(sys.executable, [sys.executable, *(["-m"] if script.is_module else []), script.given, *script.args])  # noqa: S606
+    for option in options.without_meaning:
         say(f"{option} of torchrun has no effect here. `daskpytorch run --help` lists the options that have one")
     try:
         with process.heeding_sigterm(), _client_of(options) as client:
@@ -104,20 +104,16 @@ def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) ->
     if error is None:
         return 0
     print(error.__cause__ if isinstance(error.__cause__, GangError) else error, file=sys.stderr)
-    return exit_code_of(error)
+    return _code_for(error)
 
 
-def exit_code_of(error: BaseException) -> int:
+def _code_for(error: BaseException) -> int:
     """Return the exit code of a command whose gang ended with this error: the failed rank's, or 128 and its signal."""
     gang_error = error if isinstance(error, GangError) else error.__cause__
     if isinstance(gang_error, PreemptedError):
         return 128 + signal.SIGTERM
     code = gang_error.exit_code if isinstance(gang_error, GangError) else None
     return 1 if not code else code if code > 0 else 128 - code
-
-
-def _words_of(script: Script) -> list[str]:
-    return [script.given, *script.args]
 
 
 def _gang_of(options: argparse.Namespace) -> Gang:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
+from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.pieces import shared
 
@@ -54,8 +55,9 @@ def show_live(html: Callable[[], str], has_ended: Callable[[float], bool]) -> th
         is_over = False
         while not is_over:
             is_over = has_ended(REFRESH)
-            if (now := html()) != shown:
-                handle.update(HTML(shown := now))
+            with optional("updating the notebook's table"):
+                if (now := html()) != shown:
+                    handle.update(HTML(shown := now))
 
     thread = threading.Thread(target=follow, args=(shown,), name="daskpytorch-table", daemon=True)
     thread.start()

@@ -117,6 +117,9 @@ class Board:
 class Display(Observer):
     """Observer that shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
 
+    _has_row = True
+    """True if a notebook's table of all models has the account of the gang's time."""
+
     def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
         """Prepare the display.
 
@@ -216,13 +219,15 @@ class Display(Observer):
 
     def _tell_goodput(self) -> None:
         """Write the account of the gang's time, unless the gang has ended within a minute or before it had workers."""
-        is_in_table = self._board.is_quiet and bool(self._mark)  # a notebook's table has all models
+        is_in_table = self._has_row and self._board.is_quiet and bool(self._mark)
         if self._goodput is not None and self._goodput.total >= MIN_TOTAL and self._name and not is_in_table:
             self.say(str(self._goodput))
 
 
 class ProgressDisplay(Display):
     """Observer that shows the gang of a task or of `dispatch.run` on a board, including its start and its outcome."""
+
+    _has_row = False
 
     def __init__(
         self, board: Board, name: str = "", mark: str = "", *, unsaid: tuple[type[Exception], ...] = (Exception,)

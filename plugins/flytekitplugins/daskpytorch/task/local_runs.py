@@ -58,6 +58,7 @@ MAX_BYTES = 10 << 30
 CLEANING_INTERVAL = 3600.0
 """Seconds between two searches of this process for old runs, which take time with thousands of runs."""
 _cleaned_at: dict[Path, float] = {}
+"""Time of this process's newest search, by the folder of all local runs, in seconds on the monotonic clock."""
 
 
 class LocalRun:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import notebook
+from flytekitplugins.daskpytorch.process.system import optional
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
@@ -40,8 +41,9 @@ class Shown:
 
     def show_table(self) -> None:
         """In a notebook, show a table with state, step and metrics in the cell that runs now, until `conclude`."""
-        if notebook.is_notebook():
-            self._tables.append(notebook.show_live(functools.partial(_table_of, self.recorder), self._is_over.wait))
+        with optional("showing the notebook's table"):
+            if notebook.is_notebook():
+                self._tables.append(notebook.show_live(functools.partial(_table_of, self.recorder), self._is_over.wait))
 
     def places(self) -> dict[str, str]:
         """Return places of the training's checkpoints, log files and tracker pages, by name such as `checkpoints`.
@@ -65,8 +67,8 @@ class Shown:
             how: Outcome: `done`, or another word.
             places: Paths and URLs in addition to those of `places`, by name.
         """
-        advice = self.run.advice() if self.run is not None and how != "done" else None
         self._is_over.set()
+        advice = self.run.advice() if self.run is not None and how != "done" else None
         self.display.conclude(how, {**(places or {}), **self.places()}, advice)
         for table in self._tables:
             table.join(TABLE_TIMEOUT)
