@@ -54,6 +54,7 @@ def train(folder):
 TORCHRUN = f"""{TRAIN}
 distributed.init_process_group("gloo")
 train(sys.argv[1])
+distributed.destroy_process_group()
 """
 
 SPAWN = f"""{TRAIN}
