@@ -121,6 +121,7 @@ def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
         (["missing.py"], "no script at this path"),
         (["-m", "nowhere"], "no module 'nowhere'"),
         (["notes.txt"], "SyntaxError"),
+        (["."], "a folder instead of a script"),
         (["--max-restarts", "-1", "train.py"], "max_restarts"),
         (["--nproc", "0", "train.py"], "must be a whole number from 1 up"),
         (["--env", "LR", "train.py"], "must be NAME=VALUE"),

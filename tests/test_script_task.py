@@ -107,6 +107,17 @@ def test_a_missing_output_names_the_path_and_the_working_folder(folder: Path) ->
         enter(RankContext())
 
 
+def test_a_file_of_an_earlier_run_is_told_apart_from_what_the_program_has_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.pt").write_text("of yesterday")
+    (folder / "seen.txt").write_text("of yesterday")
+    task = made(output_locs=[SEEN, OutputLocation(var="model", var_type=FlyteFile, location="model.pt")])
+    task.task_function()
+    told = [line for line in capsys.readouterr().err.splitlines() if "was there before" in line]
+    assert told == [f"output model: {folder}/model.pt was there before {folder}/train.py started, and is unchanged"]
+
+
 def test_a_local_output_is_to_be_copied_as_the_next_run_writes_the_file_again(folder: Path) -> None:
     folder_of_all = OutputLocation(var="all", var_type=FlyteDirectory, location=".")
     file, directory = made(output_locs=[SEEN, folder_of_all]).task_function()

@@ -58,7 +58,7 @@ def ScriptTask(  # noqa: N802 - the name that it has for flytekit
         FileNotFoundError: The script is neither beside the module nor in the working folder.
         SyntaxError: The program is not Python.
     """
-    inputs, config = dict(inputs or {}), environment.plugin_config
+    inputs, output_locs, config = dict(inputs or {}), output_locs or (), environment.plugin_config
     is_known = isinstance(config, (DaskDDP, SpawnDDP))
     function = function_of(
         Flyte2Script,

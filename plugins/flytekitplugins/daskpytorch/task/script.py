@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.script import Script
 
 
@@ -67,11 +68,14 @@ class TaskScript:
         """
         folder, given = Path.cwd(), _Inputs(values, self._text_of)
         places = {name: output.location.format(inputs=given) for name, output in self.outputs.items()}
+        before = {name: _stamp(folder / place) for name, place in places.items()}
         # The ranks of a task are in the working folder already, which may be another than at the task's definition.
         replace(self.script, args=tuple(self._words(given, places)), directory=str(folder))()
         if not current_rank().is_main:
             return None
-        made = tuple(self._output_of(name, self._left(name, folder / place)) for name, place in places.items())
+        made = tuple(
+            self._output_of(name, self._left(name, folder / place, before[name])) for name, place in places.items()
+        )
         return made if len(made) > 1 else next(iter(made), None)
 
     def _words(self, given: _Inputs, places: Mapping[str, str]) -> Iterator[str]:
@@ -87,14 +91,21 @@ class TaskScript:
             else:
                 yield word.format(inputs=given, outputs=_Inputs(places, str))
 
-    def _left(self, name: str, path: Path) -> Path:
+    def _left(self, name: str, path: Path, before: tuple[int, int] | None) -> Path:
         """Return the path of an output after a check that the program has left the file or folder there.
+
+        Args:
+            name: Name of the output.
+            path: Path of the output.
+            before: Stamp of the file before the program's start. An unchanged file is reported.
 
         Raises:
             FileNotFoundError: The program has not left the output.
         """
         output = self.outputs[name]
         if path.is_dir() if output.is_folder else path.is_file():
+            if before is not None and not output.is_folder and _stamp(path) == before:
+                say(f"output {name}: {path} was there before {self.script.given} started, and is unchanged")
             return path
         kind = "folder" if output.is_folder else "file"
         raise FileNotFoundError(
@@ -126,6 +137,15 @@ class _Inputs:
 
     def __getattr__(self, name: str) -> Any:
         return self._convert(self._values[name])
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return inode and time of the last change of a file. None: no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _option(name: str, value: Any) -> Iterator[str]:
