@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.brain import Brain
+from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -26,6 +28,7 @@ from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import framing, messages
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, Halted, NextCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
@@ -113,6 +116,10 @@ class Rank:
     """Which sharded checkpoint it writes, or will write next."""
     has_written: bool = False
     """It has reported what came of that."""
+    call: int | None = None
+    """The call of a staying gang that it runs."""
+    to_end: tuple[int, int | None] | None = None
+    """The call that it was told to leave, and after how many collectives."""
 
 
 @dataclass(eq=False)
@@ -214,6 +221,18 @@ class Watcher(Observer):
             raise self.wish
 
 
+@dataclass
+class OfStaying:
+    """What the ranks of a staying gang have done."""
+
+    begun: list[tuple[int, int]] = field(default_factory=list)
+    """Ranks, and the calls that they have begun."""
+    freed: list[tuple[int, int]] = field(default_factory=list)
+    """The same with the kept values that they have freed."""
+    num_collectives: dict[int, int] = field(default_factory=dict)
+    """Numbers of collectives with which ranks halt."""
+
+
 class World:
     """One gang."""
 
@@ -225,9 +244,14 @@ class World:
         ranks_per_worker: int = 1,
         may_stand_still: bool = False,
         storage: StoragePaths | None = None,
+        calls: Calls | None = None,
         **settings: Any,
     ) -> None:
-        """Gather the workers. `may_stand_still`: a gap of the clock is a time in which the driver did not run."""
+        """Gather the workers.
+
+        `calls`: those of a staying gang. `may_stand_still`: a gap of the clock is a time in which the driver did not
+        run.
+        """
         self.clock = Clock()
         self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
         self.folder = folder
@@ -275,8 +299,9 @@ class World:
             num_least=settings.get("min_workers") or num_workers,
             clock=self.clock,
         )
-        what = {"name": "m.train", "call": b"", "ranks_per_worker": ranks_per_worker, "storage": storage}
-        request = Request(**what, settings=self.settings)
+        self.of_staying = OfStaying()
+        what = {"name": "m.train", "ranks_per_worker": ranks_per_worker, "storage": storage}
+        request = Request(**what, call=b"" if calls is None else None, calls=calls, settings=self.settings)
         self.register.launch(self.cluster.workers)
         self.state = GangState(
             request,
@@ -420,7 +445,7 @@ class World:
                 agent.is_closed = True
                 self.lose(agent)
 
-    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
+    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:  # noqa: C901 - a case for each order
         if isinstance(order, Kept):
             agent.kept = [checkpoint.step for checkpoint in order.checkpoints]
         if isinstance(order, Release) and order.last_call:
@@ -437,6 +462,17 @@ class World:
                     self.report(agent, rank.rank, Remembered(self.recalled.get(rank.rank)))
                 case Settled():
                     self._settle(agent, rank, order)
+                case NextCall(number=number):
+                    self._call(rank, number)
+                case EndCall(number, at):
+                    rank.to_end = number, at
+                    if at is None:
+                        self.report(agent, rank.rank, Halted(number, self.of_staying.num_collectives.get(rank.rank, 1)))
+                case Forget(number):
+                    self.of_staying.freed.append((rank.rank, number))
+                case Finish():
+                    rank.has_delivered = True
+                    self.report(agent, rank.rank, Returned(rank.rank))
                 case Leave() if rank.has_delivered:
                     self.leave(agent, rank.rank, 0)
 
@@ -448,6 +484,23 @@ class World:
         agent.attempt, agent.has_sources, agent.places = order.job.attempt, True, order.places
         step = order.job.checkpoint.step if order.job.checkpoint else 0
         agent.ranks = {place.rank: Rank(place.rank, step=step) for place in order.places}
+
+    def _call(self, rank: Rank, number: int) -> None:
+        if rank.call is not None or rank.has_delivered or not rank.is_ready:
+            self.complaints.append(f"rank {rank.rank} was told to begin call {number} while it had other work")
+        rank.call = number
+        self.of_staying.begun.append((rank.rank, number))
+
+    def end_call(self, rank: int, error: Exception | None = None, num_collectives: int = 1) -> None:
+        """A rank of a staying gang returns from its call, or raises."""
+        [agent] = [agent for agent in self.connected() if rank in agent.ranks]
+        number, agent.ranks[rank].call = agent.ranks[rank].call, None
+        assert number is not None
+        failure = Failure.of(error, self.clock()) if error is not None else None
+        value = pickle.dumps((number, rank)) if error is None else None
+        self.report(
+            agent, rank, CallEnded(number=number, value=value, failure=failure, num_collectives=num_collectives)
+        )
 
     def _stop_by_itself(self, agent: Agent) -> None:
         """Its ranks save, and return, at the call of `should_stop` that turns true."""

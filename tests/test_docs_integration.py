@@ -109,6 +109,15 @@ def test_the_profiled_example_leaves_a_trace_of_each_rank(tmp_path: Path) -> Non
     assert {trace["distributedInfo"]["rank"] for trace in traces} == {0, 1}
 
 
+def test_the_example_of_a_gang_that_stays_trains_on_from_call_to_call(tmp_path: Path) -> None:
+    *trainings, evaluation = run_example("phases.py", tmp_path).stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in trainings]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    first, second = literal_eval(evaluation)
+    assert first == second
+
+
 def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> None:
     done = run_example("goodput.py", tmp_path)
     account = r"goodput \d+ %: [\d.]+ s of ([\d.]+) s stepping; starting [\d.]+ s"

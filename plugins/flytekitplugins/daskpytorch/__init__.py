@@ -75,5 +75,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Add the magic `%%ranks` to IPython. `%load_ext flytekitplugins.daskpytorch` calls this function."""
+    import_module(f"{__name__}.task.cells").load(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *MODULES, *NAMES})

@@ -26,6 +26,7 @@ from flytekitplugins.daskpytorch.driver.request import (
     key_of,
     note_unfinished,
     request_for,
+    request_for_calls,
     take_keys,
 )
 from flytekitplugins.daskpytorch.errors import GangStartError
@@ -39,12 +40,13 @@ from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.run import Call, RunFutures
+from flytekitplugins.daskpytorch.task.staying import StayingGang
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 
-__all__ = ["map", "run"]
+__all__ = ["gang", "map", "run"]
 
 
 def run(
@@ -112,11 +114,7 @@ def run(
         [15.0, 15.0]
     """
     problems = Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN)
-    if client is None and isinstance(gang, Gang):
-        problems.check(
-            "gang.min_workers", checks.must_be("left out without a client", lambda value: value in (None, 1))
-        )
-        problems.check("gang.workers", checks.left_out(" without a client; ranks_per_worker is the number of ranks"))
+    _check_without_client(problems, client, gang)
     problems.raise_any()
     pytorch_function, args = as_script(pytorch_function, args)
     check_function(pytorch_function)
@@ -129,24 +127,72 @@ def run(
         called = functools.partial(getattr(pytorch_function, "_task_function", pytorch_function), *args, **kwargs)
         return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
     with contextlib.ExitStack() as undo:
-        launcher: AgentLauncher
-        if client is None:
-            launcher, num_ranks = OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
-        else:
-            launcher = agents = DaskAgents(client, settings.workers)
-            undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
-            if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
-                raise GangStartError(
-                    f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
-                    f"{HOW_TO_GET_WORKERS}"
-                )
-            num_ranks = agents.ranks_per_worker(settings)
+        launcher, num_ranks = _launcher(client, settings, undo)
         settings = replace(settings, ranks_per_worker=num_ranks)
         request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
         call = _call(pytorch_function, args, kwargs, settings)
         futures = task_run.start(call, request, launcher, launcher.num_wanted * num_ranks)
         undo.pop_all()
     return futures
+
+
+def gang(
+    client: Client | None = None, *, nproc: int | Literal["auto"] | None = None, gang: Gang | None = None
+) -> StayingGang:
+    """Start a gang whose ranks stay, for call after call with loaded models, data, process group and GPUs.
+
+    Between calls, ranks keep their processes, the process group, imported modules and what `keep` has put there. An
+    idle gang takes no processor time. Leave the `with` block, or call `close`, to end the ranks.
+
+    A gang that stays never restarts: a rank that is lost, hangs or leaves others in a collective ends the gang. Each
+    later call then says why. With `gang.checkpoint_uri`, a new gang goes on from the newest checkpoint.
+
+    Args:
+        client: Client of a Dask cluster whose workers have this package. None: the ranks run on this node without Dask.
+        nproc: Number of ranks on this node, without a client. `auto`: one per GPU, or one without GPUs. None:
+            `gang.ranks_per_worker`.
+        gang: Settings of the gang, except `max_restarts`, which has no effect. None: the defaults.
+
+    Returns:
+        The gang, whose ranks have met. `call(function, *args, **kwargs)` calls a function in every rank, and returns a
+        future per rank. `keep(function, *args, **kwargs)` keeps the return values in the ranks, and returns a
+        reference that later calls take as an argument.
+
+    Raises:
+        GangStartError: The gang did not start, as for `run`.
+        ValueError: An argument is invalid, or `run` would refuse `gang`. Or debug mode is on, which has no gang.
+
+    Examples:
+        >>> import torch
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> def load(size: int) -> torch.Tensor:
+        ...     return torch.full((size,), float(current_rank().rank + 1))
+        >>> def total(values: torch.Tensor) -> float:
+        ...     result = values.sum()
+        ...     torch.distributed.all_reduce(result)
+        ...     return result.item()
+        >>> with dispatch.gang(client) as gang:
+        ...     values = gang.keep(load, 10)
+        ...     print(gang.call(total, values).result())
+        [30.0, 30.0]
+    """
+    problems = Problems("dispatch.gang", SimpleNamespace(**locals()), RULES_OF_GANG)
+    settings = replace(gang or Gang(), max_restarts=0) if isinstance(gang, Gang | None) else Gang()
+    problems.unless(client is None or nproc is None, "nproc", "None with a client: see Gang(ranks_per_worker=...)")
+    has_number = settings.ranks_per_worker != "auto"
+    problems.unless(nproc is None or not has_number, "nproc", "None with Gang(ranks_per_worker=...)")
+    problems.unless(not is_debugging(settings), "gang", "without debug mode, in which dispatch.run calls functions")
+    _check_without_client(problems, client, gang)
+    problems.raise_any()
+    if nproc is not None:
+        settings = replace(settings, ranks_per_worker=num_ranks_here(nproc, settings.backend))
+    with contextlib.ExitStack() as undo:
+        launcher, num_ranks = _launcher(client, settings, undo)
+        settings = replace(settings, ranks_per_worker=num_ranks)
+        request = request_for_calls(settings)
+        staying = StayingGang(_call(_gang, (), {}, settings), request, launcher, launcher.num_wanted * num_ranks)
+        undo.pop_all()
+    return staying
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -251,6 +297,28 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     )
 
 
+def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:
+    if client is None and isinstance(gang, Gang):
+        problems.check(
+            "gang.min_workers", checks.must_be("left out without a client", lambda value: value in (None, 1))
+        )
+        problems.check("gang.workers", checks.left_out(" without a client; ranks_per_worker is the number of ranks"))
+
+
+def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, int]:
+    """Return the launcher of a gang's agents, which `undo` closes, and the number of ranks per worker."""
+    if client is None:
+        return OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
+    agents = DaskAgents(client, settings.workers)
+    undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
+    if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
+        raise GangStartError(
+            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
+            f"{HOW_TO_GET_WORKERS}"
+        )
+    return agents, agents.ranks_per_worker(settings)
+
+
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> Call:
     again = call_of(function, args, kwargs, settings)
     [key] = take_keys(function, settings.key, call=again)
@@ -265,6 +333,13 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     )
 
 
+def _gang() -> None:
+    """Give a gang that stays its name, its key and its folders, as a function of the user's program."""
+
+
+_gang.__module__, _gang.__qualname__ = "__main__", "gang"
+
+
 def _tell_of_resume() -> None:
     asked = os.environ.get(local_runs.RESUME_VARIABLE)
     if asked and local_runs.local_run.get() is None:
@@ -272,6 +347,11 @@ def _tell_of_resume() -> None:
             f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.map outside a task. To go on from an "
             "earlier call, give both calls the same storage=..."
         )
+
+
+def _is_number_of_ranks(nproc: object) -> bool:
+    is_number = isinstance(nproc, int) and not isinstance(nproc, bool) and 1 <= nproc <= checks.MAX_COUNT
+    return is_number or nproc in ("auto", None)
 
 
 def _is_ordered(experiments: object) -> bool:
@@ -286,6 +366,11 @@ RULES = {
     "gang": checks.optional(checks.instance_of(Gang)),
 }
 RULES_OF_RUN = RULES | {"pass_local_rank": checks.BOOLEAN, "client": checks.optional(CLIENT)}
+RULES_OF_GANG = {
+    "client": checks.optional(CLIENT),
+    "gang": checks.optional(checks.instance_of(Gang)),
+    "nproc": checks.must_be("a whole number of ranks from 1 up, or auto", _is_number_of_ranks),
+}
 RULES_OF_MAP = RULES | {
     "experiments": checks.must_be("a list or another iterable that has an order, or a Search", _is_ordered),
     "stop_early": checks.optional(checks.instance_of(EarlyStopping)),

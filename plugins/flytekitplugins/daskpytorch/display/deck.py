@@ -65,6 +65,8 @@ class Recorder(Observer):
     resumed = _recorded(Story.resumed)
     placed = _recorded(Story.placed)
     formed = _recorded(Story.formed)
+    calling = _recorded(Story.calling)
+    called = _recorded(Story.called)
     _logged = _recorded(Story.logged)
     kept = _recorded(Story.kept)
     keeps = _recorded(Story.keeps)

@@ -32,6 +32,10 @@ class Log(Observer):
             self.records.append(bare := record.bare())
             self.newest = {**self.newest, **bare.metrics}  # a new dictionary, since other threads read the old one
 
+    def calling(self, name: str) -> None:
+        """Remove the records of a staying gang's earlier calls."""
+        self.cut(())
+
     def resumed(self, step: int) -> None:
         """Restore an earlier call's records up to `step`, the step of the checkpoint that the gang resumes from."""
         self.cut(self._before, step)

@@ -85,6 +85,17 @@ class MachineLog(Observer):
         """Log the seconds from the request for the gang until all ranks had joined the process group."""
         self._tell("formed", seconds=seconds)
 
+    def calling(self, name: str) -> None:
+        """Log the begin of a staying gang's call."""
+        self._tell("calling", name=name)
+
+    def called(self, name: str, error: Exception | None) -> None:
+        """Log the end of a staying gang's call with its error, at level ERROR for a failure."""
+        if error is None:
+            self._tell("called", name=name)
+        else:
+            self._tell("called", logging.ERROR, name=name, text=str(error), error=type(error).__name__)
+
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Log each line of a rank's output. A line that is this package's own JSON object keeps its fields."""
         for line in lines:

@@ -26,7 +26,7 @@ MAX_USAGE_POINTS = 400
 """Maximum number of points of a rank's curve of CPU, memory or GPU usage."""
 STEPS = "optimizer steps per second"
 """Title of the chart of optimizer steps. Steps of log records have another chart, since users number them freely."""
-WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
+WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Story(Observer):
     """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
     goodput: Goodput | None = None
     checkpoints: Sequence[SavedCheckpoint] = ()
+    call: str = ""
+    """Name of the function that a gang which stays runs, or has run last. Empty in a gang of one call."""
     record: LogRecord | None = None
     """Newest log record of rank 0 in the current attempt. None before the first record."""
     rate: Pace = field(default_factory=Pace)
@@ -98,8 +100,8 @@ class Story(Observer):
         """Present state of the training."""
         if self.outcome is not None:
             return self.outcome
-        if self._now is not None and self._now[0] == TRAINING:
-            return State("training", "busy")
+        if self._now is not None and self._now[0] in (TRAINING, IDLE):
+            return State(*self._now)
         return State("starting again", "warn") if self.restarts else State("starting", "idle")
 
     @property
@@ -150,6 +152,21 @@ class Story(Observer):
             if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
                 self._spoilt.add(name)
                 self._tell(f"{name} is {value:g} at step {record.step:,}", "bad")
+
+    def calling(self, name: str) -> None:
+        """Record the begin of a staying gang's call, whose metrics replace those of the call before."""
+        self.call = name
+        self.metrics, self.record, self._paced = Metrics(), None, None
+        self.rate.clear()
+        self._spoilt.clear()
+        self._tell(f"calls {name}")
+        self._enter((TRAINING, "busy"))
+
+    def called(self, name: str, error: Exception | None) -> None:
+        """Record the end of a staying gang's call."""
+        if error is not None:
+            self._tell(f"{name} raised {type(error).__name__}: {error}", "bad")
+        self._enter((IDLE, "idle"))
 
     def kept(self, step: int) -> None:
         """Record a committed checkpoint. Consecutive checkpoints are one event."""

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left, size_of
+from flytekitplugins.daskpytorch.display.training import GIB, Pace, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
-from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord, RankUsage
 from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import name_of
 
@@ -42,6 +42,9 @@ LARGE_RATE = 10.0
 """Smallest rate, in steps per second, that is shown as a whole number."""
 MAX_LEFT = 1e9
 """Longest estimate of a training's remaining time, in seconds, that is shown."""
+
+MIN_CALL = 1.0
+"""Seconds that a call of a gang that stays must take for a line at its end, if the call has logged nothing."""
 
 
 class Board:
@@ -86,6 +89,10 @@ class Board:
         """Show a record's metrics and the pace in a live line."""
         text = describe_record(record, self._shown)
         self.bars.update(line, completed=num_done(record), total=record.num_steps, text=text, pace=pace)
+
+    def rename(self, line: TaskID, name: str, text: str) -> None:
+        """Show another name and a text in a live line, without metrics and pace."""
+        self.bars.update(line, name=name, text=text, pace="", completed=0, total=None)
 
     def remove(self, line: TaskID) -> None:
         """Remove a live line."""
@@ -246,6 +253,13 @@ class ProgressDisplay(Display):
         """True once `conclude` was called."""
         self._unsaid = unsaid
         self._began_at = time.monotonic()
+        self._gang = self._name
+        """Name of a gang that stays. Its present call gives the other name."""
+        self._has_calls = False
+        self._called_at: float | None = None
+        """Time at which the present call of a gang that stays has begun. None between its calls."""
+        self._memory: dict[int, int] = {}
+        """Main and GPU memory of each rank of a gang that stays, in bytes."""
         self._newest: LogRecord | None = None
         """Newest record of rank 0, completed by the newest values of earlier records' metrics. None before the first
         record."""
@@ -267,6 +281,36 @@ class ProgressDisplay(Display):
         if record.rank == 0:
             known = {**(self._newest.metrics if self._newest is not None else {}), **record.metrics}
             self._newest = replace(record, metrics=known if len(known) <= MAX_METRICS else record.metrics)
+
+    def calling(self, name: str) -> None:
+        """Show a call of a gang that stays in the live line."""
+        self._has_calls, self._called_at = True, time.monotonic()
+        self._name, self._newest = name.rpartition(".")[2], None
+        self._pace.clear()
+        self._metrics.clear()
+        if self._line is not None:
+            self._board.rename(self._line, self._name, "")
+
+    def called(self, name: str, error: Exception | None) -> None:
+        """Write how a call of a gang that stays has ended, if the call has failed, logged or taken a second."""
+        seconds = time.monotonic() - (self._called_at or 0.0)
+        if error is not None or self._newest is not None or seconds >= MIN_CALL:
+            values = f", {describe_record(self._newest)}" if self._newest is not None else ""
+            how = "done" if error is None else "failed"
+            self.say(f"{how} after {duration(seconds)}{values}")
+        self._name, self._called_at, self._newest = self._gang, None, None
+        self._show_idle()
+
+    def used(self, usage: RankUsage) -> None:
+        """Show the memory that the ranks hold between calls."""
+        if self._has_calls and self._called_at is None:
+            self._memory[usage.rank] = usage.memory + (usage.gpu_memory or 0)
+            self._show_idle()
+
+    def _show_idle(self) -> None:
+        if self._line is not None:
+            held = sum(self._memory.values()) / GIB
+            self._board.rename(self._line, self._name, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
 
     def restarting(self, reason: str, step: int | None) -> None:
         """Remove the gang's live line, and forget the metrics, which will be logged again."""

@@ -137,6 +137,10 @@ class Attempt:
     """Newest collectives of each rank that failed, aborts or answered a `Locate` order. None: no flight record."""
     final: dict[int, Recalled | None] = field(default_factory=dict)
     """The part of `remembered` that ranks reported with their failure or before an abort."""
+    at_rest: set[int] = field(default_factory=set)
+    """Ranks of a staying gang that wait for the next call."""
+    call_failures: dict[int, Failure] = field(default_factory=dict)
+    """Exceptions of the present call of a staying gang that leave the gang alive, unless other ranks wait for ever."""
     standing: set[int] = field(default_factory=set)
     """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
@@ -190,8 +194,8 @@ class Attempt:
 
     @property
     def running(self) -> list[int]:
-        """Ranks whose function has neither returned nor failed."""
-        ended = self.results.keys() | self.exits.keys() | self.failures.keys()
+        """Ranks whose function, or whose present call, has neither returned nor failed."""
+        ended = self.results.keys() | self.exits.keys() | self.failures.keys() | self.at_rest
         return [rank for rank in self.places if rank not in ended]
 
     @property
@@ -280,6 +284,22 @@ class Attempt:
         self.prompts.forget(rank)
         self._has_independent_failure |= not failure.is_consequence
 
+    def begin_call(self) -> None:
+        """Record that all ranks of a staying gang begin a call."""
+        self.at_rest.clear()
+        self.call_failures.clear()
+        self.standing.clear()
+        self.note_sign_of_life()
+
+    def note_call_failure(self, rank: int, failure: Failure) -> None:
+        """Record that a call of a staying gang has raised an exception in a rank, which lives on."""
+        self.call_failures[rank] = failure
+        self.hangs_at = 0.0  # the other ranks get less time from now on
+
+    def exit_in_call(self, rank: int) -> RankExit:
+        """Return the end of the present call in a rank that has raised an exception, in the form of an exit."""
+        return self._exit(rank, exitcode=1, log_tail="", time=time.time())
+
     def explain_failure(self) -> None:
         """Set `difference` if a mismatch of the ranks' collectives may explain a failure."""
         stacks = {rank: located.stacks for rank, located in self.located.items()}
@@ -323,7 +343,11 @@ class Attempt:
     def root_failure(self) -> RankExit:
         """Return the exit that, as far as known, caused the others."""
         here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
-        for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # not ended yet
+        for rank in {
+            *self.failures,
+            *self.call_failures,
+            *([self.hang[0]] if self.hang else []),
+        } - here.keys():  # not ended yet
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
         root_failure = find_root_failure(here.values())
         return replace(root_failure, difference=self.difference) if root_failure.may_be_of_collective else root_failure
@@ -354,7 +378,7 @@ class Attempt:
             rank=rank,
             worker=node.worker,
             host=node.host,
-            failure=self.failures.get(rank),
+            failure=self.failures.get(rank) or self.call_failures.get(rank),
             hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
             is_deadlock=self.is_deadlock and self.hang is not None and self.hang[0] == rank,
             step=self.steps.get(rank),

@@ -14,6 +14,9 @@ from flytekitplugins.daskpytorch.protocol.failure import RankExit, without_ours
 
 REPEATED = "the same error came at the same step twice"
 """Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
+NO_RESTARTS = "max_restarts is 0"
+STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
+"""Reason for no restart of a gang that stays, which has a limit of 0."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -193,13 +196,15 @@ class FailurePolicy:
     """Limits restarts by two separate budgets: for losses of infrastructure, and for errors of the function."""
 
     limit: int
+    without: str = NO_RESTARTS
+    """Reason for no restart with a limit of 0."""
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:
         """Return why the gang ends after this failure. None: the gang may restart."""
         alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
         if self.limit == 0:
-            return "max_restarts is 0"
+            return self.without
         if failure.is_final:
             return "its debugger was told to quit" if failure.is_quit else "it is certain to come again"
         if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):

@@ -18,7 +18,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, error_of
+from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.hang_watch import ANSWER_TIME, HangWatch
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.start import start_attempt
@@ -71,7 +71,8 @@ class Brain:
         self._saving = state.saving
         self._deadlines = state.deadlines
         self._now = state.now
-        self._policy = FailurePolicy(self._settings.max_restarts)
+        self._calls = state.calls
+        self._policy = FailurePolicy(self._settings.max_restarts, NO_RESTARTS if self._calls is None else STATE_IS_GONE)
         self._number = 0
         self._is_growing = False
         self._late: set[int] = set()
@@ -181,6 +182,8 @@ class Brain:
         attempt, now = self._attempt, self._now()
         if attempt.is_over:
             return self._begin_to_settle()
+        if self._calls is not None:
+            self._calls.go_on(attempt, self._observers, is_stopping=self._state.stop_request is not None)
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
         if is_time or self._state.is_cancelled or self._observers.stopped_early is not None:
             return self._stop()
@@ -225,7 +228,7 @@ class Brain:
             return self._state.stop_request.pursue(attempt)
         if self._watch.is_hung():
             return True
-        if len(attempt.ranks_of) < self._agents.num_wanted:
+        if len(attempt.ranks_of) < self._agents.num_wanted and self._calls is None:
             # A restart right after a checkpoint loses no steps.
             self._is_growing = has_kept and not attempt.results and self._agents.can_grow(attempt.ranks_of)
             with contextlib.suppress(ConnectionError):  # the workers leave by themselves after their scheduler
@@ -296,7 +299,8 @@ class Brain:
         self._ended_at = self._now()
         if attempt.is_failing and attempt.hang is None:
             attempt.explain_failure()
-        if attempt.has_delivered and not attempt.has_stopped_early and not self._state.is_cancelled:
+        is_stopped = attempt.has_stopped_early or (self._calls is not None and self._state.stop_request is not None)
+        if attempt.has_delivered and not is_stopped and not self._state.is_cancelled:
             if (count := len(attempt.ranks_of)) < (num_wanted := self._agents.num_wanted):
                 self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude

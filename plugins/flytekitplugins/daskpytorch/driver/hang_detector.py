@@ -65,17 +65,17 @@ class Stillness:
             self.slowest = max(self.slowest, self.still_for(rank, now))
             self._num_moves[rank], self._moved_at[rank] = num_moves, now
 
-    def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"]) -> float:
+    def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"], least: float = LEAST_TIMEOUT) -> float:
         """Return the time from which these ranks count as hung if all stay silent. Infinity without ranks.
 
         With a timeout in seconds, the rank with the longest silence decides. With `auto`, the rank with the shortest
-        silence decides.
+        silence decides, and `least` is the minimum number of seconds.
         """
         moved_at = [self._moved_at[rank] for rank in ranks]
         if not moved_at:
             return math.inf
         if timeout == "auto":
-            return max(moved_at) + max(LEAST_TIMEOUT, SLOWNESS * self.slowest)
+            return max(moved_at) + max(least, SLOWNESS * self.slowest)
         return min(moved_at) + timeout
 
     def still_for(self, rank: int, now: float) -> float:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.hang_detector import (
+    LEAST_TIMEOUT,
     Look,
     RankState,
     look_at,
@@ -28,6 +29,9 @@ deadlock."""
 MAX_INTERVAL = 30.0
 """Maximum number of seconds between two requests for the stacks of ranks that stand still. The pause grows while the
 stacks show ranks at work, as in steps of several minutes."""
+
+LEFT_TIMEOUT = 20.0
+"""Minimum hang timeout with `hang_timeout="auto"`, in seconds, after a staying gang's call has failed in a rank."""
 
 
 class HangWatch:
@@ -116,7 +120,8 @@ class HangWatch:
         if self._timeout is None or attempt.stillness is None or attempt.prompts.debugged or self._is_committing():
             return None
         if self._now() >= attempt.hangs_at:  # avoids a loop over all ranks
-            attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, self._timeout)
+            least = LEFT_TIMEOUT if attempt.call_failures else LEAST_TIMEOUT
+            attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, self._timeout, least)
         return attempt.hangs_at
 
     def _all_stand(self) -> bool:
@@ -124,7 +129,7 @@ class HangWatch:
         attempt = self._attempt
         if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged or self._is_committing():
             return False
-        num_ended = len(attempt.results) + len(attempt.failures) + len(attempt.exits)
+        num_ended = len(attempt.results) + len(attempt.failures) + len(attempt.exits) + len(attempt.at_rest)
         if attempt.has_delivered or len(attempt.standing) + num_ended < attempt.world_size:
             return False  # without a loop over all ranks for each event
         running = attempt.running
@@ -201,7 +206,7 @@ class HangWatch:
         now, located = self._now(), attempt.located
         return {
             rank: RankState(
-                is_done=rank in attempt.results,
+                is_done=rank in attempt.results or rank in attempt.at_rest,
                 num_collectives=located[rank].num_collectives if rank in located else None,
                 num_moves=located[rank].num_moves if rank in located else None,
                 num_bytes=located[rank].num_bytes if rank in located else None,

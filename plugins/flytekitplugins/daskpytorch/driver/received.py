@@ -138,11 +138,14 @@ class ReceivedResults:
             rank: The rank.
             small: Pickled value from the rank's report. None if pieces or a file carried the value.
         """
-        if small is None and (mapped := self._returned[rank][0].mapped) is not None:
-            del self._returned[rank]
-            return mapped.load()
-        with self.open_returned(rank, small) as file:
-            return pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
+        return self.take_returned(rank, small)()
+
+    def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
+        """Remove a rank's return value, and return a function that unpickles the value, once and in any thread."""
+        parts = self._returned.pop(rank) if small is None else []
+        if parts and (mapped := parts[0].mapped) is not None:
+            return mapped.load
+        return lambda: pickle.load(self._file_of(parts, small))  # noqa: S301 - from our own rank, by its connection
 
     def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
         """Return a file with a rank's pickled return value. Open each value only once.
@@ -151,9 +154,10 @@ class ReceivedResults:
             rank: The rank.
             small: Pickled value from the rank's report. None if pieces carried the value.
         """
-        if small is not None:
-            return io.BytesIO(small)
-        return io.BufferedReader(Reader(self._take(self._returned.pop(rank))))
+        return self._file_of(self._returned.pop(rank) if small is None else [], small)
+
+    def _file_of(self, parts: list[Kept], small: bytes | None) -> IO[bytes]:
+        return io.BytesIO(small) if small is not None else io.BufferedReader(Reader(self._take(parts)))
 
     def drop_returned(self) -> None:
         """Free the space used by unread return values."""

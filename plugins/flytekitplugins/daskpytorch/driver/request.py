@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -35,8 +36,8 @@ class Request:
 
     name: str
     """Function name or task name."""
-    call: bytes
-    """The pickled call of the user's function, without the memory in `large`."""
+    call: bytes | None
+    """The pickled call of the user's function, without the memory in `large`. None: the gang stays, with `calls`."""
     large: SharedMemory | None = field(default=None, repr=False)
     """Large arguments of the call. None without large arguments."""
     ranks_per_worker: int
@@ -64,6 +65,8 @@ class Request:
     """The program that ranks run as their `__main__`. None: ranks call a function."""
     key: str = ""
     """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
+    calls: Calls | None = field(default=None, repr=False, compare=False)
+    """Calls of a gang that stays. None in a gang of one call."""
     keep: object = field(default=None, repr=False, compare=False)
     """The call's function and arguments, referenced until the gang's end. Dask then keeps the data of Dask futures
     among the arguments."""
@@ -90,25 +93,49 @@ def request_for(
         code: The project's packed sources. By default, the supervisor packs them.
         execution: Flyte execution in which the user asked for the gang. None uses this thread's execution.
     """
-    in_ranks = (execution or current_execution()).in_ranks()
+    call, memory = packed(function, args, kwargs)
+    request = _request(settings, execution or current_execution(), name=name_of(function), call=call)
+    return replace(
+        request,
+        large=memory,
+        pass_local_rank=pass_local_rank,
+        code=code,
+        script=function if isinstance(function, Script) else None,
+        keep=(function, args, kwargs),
+    )
+
+
+def request_for_calls(settings: Gang) -> Request:
+    """Return the request for a gang that stays, without key, storage, training and `calls`."""
+    return _request(settings, current_execution(), name="gang", call=None)
+
+
+def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | None) -> Request:
+    in_ranks = execution.in_ranks()
+    return Request(
+        name=name,
+        call=call,
+        execution=pickle.dumps(in_ranks) if in_ranks is not None else None,
+        ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
+        settings=settings,
+        observers=[make() for make in settings.observers],
+    )
+
+
+def packed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[bytes, SharedMemory | None]:
+    """Return a pickled call, and the memory of its large arguments, or None without large arguments.
+
+    Raises:
+        TypeError: The function or an argument cannot be pickled. The message names the part.
+    """
     memory = _memory()
     call = pack_call(function, args, kwargs, memory.add if memory is not None else None)
     if memory is not None and not memory.address.segments:
         memory.close()  # now: picklers live until garbage collection, and keep their memory open
         memory = None
-    return Request(
-        name=name_of(function),
-        call=call,
-        large=memory,
-        execution=pickle.dumps(in_ranks) if in_ranks is not None else None,
-        ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
-        settings=settings,
-        pass_local_rank=pass_local_rank,
-        code=code,
-        script=function if isinstance(function, Script) else None,
-        keep=(function, args, kwargs),
-        observers=[make() for make in settings.observers],
-    )
+    return call, memory
 
 
 def _memory() -> SharedMemory | None:

@@ -17,6 +17,7 @@ from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.saving import Saving
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -65,6 +66,8 @@ class GangState:
                 `clock`.
         """
         self.request = request
+        self.calls = request.calls
+        """Calls of a gang that stays. None in a gang of one call."""
         self.agents = agents
         self.received = received
         self.asked_at = asked_at
@@ -264,6 +267,12 @@ class GangState:
                 attempt.note_located(rank, report)
             case reports.Remembered():
                 attempt.note_remembered(rank, report)
+            case CallEnded():
+                if self.calls is not None:
+                    self.calls.note_ended(attempt, rank, report, self.received)
+            case Halted():
+                if self.calls is not None:
+                    self.calls.note_halted(rank, report)
             case reports.Returned(value, stopped_early):
                 attempt.results[rank] = value
                 attempt.has_stopped_early |= stopped_early

@@ -93,6 +93,8 @@ class Supervisor:
         self.received = received or ReceivedResults()
         """Results and return values received from ranks."""
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # signal handlers may put calls here
+        if request.calls is not None:
+            request.calls.post = self._calls.put
         self._asked_at = time.monotonic()
         self._debugging = Debugging.here()
         self._brain: Brain | None = None
@@ -223,8 +225,10 @@ class Supervisor:
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
         if not isinstance(request, messages.DownloadLarge):
             vault.serve(connection, request)
-        elif self._request.large is not None:
-            connection.send_file(self._request.large.address.path)
+            return
+        call = self._request.calls.current if self._request.calls is not None else self._request
+        if call is not None and call.large is not None:
+            connection.send_file(call.large.address.path)
 
     def _see_through(self, state: GangState, committer: Committer) -> list[Any]:
         state.agents.launch(self._launcher.workers)

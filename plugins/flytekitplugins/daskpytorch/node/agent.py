@@ -124,6 +124,7 @@ class _Agent:
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._num_kills_for_memory = 0
+        self._stays = False  # until a gang that stays has started
         self._open = True
         self._heartbeat_at = 0.0
         self._heartbeat_interval = HEARTBEAT_INTERVAL
@@ -212,7 +213,7 @@ class _Agent:
                 assert_never(message)
 
     def _start(self, order: messages.Start) -> None:
-        self._num_kills_for_memory = num_kills_for_memory()
+        self._num_kills_for_memory, self._stays = num_kills_for_memory(), order.job.call is None
         self._archive = order.code.archive or self._archive
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
         if self._logs is None and (folder := orders.log_folder(order.job.settings, order.job.gang)) is not None:
@@ -344,6 +345,8 @@ class _Agent:
             return
         if gathered.num_moves is not None:
             rank.num_moves = gathered.num_moves
+        if self._stays and gathered.messages:  # the output of a call comes before its end
+            self._note_lines(rank, rank.take_lines(max_reads=1))
         for together in gathered.messages:
             self._say(messages.Reported(rank.place.rank, together))
 
@@ -363,9 +366,7 @@ class _Agent:
     def _tell_exit(self, rank: Rank, exitcode: int) -> None:
         while not rank.channel.closed and rank.channel.poll():
             self._relay_reports(rank)
-        for output in rank.open_outputs():
-            while output.is_open and wait([output.descriptor], 0):
-                self._relay_output(rank, output)
+        self._note_lines(rank, rank.take_lines())
         self._say(
             messages.Exited(
                 rank=rank.place.rank,

@@ -2,11 +2,13 @@
 
 import codecs
 import contextlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Channel
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.node.log_files import Copy
@@ -114,6 +116,20 @@ class Rank:
     def open_outputs(self) -> list[Output]:
         """Return the pipes whose other end the rank, or a process of the rank, has not closed."""
         return [output for output in self.outputs if output.is_open]
+
+    def take_lines(self, max_reads: int | None = None) -> list[str]:
+        """Return the lines of output that have arrived since the last call.
+
+        Args:
+            max_reads: Maximum number of reads of each pipe. One read takes all that was written before. None: no limit.
+        """
+        lines = []
+        for output in self.open_outputs():
+            for number in itertools.count():
+                if number == max_reads or not output.is_open or not wait([output.descriptor], 0):
+                    break
+                lines += output.read_lines()
+        return lines
 
     def note(self, lines: list[str]) -> None:
         """Add lines to the stored end of the rank's log, and store the newest line of torch's NCCL watchdog."""

@@ -39,8 +39,9 @@ class Transfers:
         """File name of a checkpoint -> time at which ranks last asked for it, in seconds since the epoch. The file's
         own times stay unchanged, since the driver may share the file."""
         self._large: SharedMemory | None = None
-        """This agent's copy of the call's large arguments, for all attempts. None before the download, and on the
-        driver's machine."""
+        """This agent's copy of the newest call's large arguments, for all attempts. None before the download, and on
+        the driver's machine."""
+        self._large_name = ""
         self._large_lock = threading.Lock()
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
         self._outcome_lock = threading.Lock()
@@ -74,10 +75,10 @@ class Transfers:
         with self._large_lock:  # the previous attempt may still be downloading them
             if original.is_here:
                 return original
-            if self._large is None:
+            if self._large is None or self._large_name != original.name:
                 with contextlib.closing(self._dial_with_retries()) as connection:
                     connection.send(messages.DownloadLarge())
-                    self._large = SharedMemory.received(connection, original)
+                    self._large, self._large_name = SharedMemory.received(connection, original), original.name
             return self._large.address
 
     def _bring(self, wanted: orders.Arrived) -> None:

@@ -252,12 +252,13 @@ def _unpacked(code: Code, folder: Path) -> Path:
     return target
 
 
-def unpack_call(data: bytes, aside: Sequence[memoryview] = ()) -> Call:
+def unpack_call(data: bytes, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None) -> Call:
     """Unpickle a call that `pack_call` has pickled. `sys.path` must contain the project's sources.
 
     Args:
         data: The pickle. Empty if the pickle is the last item of `aside`.
         aside: Memory that `pack_call` has put aside, in order.
+        present: Names of `__main__` that keep their values. None: all present names.
     """
-    function, args, kwargs = pickling.loads(data or aside[-1], aside)
+    function, args, kwargs = pickling.loads(data or aside[-1], aside, present)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

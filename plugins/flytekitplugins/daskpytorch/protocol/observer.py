@@ -198,6 +198,12 @@ class Observer:
         The seconds count from the call that asked for the gang. After a restart, they count from the attempt's start.
         """
 
+    def calling(self, name: str) -> None:
+        """Called when the ranks of a gang that stays begin a call, with the function's name."""
+
+    def called(self, name: str, error: Exception | None) -> None:
+        """Called when a call of a gang that stays has ended in all ranks, with its error. None: all have returned."""
+
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Called with the lines that a rank wrote to its standard output and error."""
 

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.protocol.calls import CallOrder, EndCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -47,8 +48,8 @@ class Job:
     gang: str
     attempt: int
     """Number of the gang's attempt. Each attempt has a new rendezvous store."""
-    call: bytes
-    """The pickled call of the user's function, without the memory in `large`."""
+    call: bytes | None
+    """The pickled call of the user's function, without the memory in `large`. None: the ranks stay, and get calls."""
     large: Address | None = None
     """The driver's shared memory with the call's large arguments. None without large arguments."""
     pass_local_rank: bool = False
@@ -247,8 +248,8 @@ class Leave:
 START = 0
 """Value of `Arrived.number` for the checkpoint from which an attempt starts."""
 LARGE_ARGUMENTS = -1
-"""Value of `Arrived.number` for the call's large arguments. Numbers from 1 up are those of ranks' requests for a
-checkpoint."""
+"""Value of `Arrived.number` for the call's large arguments. Smaller numbers are -1 minus the number of a call of a gang
+that stays. Numbers from 1 up are those of ranks' requests for a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,9 @@ class Quit:
     """Grace period in seconds, after which the agent kills the rank."""
 
 
-OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
+OrderToAll = (
+    Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave | CallOrder | EndCall
+)
 OrderToRank = OrderToAll | Arrived
 """All orders after which the rank goes on."""
 Order = OrderToRank | Quit

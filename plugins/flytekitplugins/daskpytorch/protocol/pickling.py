@@ -58,15 +58,17 @@ def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memor
     return file.getvalue()
 
 
-def loads(data: bytes | memoryview, aside: Iterable[memoryview] = ()) -> Any:
+def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: Mapping[str, Any] | None = None) -> Any:
     """Return the value of a pickle from `dumps`, and put the pickled definitions into this process's `__main__`.
 
     Args:
         data: The pickle from `dumps`.
         aside: The memory that `dumps` has put aside, in order. The value uses the memory without a copy.
+        present: Names of `__main__` that keep their values. None: all present names. Functions that use `__file__`
+            bring the driver's value.
     """
     namespace = vars(sys.modules["__main__"])
-    present = dict(namespace)  # restored below: functions that use `__file__` bring the driver's value
+    present = dict(namespace) if present is None else present
     file = io.BytesIO(data)
     unpickler = pickle.Unpickler(file, buffers=aside)  # noqa: S301 - from the gang's own driver, over the agent's pipe
     value = unpickler.load()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.payload import Piece
@@ -185,6 +186,8 @@ ShortReport = (
     | LeftPrompt
     | Waits
     | Returned
+    | CallEnded
+    | Halted
     | Failure
 )
 """All reports but pieces of results. Some are records that other modules define:
@@ -193,6 +196,7 @@ ShortReport = (
 - `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
 - `WrittenShards`: the rank's written shards of a sharded checkpoint
 - `RankUsage`: the rank's use of its machine, and its work so far
+- `CallEnded`, `Halted`: the end, and the halt before an early end, of a staying gang's call
 - `Failure`: an exception of the function
 """
 Report = ShortReport | Piece

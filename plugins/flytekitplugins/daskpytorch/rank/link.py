@@ -236,6 +236,11 @@ class GangLink(Link):
             if data:
                 self._channel.send_bytes(data)
 
+    @property
+    def is_sending(self) -> bool:
+        """True while a thread sends a message to the agent."""
+        return self._lock.locked()
+
     def send_collectives(self, *, is_final: bool = False) -> None:
         """Report this rank's newest collectives to the driver (`is_final`: before an abort)."""
         self.send(reports.Remembered(flight_recorder.recall(), is_final))
@@ -278,13 +283,17 @@ class GangLink(Link):
 
     # ---- questions, and their answers
 
-    def large(self) -> list[memoryview]:
-        """Wait for the call's large arguments, and return them from memory that all of the node's ranks share.
+    def large(self, number: int = orders.LARGE_ARGUMENTS) -> list[memoryview]:
+        """Wait for a call's large arguments, and return them from memory that all of the node's ranks share.
+
+        Args:
+            number: Number of the arguments' transfer.
 
         Raises:
             OSError: The transfer of the arguments failed.
         """
-        arrived = self.arrival(orders.LARGE_ARGUMENTS).result()
+        arrived = self.arrival(number).result()
+        del self._arrivals[number]
         if not isinstance(arrived.value, Address):
             raise OSError(
                 f"the function's large arguments did not arrive on this node: {arrived.failure}. If memory is short "

@@ -44,6 +44,9 @@ from flytekitplugins.daskpytorch.rank.session import Session, completed, failure
 if TYPE_CHECKING:
     import torch
 
+    from flytekitplugins.daskpytorch.protocol.failure import Failure
+    from flytekitplugins.daskpytorch.rank.calls import Server
+
 
 END_GRACE = 10.0
 """Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
@@ -65,6 +68,7 @@ def main(channel: Connection) -> int:
             link.folder = host.results_folder if host is not None else None
             session = Session(order, link, os.environ)
             session.prompt = debugger.Prompt(order.place.rank, order.job.debugging, link.send)
+            session.server = _server(order, link, session) if order.job.call is None else None
             threading.Thread(
                 target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
             ).start()
@@ -74,7 +78,7 @@ def main(channel: Connection) -> int:
             debugger.wait_for_editor(order, link.send)
             process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
-            call = _unpack(order, link)
+            call = _unpack(order, link, session)
             process_group.join()
             flight_recorder.call_before_abort(functools.partial(link.send_collectives, is_final=True))
             standstill.watch(order, link)
@@ -87,15 +91,28 @@ def main(channel: Connection) -> int:
             has_returned = True
             _report_returned(order, returned, host, link, is_stopped=session.rank.stop_signal.has_fired)
     except BaseException as error:
-        sources.explain(error, order.sources)
-        debugger.explain(error, order.place.rank)
-        link.send(failure_of(error, link, is_final=has_returned and not _is_of_storage(error)))
+        link.send(_explained(order, link, error, is_final=has_returned and not _is_of_storage(error)))
         _wind_up(order, link, 1)
         return 1
     is_stopped = session.rank.stop_signal.has_fired
     session.see_out()
     _wind_up(order, link, int(is_stopped), exit_code=0)
     return 0
+
+
+def _explained(order: RankOrder, link: GangLink, error: BaseException, *, is_final: bool = False) -> Failure:
+    """Return the report of an exception, with notes for the user."""
+    sources.explain(error, order.sources)
+    debugger.explain(error, order.place.rank)
+    return failure_of(error, link, is_final=is_final)
+
+
+def _server(order: RankOrder, link: GangLink, session: Session) -> Server:
+    """Return the server of a rank that stays."""
+    from flytekitplugins.daskpytorch.rank.calls import Server
+
+    explained = functools.partial(_explained, order, link)
+    return Server(link, session.rank.stop_signal, completed, explained, _ending_forks)
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
@@ -155,14 +172,18 @@ def _report_returned(
         link.send(reports.Returned(_payload(order, returned, host, link)))
 
 
-def _unpack(order: RankOrder, link: GangLink) -> Call:
+def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
     """Unpickle the user's call, which imports the user's modules, and then open rank 0's observers.
+
+    The call of a rank that stays is that of its server, which then gets the user's calls.
 
     Observers import packages in threads of their own, and two threads that import one package at once may deadlock. A
     run of wandb was lost because a user's module imported parts of wandb at the same time.
     """
     try:
-        return unpack_call(order.job.call, link.large() if order.job.large is not None else ())
+        if session.server is not None:
+            return Call(function=session.server.serve, args=(), kwargs={})
+        return unpack_call(order.job.call or b"", link.large() if order.job.large is not None else ())
     finally:  # observers also see a call fail whose modules cannot be imported
         if order.place.rank == 0:
             link.observers.open(order.job.observers)

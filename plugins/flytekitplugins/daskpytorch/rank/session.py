@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.protocol import orders, reports, start_variables
+from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_variables
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import (
@@ -34,6 +34,7 @@ from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from flytekitplugins.daskpytorch.rank.usage import Gauge
 
 if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.calls import Server
     from flytekitplugins.daskpytorch.rank.debugger import Prompt
 
 
@@ -53,6 +54,8 @@ class Session:
         self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
         """This rank's use of the driver's terminal for a debugger. None if the rank runs in the driver's process."""
+        self.server: Server | None = None
+        """Serves the calls of a gang that stays. None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
         self.rank = RankContext(
             rank=place.rank,
@@ -137,8 +140,18 @@ class Session:
                 link.kept = checkpoints
             case orders.Arrived() | orders.Accounted():
                 link.take(order)
+            case calls.NextCall() | calls.Forget() | calls.Finish() | calls.EndCall():
+                self._serve(order)
             case _:
                 assert_never(order)
+
+    def _serve(self, order: calls.CallOrder | calls.EndCall) -> None:
+        if self.server is None:  # a gang of one call
+            return
+        if isinstance(order, calls.EndCall):
+            self.server.interrupter.order(order)
+        else:
+            self.server.put(order)
 
     def _locate(self, look: int) -> None:
         num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()

@@ -90,10 +90,16 @@ def start(call: Call, request: Request, launcher: AgentLauncher, num_ranks: int)
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
         PermissionError: Another user owns the folder of the earlier run, or can write to it.
     """
-    run = _Run(call, [*request.observers])
+    run, supervisor = begin(call, request, launcher)
+    return RunFutures(run, supervisor, num_ranks)
+
+
+def begin(call: Call, request: Request, launcher: AgentLauncher) -> tuple[Run, Supervisor]:
+    """Return display, records and storage of a gang, and its supervisor, for `RunFutures`. See `start`."""
+    run = Run(call, [*request.observers])
     try:
         asked = replace(request, key=call.key, training=call.training, storage=run.storage)
-        return RunFutures(run, Supervisor(asked, launcher, run.observers), num_ranks)
+        return run, Supervisor(asked, launcher, run.observers)
     except BaseException as error:
         run.conclude(error)
         raise
@@ -107,7 +113,7 @@ def start_here(call: Call, function: Callable[[], Any]) -> RunFutures:
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
         PermissionError: Another user owns the folder of the earlier run, or can write to it.
     """
-    return _SettledFutures(_Run(call, [make() for make in call.settings.observers]), function)
+    return _SettledFutures(Run(call, [make() for make in call.settings.observers]), function)
 
 
 def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
@@ -153,7 +159,7 @@ class RunFutures(Logged, GangFutures):
     All attributes are up to date while the gang trains, and stay after its end.
     """
 
-    def __init__(self, run: _Run, supervisor: Supervisor, num_ranks: int) -> None:
+    def __init__(self, run: Run, supervisor: Supervisor, num_ranks: int) -> None:
         """Run the gang in a thread."""
         self._about = run
         self._log = run.log
@@ -196,7 +202,7 @@ class RunFutures(Logged, GangFutures):
 class _SettledFutures(RunFutures):
     """The only future of a gang whose one rank is this process. The future is settled from the beginning."""
 
-    def __init__(self, run: _Run, function: Callable[[], Any]) -> None:
+    def __init__(self, run: Run, function: Callable[[], Any]) -> None:
         received = ReceivedResults()
         future = GangFuture(received)
         self._about, self._log = run, run.log
@@ -207,7 +213,7 @@ class _SettledFutures(RunFutures):
             future.set_exception(raisable(error, "the function"))
 
 
-class _Run:
+class Run:
     """Display, records and storage of one gang whose caller holds futures.
 
     In a task, which has a display and storage of its own, the gang's metrics are not shown, and the task's host keeps
@@ -232,17 +238,18 @@ class _Run:
                 f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.run in a task of this kind, which "
                 "keeps no checkpoints. Give Gang(checkpoint_uri=...), or use task_config=DaskCluster(...)"
             )
-        self._shown = self._show() if is_alone else None
+        self.shown = self._show() if is_alone else None
+        """Display and page of the gang. None in a task."""
 
     @property
     def observers(self) -> Sequence[Observer]:
         """Observers that this package adds to the gang: display, recorder of the page, and log records."""
-        display = self._shown.display if self._shown is not None else machine.echo()
+        display = self.shown.display if self.shown is not None else machine.echo()
         return [display, self.recorder, self.log]
 
     def places(self) -> dict[str, str]:
         """Return paths and URLs of the training's checkpoints and tracker pages, by name."""
-        return self._shown.places() if self._shown is not None else {}
+        return self.shown.places() if self.shown is not None else {}
 
     def train_here(self, function: Callable[[], Any], received: ReceivedResults) -> Any:
         """Call the function in this process, and return its return value."""
@@ -270,9 +277,9 @@ class _Run:
         if error is not None:
             self._call.note_failed()
         with optional("showing how the run has ended"):
-            if self._shown is not None:
+            if self.shown is not None:
                 how = "done" if error is None else "failed"
-                self._shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
+                self.shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
         if self._local is not None:
             self._local.close()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import notebook
+from flytekitplugins.daskpytorch.display.training import amounts
 from flytekitplugins.daskpytorch.process.system import optional
 
 if TYPE_CHECKING:
@@ -44,6 +45,19 @@ class Shown:
         with optional("showing the notebook's table"):
             if notebook.is_notebook():
                 self._tables.append(notebook.show_live(functools.partial(_table_of, self.recorder), self._is_over.wait))
+
+    def show_call(self) -> Callable[[], object]:
+        """In a notebook, show a table of a staying gang's call in the cell that runs now.
+
+        Returns:
+            Function that ends the table's updates.
+        """
+        is_over = threading.Event()
+        with optional("showing the notebook's table"):
+            if notebook.is_notebook():
+                table = notebook.show_live(functools.partial(_table_of, self.recorder), is_over.wait)
+                return functools.partial(_end, is_over, table)
+        return is_over.set
 
     def places(self) -> dict[str, str]:
         """Return places of the training's checkpoints, log files and tracker pages, by name such as `checkpoints`.
@@ -89,12 +103,20 @@ class ShownTask(Shown):
         return self.places() | self.results.profiles()
 
 
+def _end(is_over: threading.Event, table: threading.Thread) -> None:
+    is_over.set()
+    table.join(TABLE_TIMEOUT)
+
+
 def _table_of(recorder: Recorder) -> str:
     """Return an HTML table of one gang: name, state, step and the newest value of each metric."""
     with recorder.lock:
         story = recorder.story
-        row: dict[str, Any] = {"training": story.name.rpartition(".")[2], "status": story.state.word}
+        name = (story.call or story.name).rpartition(".")[2]
+        row: dict[str, Any] = {"training": name, "status": story.state.word}
         if (record := story.record) is not None:
             row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
         newest = dict(story.metrics.newest)
+        if story.call:
+            row["memory_gib"] = sum(amounts(usage)["memory_gib"] for usage in story.usages.values())
     return notebook.table_of([row | {f"metric.{name}" if name in row else name: newest[name] for name in newest}])

@@ -1,0 +1,229 @@
+"""Calls of one gang that stays: those that wait, and the one that its ranks run. Runs in the driver.
+
+    ask ──▶ waiting ──▶ running ──▶ ended in all ranks, or with the gang
+
+The caller's threads use `ask`, `interrupt` and `close`. All other methods run in the gang's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, Halted, NextCall
+from flytekitplugins.daskpytorch.protocol.messages import Bring, Tell
+from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS, Arrived
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.driver.attempt import Attempt
+    from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+    from flytekitplugins.daskpytorch.protocol.observer import Observers
+    from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
+
+LEAVE_TIME = 10.0
+"""Seconds that all ranks have to leave a call after Ctrl-C or `cancel`. Then the gang ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """End of a call in all ranks."""
+
+    values: Mapping[int, Callable[[], Any]] = field(default_factory=dict)
+    """Rank whose function has returned -> function that unpickles the return value, in any thread."""
+    errors: Mapping[int, Exception] = field(default_factory=dict)
+    """Rank whose function has raised -> the error for the caller."""
+    cause: int | None = None
+    """Rank whose error caused the others. None without errors."""
+    is_interrupted: bool = False
+    """True if Ctrl-C or `cancel` has ended the call."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One call of a function in all ranks."""
+
+    number: int
+    """Number of the call in its gang, from 1."""
+    name: str
+    """Name of the function."""
+    call: bytes
+    """The pickled call, without the memory in `large`."""
+    large: SharedMemory | None = None
+    keeps: bool = False
+    """True if the ranks keep their return values."""
+    settle: Callable[[Outcome], object]
+    """Called once in the gang's thread, when the call has ended in all ranks."""
+    ended: dict[int, CallEnded] = field(default_factory=dict)
+    """Reports of the ranks in which the call has ended."""
+    values: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    """Rank whose function has returned -> function that unpickles the return value."""
+    is_interrupted: bool = False
+    halted: dict[int, int] = field(default_factory=dict)
+    """Ranks that have halted in the interrupted call, with their numbers of collectives."""
+    at: int | None = None
+    """Number of collectives at which all ranks leave the interrupted call. None: some ranks have yet to halt."""
+    leave_by: float | None = None
+    """Time (driver's clock, seconds) at which all ranks must have left the interrupted call. None before the order."""
+
+
+class Calls:
+    """All calls of one gang."""
+
+    def __init__(self) -> None:
+        self.post: Callable[[Callable[[], object]], object] = lambda _: None
+        """Queues a function for the gang's thread. Set by the gang's supervisor."""
+        self.current: Call | None = None
+        """The call that the ranks run. None between calls."""
+        self.is_over = False
+        """True once the ranks were told to return, so that no more calls begin."""
+        self._waiting: deque[Call | Forget] = deque()
+        self._is_closing = False
+
+    # ---- from the caller's threads
+
+    def ask(self, call: Call | Forget) -> None:
+        """Queue a call, or the order to free a kept value, behind all earlier ones. Finalizers may call this method."""
+        self.post(partial(self._waiting.append, call))
+
+    def interrupt(self, call: Call) -> None:
+        """End a running call by `KeyboardInterrupt` in all ranks, or drop a waiting call. Safe in signal handlers."""
+        self.post(partial(self._interrupt, call))
+
+    def close(self) -> None:
+        """Have the ranks end after the calls so far."""
+        self.post(self._close)
+
+    # ---- in the gang's thread
+
+    def _close(self) -> None:
+        self._is_closing = True
+
+    def _interrupt(self, call: Call) -> None:
+        if call is self.current:
+            call.is_interrupted = True
+        elif call in self._waiting:
+            self._waiting.remove(call)
+            self._settle(call, Outcome(is_interrupted=True))
+
+    def note_ended(self, attempt: Attempt, rank: int, said: CallEnded, received: ReceivedResults) -> None:
+        """Record that the present call has ended in a rank."""
+        call = self.current
+        if call is None or said.number != call.number:
+            return
+        call.ended[rank] = said
+        attempt.at_rest.add(rank)
+        attempt.prompts.forget(rank)
+        failure = said.failure
+        if failure is None:
+            call.values[rank] = received.take_returned(rank, said.value)
+        elif failure.is_consequence:  # another rank, or the process group, is lost
+            attempt.note_failure(rank, failure)
+        elif not (call.is_interrupted and failure.type_name == KeyboardInterrupt.__name__):
+            attempt.note_call_failure(rank, failure)
+
+    def note_halted(self, rank: int, said: Halted) -> None:
+        """Record that a rank has halted in the present call, or waits in a collective."""
+        if self.current is not None and said.number == self.current.number:
+            self.current.halted[rank] = said.num_collectives
+
+    def go_on(self, attempt: Attempt, observers: Observers, *, is_stopping: bool) -> None:
+        """End the call that has ended in all ranks, begin the next one, or have the ranks return.
+
+        Args:
+            attempt: The gang's only attempt.
+            observers: The gang's observers.
+            is_stopping: True if the gang was asked to save a checkpoint and end.
+        """
+        if self.current is None:
+            attempt.at_rest.update(attempt.places)
+        if not attempt.is_formed or attempt.is_failing or attempt.results or self.is_over:
+            return
+        if (call := self.current) is not None:
+            if len(call.ended) == attempt.world_size:
+                self._end(call, attempt, observers)
+            elif call.is_interrupted:
+                self._have_left(call, attempt)
+        while self.current is None and self._waiting and not is_stopping:
+            self._begin(self._waiting.popleft(), attempt, observers)
+        if self.current is None and (self._is_closing or is_stopping):
+            self.is_over = True
+            attempt.tell(Tell(Finish()))
+
+    def _begin(self, call: Call | Forget, attempt: Attempt, observers: Observers) -> None:
+        if isinstance(call, Forget):
+            attempt.tell(Tell(call))
+            return
+        self.current = call
+        attempt.begin_call()
+        observers.tell("calling", call.name)
+        address = call.large.address if call.large is not None else None
+        if address is not None:
+            arriving = Arrived(attempt.number, LARGE_ARGUMENTS - call.number, address)
+            for peer in attempt.carriers:
+                peer.send(Bring(arriving))
+        attempt.tell(Tell(NextCall(number=call.number, call=call.call, large=address, keeps=call.keeps)))
+
+    def _have_left(self, call: Call, attempt: Attempt) -> None:
+        """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""
+        if call.leave_by is None:
+            call.leave_by = attempt.clock() + LEAVE_TIME
+            attempt.tell(Tell(EndCall(call.number)))
+            return
+        counts = call.halted | {rank: said.num_collectives for rank, said in call.ended.items()}
+        if call.at is None and len(counts) == attempt.world_size:
+            call.at = max(counts.values())
+            attempt.tell(Tell(EndCall(call.number, call.at)))
+        if attempt.clock() >= call.leave_by and not attempt.prompts.debugged:
+            rank = min(attempt.places.keys() - call.ended.keys())
+            attempt.hang = (
+                rank,
+                (
+                    f"it had not left the call of {call.name} {LEAVE_TIME:g} s after Ctrl-C or cancel: it may wait in "
+                    "a collective for a rank that has left the call, or in C code"
+                ),
+            )
+
+    def _end(self, call: Call, attempt: Attempt, observers: Observers) -> None:
+        if (call.is_interrupted or attempt.call_failures) and (parted := _parted(call.ended)) is not None:
+            _break(call, attempt, *parted)
+            observers.note(f"the gang cannot go on: {parted[1]}")
+            return
+        self.current = None
+        errors = {rank: error_of(attempt.exit_in_call(rank), attempt.world_size) for rank in attempt.call_failures}
+        cause = find_root_failure(map(attempt.exit_in_call, errors)).rank if errors else None
+        observers.tell("called", call.name, errors[cause] if cause is not None else None)
+        values = call.values
+        self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))
+
+    @staticmethod
+    def _settle(call: Call, outcome: Outcome) -> None:
+        if call.large is not None:
+            call.large.close()
+        call.settle(outcome)
+
+
+def _parted(ended: Mapping[int, CallEnded]) -> tuple[int, str] | None:
+    """Return a rank that has left a call elsewhere than the others, and a text. None if all may go on together.
+
+    After unequal numbers of collectives, the next collectives of two ranks would not meet.
+    """
+    counts = {rank: said.num_collectives for rank, said in ended.items()}
+    least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[least] == counts[most]:
+        return None
+    return (
+        least,
+        f"rank {least} had entered {counts[least]} collectives when it left the call, rank {most} {counts[most]}",
+    )
+
+
+def _break(call: Call, attempt: Attempt, rank: int, text: str) -> None:
+    """Make the attempt fail, since its ranks have left a call at different collectives."""
+    if not attempt.call_failures:
+        attempt.hang = rank, f"Ctrl-C or cancel has ended the call of {call.name} between collectives: {text}"
+    for failed, failure in dict(attempt.call_failures).items():
+        attempt.note_failure(failed, failure)

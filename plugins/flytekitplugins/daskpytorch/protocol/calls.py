@@ -1,0 +1,89 @@
+"""Messages about the calls of a gang that stays: orders of the driver to its ranks, and the ranks' report."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.payload import Address
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextCall:
+    """Order to a rank: call a function, and report how the call has ended."""
+
+    number: int
+    """Number of the call in its gang, from 1."""
+    call: bytes = field(repr=False)
+    """The pickled call, without the memory in `large`."""
+    large: Address | None = None
+    """The driver's shared memory with the call's large arguments. None without large arguments."""
+    keeps: bool = False
+    """True if the rank keeps the return value, under the call's number, instead of sending the value."""
+
+
+@dataclass(frozen=True)
+class EndCall:
+    """Order to a rank: end a call by `KeyboardInterrupt`, if the call still runs."""
+
+    number: int
+    """Number of the call."""
+    at: int | None = None
+    """Number of collectives after which the rank leaves the call. None: halt, and report the number (`Halted`)."""
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Order to a rank: free the value that it has kept under the number of this call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Order to a rank: run no more calls and return, since the gang closes."""
+
+
+CallOrder = NextCall | Forget | Finish
+"""Orders that a rank's main thread follows, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallEnded:
+    """Report that a call has returned or raised in the rank."""
+
+    number: int
+    value: bytes | None = field(default=None, repr=False)
+    """Pickled return value. None if the value was sent in pieces, or the call has failed."""
+    failure: Failure | None = None
+    """The exception that the call has raised. None if the call has returned."""
+    num_collectives: int = 0
+    """Number of collectives in the default process group so far. 0 if the numbers of two ranks cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Halted:
+    """Report that a rank has halted in a call, or waits in a collective, by the order `EndCall`."""
+
+    number: int
+    """Number of the call."""
+    num_collectives: int
+    """Number of collectives after which the rank can leave the call at the earliest."""
+
+
+values: dict[int, Any] = {}
+"""Values that this rank keeps, by the number of the call that has returned the value. Empty in other processes."""
+
+
+def kept_value(number: int) -> Any:
+    """Return the value that this rank keeps from the call with this number. Pickled references call this function.
+
+    Raises:
+        LookupError: The rank keeps no such value.
+    """
+    try:
+        return values[number]
+    except KeyError:
+        raise LookupError(
+            f"this rank keeps no value of call {number}: gang.keep returned its reference in another gang, or the "
+            "value was freed with its reference"
+        ) from None

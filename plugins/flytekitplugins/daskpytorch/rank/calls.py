@@ -1,0 +1,120 @@
+"""Serves the calls of a gang that stays, one after the other. Runs in a rank's main thread, until the gang closes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flytekitplugins.daskpytorch.context import StopSignal
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall, values
+from flytekitplugins.daskpytorch.protocol.code import unpack_call
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS
+from flytekitplugins.daskpytorch.protocol.script import ending_as_program
+from flytekitplugins.daskpytorch.rank.interrupter import Interrupter, num_collectives
+from flytekitplugins.daskpytorch.rank.link import GangLink
+
+
+class Server:
+    """Calls of one rank: orders that wait, and the values that the rank keeps.
+
+    `serve` runs in the main thread. The thread that receives orders calls `put` and `interrupter.order`.
+    """
+
+    def __init__(
+        self,
+        link: GangLink,
+        stop_signal: StopSignal,
+        completed: Callable[[Any], Any],
+        failure_of: Callable[[BaseException], Failure],
+        ending_forks: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Prepare to serve calls.
+
+        Args:
+            link: Link to the driver.
+            stop_signal: The rank's signal to stop. After a call in which the signal has fired, the rank returns.
+            completed: Runs a coroutine that a function has returned to its end.
+            failure_of: Makes the report of an exception.
+            ending_forks: Context that ends each process that a call has forked.
+        """
+        self._link = link
+        self.interrupter = Interrupter(link)
+        self._stop_signal = stop_signal
+        self._completed = completed
+        self._failure_of = failure_of
+        self._ending_forks = ending_forks
+        self._orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
+        self._present: dict[str, Any] = {}
+        """Content of `__main__` before the first call, which calls may not replace."""
+
+    def put(self, order: CallOrder) -> None:
+        """Queue an order for the main thread."""
+        self._orders.put(order)
+
+    def serve(self) -> None:
+        """Run the gang's calls until the gang closes, or until a call ends after the rank's signal to stop."""
+        self._present = dict(vars(sys.modules["__main__"]))
+        while not isinstance(order := self._next(), Finish):
+            if isinstance(order, Forget):
+                values.pop(order.number, None)
+                continue
+            self._run(order)
+            if self._stop_signal.has_fired:
+                return
+
+    def _next(self) -> CallOrder:
+        with self._link.ledger.spending("waiting"):
+            return self._orders.get()
+
+    def _run(self, order: NextCall) -> None:
+        self._link.progress.move()  # the time before was no standstill
+        value, failure = None, None
+        try:
+            with self.interrupter.interruptible(order.number), self._ending_forks():
+                returned = self._call(order)
+            value = self._take(order, returned)
+        except BaseException as error:
+            self.interrupter.leave()  # Ctrl-C may have come right at the end of the call
+            failure = self._failure_of(error)
+        if failure is not None:
+            gc.collect()  # the traceback's frames hold tensors
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or a closed one
+                stream.flush()  # the output of a call comes before its end
+        count = num_collectives()
+        self._link.send(CallEnded(number=order.number, value=value, failure=failure, num_collectives=count))
+
+    def _call(self, order: NextCall) -> Any:
+        large = self._link.large(LARGE_ARGUMENTS - order.number) if order.large is not None else ()
+        try:
+            call = unpack_call(order.call, large, self._present)
+        except ModuleNotFoundError as error:
+            error.add_note(
+                "The driver's modules travel at the gang's start. If the driver has imported this one later, begin a "
+                "new gang."
+            )
+            raise
+        with ending_as_program():
+            returned = self._completed(call.function(*call.args, **call.kwargs))
+            _wait_for_gpu()
+            return returned
+        return None  # the call has ended by `sys.exit()`
+
+    def _take(self, order: NextCall, returned: Any) -> bytes | None:
+        """Keep the return value, or send it to the driver. Return the pickle that the report of the end carries."""
+        if order.keeps:
+            values[order.number], returned = returned, None
+        return self._link.send_returned(returned)
+
+
+def _wait_for_gpu() -> None:
+    """Wait until this rank's GPU has done all work of the call, so that an error of the GPU belongs to the call."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

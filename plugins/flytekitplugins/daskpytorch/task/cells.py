@@ -1,0 +1,29 @@
+"""The magic `%%ranks`, which runs a notebook's cell in every rank of a gang that stays. Runs in the driver."""
+
+import ast
+from typing import Any
+
+from flytekitplugins.daskpytorch.rank.cells import run_cell
+from flytekitplugins.daskpytorch.task.staying import Kept, StayingGang
+
+
+def load(shell: Any) -> None:
+    """Add `%%ranks` to IPython, on `%load_ext flytekitplugins.daskpytorch`."""
+
+    def ranks(line: str, cell: str) -> None:
+        """Run a cell in every rank of the newest gang, and print the last expression's value of each rank."""
+        if line.strip():
+            raise ValueError(f"%%ranks {line}: takes no words behind it. The cell runs in every rank")
+        ast.parse(cell)  # a syntax error needs no rank
+        if (gang := StayingGang.newest()) is None:
+            raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
+        for rank, value in enumerate(gang.call(run_cell, cell, kept_of(gang, shell.user_ns)).result()):
+            if value is not None:
+                print(f"[rank {rank}] {value}")
+
+    shell.register_magic_function(ranks, "cell", "ranks")
+
+
+def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, Kept]:
+    """Return those of a notebook's names that refer to values in a gang's ranks."""
+    return {name: value for name, value in names.items() if isinstance(value, Kept) and value.is_in(gang)}

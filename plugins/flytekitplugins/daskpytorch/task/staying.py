@@ -1,0 +1,321 @@
+"""A gang that stays, whose caller makes call after call on its live ranks. Runs in the driver.
+
+StayingGang.call ──▶ driver.calls.Calls (gang's thread) ──▶ ranks ──▶ CallFutures, settled in a thread
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from flytekitplugins.daskpytorch.driver.calls import Call, Calls, Outcome
+from flytekitplugins.daskpytorch.driver.futures import TURN
+from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, packed
+from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.signals import deferred
+from flytekitplugins.daskpytorch.protocol.calls import Forget, kept_value
+from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.project import SourceFiles
+from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
+from flytekitplugins.daskpytorch.task import run as task_run
+from flytekitplugins.daskpytorch.task.call_futures import CallFutures
+from flytekitplugins.daskpytorch.task.run import RunFutures
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from flytekitplugins.daskpytorch.driver.request import Request
+    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.records import LogRecord
+
+
+class Kept:
+    """Reference to the values that the ranks of one gang keep, one in each. `StayingGang.keep` returns it.
+
+    As an argument of a later call, also inside lists, dicts and closures, the reference becomes each rank's own value.
+    The values are freed with the reference.
+    """
+
+    def __init__(self, gang: StayingGang, number: int, name: str, forget: Callable[[Forget], object]) -> None:
+        self._gang = gang
+        self._number = number
+        self._name = name
+        weakref.finalize(self, forget, Forget(number)).atexit = False
+
+    def __repr__(self) -> str:
+        return f"<what {self._name} has returned in each rank>"
+
+    def is_in(self, gang: StayingGang) -> bool:
+        """Return True if the ranks of this gang keep the values."""
+        return gang is self._gang
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        if _packing.get() is not self._gang:
+            raise TypeError(
+                f"{self!r} stands for values in the ranks of one gang: pass it to gang.call or gang.keep of that gang"
+            )
+        return kept_value, (self._number,)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Pending(Observer):
+    """Calls of one gang that have not ended. Holds no reference to the gang's object."""
+
+    calls: Calls = field(default_factory=Calls)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    futures: dict[int, tuple[CallFutures, Call]] = field(default_factory=dict)
+    """Futures of each call by its number, with the call."""
+    has_formed: threading.Event = field(default_factory=threading.Event)
+    is_closed: bool = False
+    end: BaseException | None = None
+    """Error that has ended the gang. None before the gang's end."""
+    to_settle: queue.SimpleQueue[tuple[int, Outcome] | None] = field(default_factory=queue.SimpleQueue)
+
+    def formed(self, seconds: float) -> None:
+        """Note that the ranks wait for calls."""
+        self.has_formed.set()
+
+    def logged(self, record: LogRecord) -> None:
+        """Add a log record to those of the present call."""
+        if (call := self.calls.current) is not None and call.number in self.futures:
+            self.futures[call.number][0].log.logged(record)
+
+    def settle_all(self) -> None:
+        """Settle the futures of calls that have ended, until the gang's end. Runs in a thread of its own."""
+        while (ended := self.to_settle.get()) is not None:
+            number, outcome = ended
+            with self.lock:
+                futures, _ = self.futures.pop(number)
+            futures.settle(outcome)
+            del futures, outcome, ended
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Fail all calls that have not ended, with the error that has ended the gang. None: the gang was closed."""
+        self.to_settle.put(None)
+        self.settler.join()
+        with self.lock:
+            self.end = error or CancelledError("the gang was closed")
+            left, self.futures = self.futures, {}
+        for futures, call in left.values():
+            if call.large is not None:
+                call.large.close()
+            futures.fail(self.end)
+        self.has_formed.set()
+
+    def __post_init__(self) -> None:
+        self.settler = threading.Thread(target=self.settle_all, name="daskpytorch-calls", daemon=True)
+
+
+class StayingGang:
+    """Gang whose ranks stay from call to call, with their process group, modules and kept values.
+
+    `dispatch.gang` returns it. Leave its `with` block, or call `close`, to end the ranks.
+    """
+
+    def __init__(self, call: task_run.Call, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
+        """Start the gang, and wait until its ranks have met.
+
+        Args:
+            call: Name, settings and checkpoint folder of the gang.
+            request: Request for the gang, without a call.
+            launcher: Starts the gang's agents.
+            num_ranks: Number of ranks.
+
+        Raises:
+            Exception: The error that `dispatch.run` would raise for a gang that does not start.
+        """
+        self._pending = pending = _Pending()
+        self._calls = pending.calls
+        self._numbers = itertools.count(1)
+        self._num_ranks = num_ranks
+        self._uri = request.settings.checkpoint_uri
+        self._sources = SourceFiles()
+        asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
+        run, self._supervisor = task_run.begin(call, asked, launcher)
+        self._shown = run.shown
+        pending.settler.start()
+        self._futures = RunFutures(run, self._supervisor, num_ranks)
+        self._futures[0].add_done_callback(lambda future: pending.note_end(future.exception()))
+        weakref.finalize(self, self._supervisor.cancel).atexit = False
+        self._await_start()
+        _newest.append(weakref.ref(self))
+
+    @classmethod
+    def newest(cls) -> StayingGang | None:
+        """Return this process's newest gang that is neither closed nor ended. None: there is none."""
+        _newest[:] = [ref for ref in _newest if (gang := ref()) is not None and gang.is_open]
+        return _newest[-1]() if _newest else None
+
+    @property
+    def is_open(self) -> bool:
+        """True if the gang is neither closed nor ended."""
+        return self._pending.end is None and not self._pending.is_closed
+
+    def _await_start(self) -> None:
+        def end() -> bool:
+            self._supervisor.cancel()
+            return True
+
+        with deferred(end):
+            while not self._pending.has_formed.wait(TURN):
+                pass
+        if self._pending.end is not None:
+            raise self._pending.end
+
+    def __repr__(self) -> str:
+        state = "ended" if self._pending.end is not None else f"{len(self._pending.futures)} calls to do"
+        return f"<gang of {self._num_ranks} ranks: {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the calls so far, then end the ranks. After an exception in the block, end the ranks at once."""
+        try:
+            if kind is None:
+                for futures, _ in list(self._pending.futures.values()):
+                    futures.exception()
+        finally:
+            self.close()
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallFutures:
+        """Call a function in every rank, after all earlier calls of this gang.
+
+        An exception of the function is that call's, and the gang goes on, unless a rank waits for another that has left
+        the call. Ctrl-C during a wait for the result raises `KeyboardInterrupt` in each rank, too. The gang goes on if
+        all ranks leave the call together within 10 seconds, and else ends.
+
+        Args:
+            function: Function that each rank calls. Definitions of `__main__` and of notebooks travel with each call.
+            *args: Picklable positional arguments, and references from `keep`.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`,
+            and `records`, `metrics` and `step` of rank 0's log.
+
+        Raises:
+            TypeError: The function or an argument cannot be pickled, or the function cannot be called with these
+                arguments, or calling the function would not train.
+            GangError: The gang has ended. The error says why, and how to begin anew.
+        """
+        return self._ask(function, args, kwargs)[0]
+
+    def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Kept:
+        """Call a function in every rank, and keep each rank's return value there. Return a reference to the values.
+
+        The call waits until all ranks have returned. The values are freed when the reference is garbage-collected.
+
+        Args:
+            function: Function that each rank calls, as for `call`.
+            *args: Positional arguments, as for `call`.
+            **kwargs: Keyword arguments of the function.
+
+        Raises:
+            GangError: The gang has ended or failed. If a rank raised an exception, that exception is raised instead.
+            TypeError: `call` would refuse the function or an argument.
+        """
+        futures, number = self._ask(function, args, kwargs, keeps=True)
+        kept = Kept(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
+        futures.result()
+        return kept
+
+    def close(self) -> None:
+        """End all ranks. Calls that have not ended are cancelled."""
+        with self._pending.lock:
+            self._pending.is_closed = True
+            has_calls = bool(self._pending.futures)
+        if has_calls:
+            self._supervisor.cancel()
+        else:
+            self._calls.close()
+        self._futures.exception()
+
+    def _ask(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps: bool = False
+    ) -> tuple[CallFutures, int]:
+        if function in (run_script, run_module):
+            raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
+        check_function(function)
+        check_arguments(function, *args, **kwargs)
+        self._refuse_if_over()
+        with _packed_for(self):
+            call, large = packed(function, args, kwargs)
+        for path in self._sources.changed():
+            say(
+                f"{path} has changed since the ranks have imported it, and they keep the old code. Begin a new gang, "
+                "or have the ranks reload the module: gang.call(importlib.reload, module)"
+            )
+        conclude = self._shown.show_call() if self._shown is not None else None
+        with self._pending.lock:
+            number = next(self._numbers)
+            asked = Call(
+                number=number,
+                name=name_of(function),
+                call=call,
+                large=large,
+                keeps=keeps,
+                settle=functools.partial(_hand_over, self._pending.to_settle, number),
+            )
+            end = functools.partial(_end, self._supervisor, self._calls, asked)
+            keep = (self, function, args, kwargs)
+            futures = CallFutures(self._supervisor.received, self._num_ranks, end, keep, conclude)
+            if self.is_open:
+                self._pending.futures[number] = (futures, asked)
+                self._calls.ask(asked)
+        self._refuse_if_over()
+        return futures, number
+
+    def _refuse_if_over(self) -> None:
+        """Raise the error of a call on a gang that has ended or is closed."""
+        if self._pending.is_closed:
+            raise GangError("this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)")
+        if (error := self._pending.end) is not None:
+            cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
+            where = " It goes on from the newest checkpoint: current_rank().checkpoint.load()." if self._uri else ""
+            why = str(cause).partition("\n")[0]
+            raise GangError(
+                f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), "
+                f"and call keep again.{where}"
+            ) from error
+
+
+def _hand_over(to_settle: queue.SimpleQueue[tuple[int, Outcome] | None], number: int, outcome: Outcome) -> None:
+    to_settle.put((number, outcome))
+
+
+def _end(supervisor: Supervisor, calls: Calls, call: Call) -> bool:
+    """End a call at Ctrl-C, unless a rank's debugger gets the Ctrl-C."""
+    if supervisor.interrupt():
+        return False
+    calls.interrupt(call)
+    return True
+
+
+@contextlib.contextmanager
+def _packed_for(gang: StayingGang) -> Iterator[None]:
+    token = _packing.set(gang)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+
+
+_newest: list[weakref.ref[StayingGang]] = []
+"""Gangs of this process, oldest first."""
+_packing: ContextVar[StayingGang | None] = ContextVar("_packing", default=None)
+"""Gang for which this thread pickles a call. None otherwise."""

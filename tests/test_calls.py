@@ -1,0 +1,420 @@
+"""A gang that stays runs its calls in order, and ends only when it must, whatever happens. Agents are simulated."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.driver.calls import LEAVE_TIME, Call, Calls, Outcome
+from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.calls import EndCall, Forget
+from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
+from flytekitplugins.daskpytorch.protocol.orders import Locate
+from flytekitplugins.daskpytorch.protocol.reports import Stands
+from simulated_gang import OwnError, PeerLostError, World, is_own, raised
+from test_deadlock import TIMEOUT, calls, remembers, waits, works
+
+W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
+
+
+class Staying(World):
+    """A staying gang of two ranks, and what came of its calls."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
+        self.of_gang = Calls()
+        self.outcomes: dict[int, Outcome] = {}
+        self.asked: list[Call] = []
+        super().__init__(folder, 2, calls=self.of_gang, max_restarts=0, **how)
+        self.of_gang.post = self.feed
+
+    def begin(self) -> Staying:
+        self.form()
+        for rank in range(2):
+            works(self, rank)
+        return self
+
+    def ask(self) -> Call:
+        number = len(self.asked) + 1
+
+        def settle(outcome: Outcome) -> None:
+            assert number not in self.outcomes
+            self.outcomes[number] = outcome
+
+        call = Call(number=number, name=f"f{number}", call=b"", settle=settle)
+        self.asked.append(call)
+        self.of_gang.ask(call)
+        self.obey_all()
+        return call
+
+    def end(self, *ranks: int) -> None:
+        for rank in ranks or (0, 1):
+            self.end_call(rank)
+        self.obey_all()
+
+    def values(self, number: int) -> dict[int, Any]:
+        return {rank: load() for rank, load in self.outcomes[number].values.items()}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Staying:
+    return Staying(tmp_path).begin()
+
+
+def told(world: World, kind: type) -> list[object]:
+    """The orders of this kind that agents have not followed yet."""
+    tells = [order.order for agent in world.agents for order in agent.orders if isinstance(order, Tell)]
+    return [order for order in tells if isinstance(order, kind)]
+
+
+# ---- Order
+
+
+def test_calls_run_one_after_the_other_in_the_order_in_which_they_were_asked_for(world: Staying) -> None:
+    for _ in range(3):
+        world.ask()
+    assert world.of_staying.begun == [(0, 1), (1, 1)]
+    world.end_call(0)
+    world.obey_all()
+    assert world.of_staying.begun == [(0, 1), (1, 1)]
+    world.end(1)
+    assert world.values(1) == {0: (1, 0), 1: (1, 1)}
+    assert world.of_staying.begun == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    world.end()
+    world.end()
+    assert [world.values(number)[1] for number in (2, 3)] == [(2, 1), (3, 1)]
+    assert world.complaints == []
+
+
+def test_calls_that_are_asked_for_before_the_ranks_have_met_wait_for_them(tmp_path: Path) -> None:
+    world = Staying(tmp_path)
+    world.ask()
+    world.form()
+    world.obey_all()
+    assert world.of_staying.begun == [(0, 1), (1, 1)]
+    assert world.complaints == []
+
+
+def test_a_kept_value_is_freed_after_the_calls_before_it(world: Staying) -> None:
+    world.ask()
+    world.ask()
+    world.of_gang.ask(Forget(1))
+    world.end()
+    assert world.of_staying.freed == []
+    world.end()
+    assert world.of_staying.freed == [(0, 1), (1, 1)]
+
+
+def test_closing_ends_the_ranks_after_the_calls_so_far_and_without_an_error(world: Staying) -> None:
+    world.ask()
+    world.of_gang.close()
+    world.obey_all()
+    assert not world.is_over
+    world.end()
+    world.obey_all()
+    assert world.results == [0, 1]
+    assert list(world.outcomes) == [1]
+
+
+# ---- Failures that are the call's
+
+
+def test_an_exception_is_its_calls_if_the_other_rank_returns(world: Staying) -> None:
+    world.ask()
+    world.ask()
+    world.end_call(1, OwnError("no data"))
+    world.wait(30.0)
+    world.end(0)
+    outcome = world.outcomes[1]
+    assert outcome.cause == 1
+    assert is_own(outcome.errors[1])
+    assert "rank 1 of 2 failed" in str(outcome.errors[1].__cause__)
+    assert list(outcome.values) == [0]
+    assert world.of_staying.begun[2:] == [(0, 2), (1, 2)]
+    world.end()
+    assert world.values(2) == {0: (2, 0), 1: (2, 1)}
+
+
+def test_the_rank_that_raised_first_is_to_blame(world: Staying) -> None:
+    world.ask()
+    world.end_call(1, OwnError("first"))
+    world.wait(1.0)
+    world.end_call(0, OwnError("second"))
+    assert world.outcomes[1].cause == 1
+    assert {rank: str(error) for rank, error in world.outcomes[1].errors.items()} == {1: "first", 0: "second"}
+
+
+def test_a_rank_that_works_on_after_anothers_exception_has_all_the_time_it_wants(world: Staying) -> None:
+    world.ask()
+    world.end_call(1, OwnError("no data"))
+    world.report(world.agent(W1), 0, Stands(is_still=True))
+    for _ in range(100):
+        world.wait(30.0)
+        world.obey_all()
+    assert not world.is_over
+    world.end(0)
+    assert world.outcomes[1].cause == 1
+
+
+# ---- Failures that end the gang
+
+
+def test_a_rank_that_waits_in_a_collective_for_one_that_has_raised_ends_the_gang(world: Staying) -> None:
+    world.ask()
+    waits(world, 0, calls(2))
+    world.end_call(1, OwnError("no data"))
+    world.report(world.agent(W1), 0, Stands(is_still=True))
+    for _ in range(int(TIMEOUT)):
+        world.obey_all()
+        world.wait(1.0)
+    error = raised(world)
+    assert is_own(error), error
+    assert "begin a new gang" in str(error.__cause__)
+    assert world.outcomes == {}
+    assert len(world.starts) == 1
+
+
+def test_without_a_proof_it_ends_when_nobody_has_moved_for_a_while(world: Staying) -> None:
+    """On GPUs, the main thread need not be inside of a collective's call."""
+    world.ask()
+    world.recalled[0] = remembers(calls(1, is_done=True), calls(2), world=world)
+    world.end_call(1, OwnError("no data"))
+    for _ in range(90):
+        world.obey_all()
+        world.wait(1.0)
+    assert is_own(raised(world))
+
+
+def test_an_exception_after_unequal_numbers_of_collectives_ends_the_gang(world: Staying) -> None:
+    world.ask()
+    world.end_call(1, OwnError("no data"), num_collectives=3)
+    world.end_call(0, num_collectives=4)
+    world.obey_all()
+    assert is_own(raised(world))
+    assert any("rank 1 had entered 3 collectives" in note for note in world.watcher.notes), world.watcher.notes
+
+
+def test_a_lost_peer_in_a_call_ends_the_gang_with_the_cause(world: Staying) -> None:
+    world.ask()
+    world.end_call(1, OwnError("no data"))
+    world.end_call(0, PeerLostError("Connection closed by peer"))
+    world.obey_all()
+    world.wait(3.0)
+    world.obey_all()
+    assert is_own(raised(world))
+
+
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_lost_worker_ends_the_gang_without_a_restart(world: Staying, is_in_call: bool) -> None:
+    if is_in_call:
+        world.ask()
+    world.kill_worker(W2)
+    world.wait(2.0)
+    world.obey_all()
+    assert isinstance(raised(world), WorkerLostError)
+    assert len(world.starts) == 1
+
+
+def test_a_hang_in_a_call_ends_the_gang(tmp_path: Path) -> None:
+    world = Staying(tmp_path, hang_timeout=5.0).begin()
+    world.ask()
+    for _ in range(10):
+        world.wait(1.0)
+        world.obey_all()
+    assert isinstance(raised(world), GangHungError)
+
+
+def test_an_idle_gang_is_asked_nothing_and_does_not_hang(tmp_path: Path) -> None:
+    world = Staying(tmp_path, hang_timeout=5.0).begin()
+    for agent in world.connected():
+        for rank in agent.ranks:
+            world.report(agent, rank, Stands(is_still=True))
+    world.wait(3600.0)
+    assert not world.is_over
+    assert told(world, Locate) == []
+    world.ask()
+    world.wait(2.0)
+    assert not world.is_over
+    world.end()
+    world.wait(3600.0)
+    assert not world.is_over
+
+
+def test_it_does_not_restart_for_more_workers(tmp_path: Path) -> None:
+    world = Staying(tmp_path, min_workers=1)
+    world.join(W1)
+    world.cluster.asked.clear()
+    world.cluster.here.discard(W2)
+    world.register.expected.clear()
+    world.wait(2.0)
+    world.obey_all()
+    world.ready(world.agent(W1))
+    world.ask()
+    world.join(world.new_worker())
+    world.train()
+    world.wait(5.0)
+    world.obey_all()
+    assert [start.job.attempt for start in world.starts] == [0]
+    assert not world.is_over
+
+
+# ---- Ctrl-C and cancel
+
+
+def test_a_cancelled_call_that_waits_never_begins(world: Staying) -> None:
+    world.ask()
+    waiting = world.ask()
+    world.of_gang.interrupt(waiting)
+    assert world.outcomes[2].is_interrupted
+    world.end()
+    assert world.of_staying.begun == [(0, 1), (1, 1)]
+    assert told(world, EndCall) == []
+
+
+def test_a_call_that_all_ranks_leave_together_is_cancelled_and_the_gang_goes_on(world: Staying) -> None:
+    world.of_staying.num_collectives = {0: 3, 1: 4}
+    call = world.ask()
+    world.of_gang.interrupt(call)
+    world.obey_all()  # both halt
+    world.obey_all()
+    assert {rank.to_end for agent in world.agents for rank in agent.ranks.values()} == {(1, 4)}
+    for rank in (0, 1):
+        world.end_call(rank, KeyboardInterrupt())
+    assert world.outcomes[1].is_interrupted
+    world.ask()
+    world.end()
+    assert world.values(2) == {0: (2, 0), 1: (2, 1)}
+
+
+def test_a_rank_that_does_not_leave_a_cancelled_call_in_time_ends_the_gang(world: Staying) -> None:
+    world.of_gang.interrupt(world.ask())
+    world.obey_all()
+    world.end_call(1, KeyboardInterrupt())
+    world.wait(LEAVE_TIME - 1.0)
+    assert not world.is_over
+    world.wait(2.0)
+    world.obey_all()
+    error = raised(world)
+    assert isinstance(error, GangHungError)
+    assert "rank 0 of 2 failed" in str(error)
+    assert "had not left the call of f1 10 s after Ctrl-C" in str(error)
+
+
+def test_a_call_that_is_left_between_collectives_ends_the_gang(world: Staying) -> None:
+    world.of_gang.interrupt(world.ask())
+    world.obey_all()
+    for rank in (0, 1):
+        world.end_call(rank, KeyboardInterrupt(), num_collectives=rank)
+    world.obey_all()
+    assert "has ended the call of f1 between collectives" in str(raised(world))
+
+
+# ---- The end
+
+
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_gang_that_is_told_to_end_begins_no_more_calls(world: Staying, is_in_call: bool) -> None:
+    if is_in_call:
+        world.ask()
+        world.ask()
+    world.feed(world.state.request_stop, "the task was told to end")
+    world.obey_all()
+    if is_in_call:
+        world.end()
+    world.wait(1.0)
+    world.obey_all()
+    assert isinstance(raised(world), PreemptedError)
+    assert len(world.outcomes) == int(is_in_call)
+    assert {number for _, number in world.of_staying.begun} <= {1}
+
+
+def test_a_worker_that_leaves_ends_the_gang(world: Staying) -> None:
+    world.say(world.agent(W2), Leaving())
+    world.obey_all()
+    world.wait(1.0)
+    world.obey_all()
+    assert isinstance(raised(world), PreemptedError)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Calls, failures, losses, Ctrl-C and the end in any order."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = Staying(Path(tempfile.mkdtemp())).begin()
+
+    def here(self, rank: int) -> bool:
+        here = [each for agent in self.world.connected() for each in agent.ranks.values() if each.rank == rank]
+        return bool(here) and here[0].call is not None
+
+    @rule()
+    def ask(self) -> None:
+        self.world.ask()
+
+    @rule(rank=st.integers(0, 1), kind=st.sampled_from([None, OwnError, PeerLostError, KeyboardInterrupt]))
+    def end(self, rank: int, kind: Callable[..., Any] | None) -> None:
+        if self.here(rank):
+            self.world.end_call(rank, None if kind is None else kind("broken pipe"))
+
+    @precondition(lambda self: self.world.asked)
+    @rule(data=st.data())
+    def interrupt(self, data: st.DataObject) -> None:
+        self.world.of_gang.interrupt(data.draw(st.sampled_from(self.world.asked)))
+
+    @rule(worker=st.sampled_from([W1, W2]))
+    def lose(self, worker: str) -> None:
+        self.world.kill_worker(worker)
+
+    @rule()
+    def close(self) -> None:
+        self.world.of_gang.close()
+
+    @rule()
+    def cancel(self) -> None:
+        self.world.feed(self.world.state.cancel)
+
+    @rule(seconds=st.sampled_from([0.5, 7.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.wait(seconds)
+
+    @rule()
+    def obey(self) -> None:
+        self.world.obey_all()
+
+    @invariant()
+    def calls_begin_in_order_and_once(self) -> None:
+        world = self.world
+        assert world.complaints == []
+        for rank in range(2):
+            numbers = [number for each, number in world.of_staying.begun if each == rank]
+            assert numbers == sorted(set(numbers))
+        assert len(world.starts) == 1
+
+    def teardown(self) -> None:
+        world = self.world
+        for _ in range(50):
+            world.obey_all()
+            for rank in range(2):
+                if not world.is_over and self.here(rank):
+                    world.end_call(rank)
+            if len(world.outcomes) == len(world.asked):
+                world.of_gang.close()
+            world.wait(1.0)
+        assert world.is_over
+        if world.error is None:
+            assert len(world.outcomes) == len(world.asked)
+        else:
+            assert isinstance(world.error, (GangError, GangCancelledError, OwnError, PeerLostError)), world.error
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnyOrder = AnyOrder.TestCase

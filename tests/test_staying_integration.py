@@ -1,0 +1,307 @@
+"""A gang that stays keeps its ranks from call to call, outlives their exceptions and ends with a lost rank.
+
+Schedulers, workers and ranks are real.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import Client
+
+from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
+from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, num_open_files, until
+
+COUNTS: list[int] = []
+"""State of this module, which each rank has for itself."""
+
+
+def load(size: int) -> torch.Tensor:
+    return torch.full((size,), float(current_rank().rank + 1))
+
+
+def total(values: torch.Tensor, factor: float = 1.0) -> tuple[int, float]:
+    """The rank's process, and what only a formed gang has."""
+    COUNTS.append(1)
+    result = values.sum()
+    dist.all_reduce(result)
+    current_rank().log({"total": result.item()}, step=len(COUNTS))
+    return os.getpid(), factor * result.item()
+
+
+def fails_on(rank: int, then: str = "") -> int:
+    """One rank raises, and the others return, or wait in a collective for ever."""
+    if current_rank().rank == rank:
+        raise ZeroDivisionError(f"rank {rank} has divided by zero")
+    if then == "barrier":
+        dist.barrier()
+    return len(COUNTS)
+
+
+def add(values: torch.Tensor) -> None:
+    values += 1
+
+
+def numbers_of(array: np.ndarray, values: list[torch.Tensor]) -> tuple[float, np.ndarray, int]:
+    return float(array.sum()), array[:: len(array) // 4], sum(len(each) for each in values)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("two")) as cluster:
+        yield cluster
+
+
+def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_ends_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with Client(cluster.address) as client, dispatch.gang(client) as gang:
+        values = gang.keep(load, 10)
+        first = gang.call(total, values)
+        (pid, result), (other, _) = first.result()
+        assert result == 30.0
+        assert pid != other
+        assert first.metrics == {"total": 30.0}
+        gang.call(add, values)  # no wait: the calls run in their order
+        assert gang.call(total, values, factor=2.0).result() == [(pid, 100.0), (other, 100.0)]
+        with pytest.raises(ZeroDivisionError, match="rank 1 has divided") as caught:
+            gang.call(fails_on, 1).result()
+        assert isinstance(caught.value.__cause__, GangError)
+        assert caught.value.__cause__.rank == 1
+        futures = gang.call(fails_on, 0)
+        assert isinstance(futures[0].exception(), ZeroDivisionError)
+        assert futures[1].result() == 2  # the module's state
+        array = np.arange(1 << 18, dtype=np.float64)  # 2 MiB, which travel apart from the call
+        assert gang.call(numbers_of, array, [values]).result()[1][0] == float(array.sum())
+        os.kill(other, signal.SIGKILL)
+        until(lambda: not gang.is_open, "the end of the gang")
+        with pytest.raises(GangError, match=r"this gang has ended.*rank 1 of 2 failed.*Begin a new gang"):
+            gang.call(total, values)
+    with Client(cluster.address) as client, dispatch.gang(client) as again:
+        [_, (pid, result)] = again.call(total, torch.ones(1)).result()
+        assert result == 2.0
+        with pytest.raises(TypeError, match=r"pass it to gang\.call or gang\.keep of that gang"):
+            again.call(total, values)
+        futures = again.call(wait_for, str(tmp_path / "end"))
+        until((tmp_path / "end1").exists, "the call")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(GangError, match=r"rank 1 of 2 failed.*SIGKILL"):
+            futures.result()
+        again.close()
+        with pytest.raises(GangError, match="this gang is closed"):
+            again.call(total, 1)
+
+
+def test_a_rank_left_in_a_collective_ends_the_gang_and_a_new_one_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="k")
+    with nothing_left_behind():
+        with dispatch.gang(nproc=2, gang=settings) as gang:
+            gang.call(save, 7).result()
+            with pytest.raises(ZeroDivisionError) as caught:
+                gang.call(fails_on, 1, "barrier").result()
+            assert "waiting for other ranks" in str(caught.value.__cause__)
+            with pytest.raises(GangError, match="It goes on from the newest checkpoint"):
+                gang.keep(load, 1)
+        with dispatch.gang(nproc=2, gang=settings) as gang:
+            assert gang.call(loaded).result() == [7, 7]
+
+
+def save(step: int) -> None:
+    current_rank().checkpoint.save({"step": step}, step)
+    current_rank().checkpoint.flush()
+
+
+def loaded() -> int:
+    state = current_rank().checkpoint.load()
+    assert state is not None
+    return state["step"]
+
+
+def state_of_rank() -> tuple[int, int]:
+    """Numbers of descriptors and threads."""
+    return num_open_files(), threading.active_count()
+
+
+def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_time() -> None:
+    with nothing_left_behind(), dispatch.gang(nproc=2) as gang:
+        values = gang.keep(load, 10)
+        for _ in range(20):
+            gang.call(total, values).result()
+        before = gang.call(state_of_rank).result(), num_open_files(), threading.active_count()
+        for _ in range(200):
+            kept = gang.keep(load, 5)
+            assert gang.call(total, kept).result()[0][1] == 15.0
+        assert (gang.call(state_of_rank).result(), num_open_files(), threading.active_count()) == before
+        pids = [pid for pid, _ in gang.call(total, values).result()]
+        ranks = [psutil.Process(pid) for pid in pids]
+        used = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        time.sleep(5.0)
+        assert all(sum(rank.cpu_times()[:2]) - was < 1.0 for rank, was in zip(ranks, used, strict=True))
+        del kept
+        gc.collect()
+        assert gang.call(num_kept).result() == [1, 1]
+        began = time.monotonic()
+    assert time.monotonic() - began < MAX_SECONDS
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def num_kept() -> int:
+    from flytekitplugins.daskpytorch.protocol.calls import values
+
+    return len(values)
+
+
+def wait_for(path: str) -> str:
+    """Until the file is there, by Python's code only."""
+    Path(path + str(current_rank().rank)).touch()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return "done"
+
+
+def test_a_call_that_is_cancelled_ends_in_every_rank_and_closing_cancels_the_rest(tmp_path: Path) -> None:
+    path = str(tmp_path / "end")
+    with nothing_left_behind(), dispatch.gang(nproc=2) as gang:
+        running, waiting = gang.call(wait_for, path), gang.call(wait_for, path)
+        until(lambda: all(Path(path + rank).exists() for rank in "01"), "the call")
+        assert waiting.cancel()
+        assert running.cancel()
+        for futures in (running, waiting):
+            with pytest.raises(CancelledError):
+                futures.result()
+        assert not running.cancel()
+        Path(path).touch()
+        assert gang.call(wait_for, path).result() == ["done", "done"]
+        Path(path).unlink()
+        last = gang.call(wait_for, path)
+        gang.close()
+        with pytest.raises(CancelledError):
+            last.result()
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from flytekitplugins.daskpytorch import current_rank, dispatch
+
+seen = []
+
+def busy(how):
+    seen.append(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    while True:
+        if current_rank().rank == 0:
+            time.sleep(0.7)  # the other rank waits in the collective
+        if how == "backward":
+            model(torch.ones(1, 2)).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(1))
+        Path(f"busy-{current_rank().rank}").touch()
+
+def total():
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return ones.item(), len(seen)
+
+if __name__ == "__main__":
+    with dispatch.gang(nproc=2) as gang:
+        try:
+            gang.call(busy, sys.argv[1]).result()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        print(gang.call(total).result(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["backward", "all_reduce"])
+def test_ctrl_c_in_a_program_ends_the_call_and_the_gang_goes_on(tmp_path: Path, how: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with nothing_left_behind():
+        program = subprocess.Popen(
+            [sys.executable, "program.py", how],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            until(lambda: all((tmp_path / f"busy-{rank}").exists() for rank in range(2)), "the call")
+            os.killpg(program.pid, signal.SIGINT)
+            out, said = program.communicate(timeout=MAX_SECONDS)
+        finally:
+            program.kill()
+    assert program.returncode == 0, said
+    assert out == "interrupted\n[(2.0, 0), (2.0, 0)]\n", said
+
+
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+from pathlib import Path
+
+shell = InteractiveShell.instance()
+
+def run(cell):
+    shell.run_cell(cell).raise_error()
+
+run("from flytekitplugins.daskpytorch import current_rank, dispatch")
+run("%load_ext flytekitplugins.daskpytorch")
+run("gang = dispatch.gang(nproc=2)")
+run("def load(): return [current_rank().rank]")
+run("kept = gang.keep(load)")
+run("def scaled(values): return [2 * each for each in values]")
+run("print(gang.call(scaled, kept).result())")
+run("def scaled(values): return [3 * each for each in values]")
+run("print(gang.call(scaled, kept).result())")
+run("%%ranks\\nimport torch.distributed as dist\\nprint('here is', dist.get_rank())\\nown = kept[0] + 10\\nown")
+run("%%ranks\\nown += 1\\n'kept' in globals(), own")
+run("import sys; sys.path.insert(0, '.'); import helper")
+run("print(gang.call(helper.value).result())")
+Path("helper.py").write_text("def value(): return 'newer'\\n")
+run("print(gang.call(helper.value).result())")
+failed = shell.run_cell("%%ranks\\n1 / 0")
+print(type(failed.error_in_exec).__name__)
+run("gang.close()")
+failed = shell.run_cell("%%ranks\\n1")
+print(failed.error_in_exec)
+"""
+
+
+def test_in_a_notebook_changed_cells_travel_and_ranks_run_cells(tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    (tmp_path / "helper.py").write_text("def value(): return 'old'\n")
+    with nothing_left_behind():
+        done = subprocess.run(
+            [sys.executable, "notebook.py"],
+            cwd=tmp_path,
+            env=os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr
+    shown = [line for line in done.stdout.splitlines() if line.startswith("[") or "Error" in line or "needs" in line]
+    assert shown[:2] == ["[[0], [2]]", "[[0], [3]]"], done.stderr
+    assert shown[2:6] == ["[rank 0] 10", "[rank 1] 11", "[rank 0] (True, 11)", "[rank 1] (True, 12)"], done.stdout
+    assert "[rank 0] here is 0\n" in done.stderr
+    assert "[rank 1] here is 1\n" in done.stderr
+    assert shown[6:8] == ["['old', 'old']", "['old', 'old']"], done.stdout
+    assert "helper.py has changed since the ranks have imported it" in done.stderr
+    assert "ZeroDivisionError" in shown
+    assert "%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)" in shown[-1]
