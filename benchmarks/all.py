@@ -59,7 +59,7 @@ COMMANDS = (
     ("scale.py",),
 )
 """Scripts with their options for the table."""
-ON_GPUS = ("gpu.py", "--minutes", "30")
+ON_GPUS = ("gpu.py", "--part", "speed", "--minutes", "30")
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,13 @@ class Sharded:
 
 
 class Whole:
-    """State of ten tensors, which each rank has in full."""
+    """State of ten tensors, which each rank has in full, on its GPU if there is one."""
 
     def __init__(self, size: int, seed: int) -> None:
         import torch
 
-        self.tensors = {f"layer {index}": torch.full((size // 40,), float(1 - seed)) for index in range(10)}
+        device, value = "cuda" if torch.cuda.is_available() else "cpu", float(1 - seed)
+        self.tensors = {f"layer {index}": torch.full((size // 40,), value, device=device) for index in range(10)}
 
     def state(self) -> dict[str, Any]:
         """Return the tensors."""

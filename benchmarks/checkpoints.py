@@ -5,8 +5,8 @@
     python benchmarks/checkpoints.py --ranks 4 --only near far
     python benchmarks/checkpoints.py --quick              # 20 MB, one round, as a trial
 
-disk  half of the size, which each rank has in full, on the local disk: torch's `async_save`, and
-      `rank.checkpoint.save`, which is committed when the driver has the state
+disk  half of the size, which each rank has in full, on its GPU if there is one, saved to the local disk: torch's
+      `async_save`, and `rank.checkpoint.save`, which is committed when the driver has the state
 near  a model and its AdamW, sharded by FSDP2 over gloo, in a bucket: torch's `async_save` in a thread, by fsspec and
       by Amazon's s3torchconnector, and `save_sharded`, which is committed when the driver has written the manifest.
       `cached`: `save_sharded` with `Gang(shard_cache=...)`, loaded in the same gang's next attempt after a kill
@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from figures import Figure, at_most, report
+from figures import Figure, at_most, gpus, report
 from running import Cluster, Program, asked, is_installed, nothing_left
 
 from seaweed import weed_server
@@ -117,7 +117,9 @@ def main() -> None:
                     for what, seconds in times.items():
                         found[way, what].append(seconds)
             size = arguments.size / (2 if place == "disk" else 1)
-            kind = "`save`" if place == "disk" else f"`save_sharded`, the bucket {place}"
+            kind = (
+                f"`save`{' from GPUs' if gpus() else ''}" if place == "disk" else f"`save_sharded`, the bucket {place}"
+            )
             lines += figures(f"{size:g} MB by {kind}, {arguments.ranks} ranks", place, found)
     report(lines, arguments.on)
 

@@ -5,8 +5,8 @@
     python benchmarks/recovery.py --quick                 # one round, as a trial
     python benchmarks/recovery.py --only rank torchrun    # some contestants
 
-Two ranks on the CPU train for eight seconds before the fault. The measured time ends when the slower rank has completed
-its first optimizer step in a new process, from a checkpoint.
+Two ranks with gloo train for eight seconds before the fault, on the CPU, or on one or two GPUs if there are any. The
+measured time ends when the slower rank has completed its first optimizer step in a new process, from a checkpoint.
 
 rank       a rank is killed (SIGKILL): `dispatch.run` on a running Dask cluster
 torchrun   the same under `torchrun --max-restarts`, with a checkpoint file that rank 0 writes, and with
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures import Figure, at_least, at_most, report
+from figures import Figure, at_least, at_most, gpus, report
 from running import SERVE, Cluster, Program, asked, console_script, is_installed, nothing_left, take_turns, until
 
 NUM_RANKS = 2
@@ -72,8 +72,10 @@ def save_to(folder, state):
 def train(folder, load=load_from, save=save_to):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank = distributed.get_rank()
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    rank, device = distributed.get_rank(), "cpu"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device)
     gang_model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
     step = 0
@@ -84,7 +86,7 @@ def train(folder, load=load_from, save=save_to):
     with open(os.path.join(folder, f"steps-{rank}"), "a", buffering=1) as notes:
         while True:
             step += 1
-            inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+            inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank)).to(device)
             optimizer.zero_grad()
             nn.functional.mse_loss(gang_model(inputs), inputs).backward()
             optimizer.step()
@@ -108,7 +110,7 @@ def rank(folder):
     train(folder, lambda _: checkpoint.load(), lambda _, state: checkpoint.save(state, state["step"]))
 
 with Client(scheduler_file=sys.argv[2]) as client:
-    dispatch.run(client, rank, sys.argv[1], gang=Gang(min_workers=int(sys.argv[3]))).result()
+    dispatch.run(client, rank, sys.argv[1], gang=Gang(backend="gloo", min_workers=int(sys.argv[3]))).result()
 """
 
 RAY = f"""{TRAIN}
@@ -376,7 +378,7 @@ class Bench:
 
 def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
     """Yield the rows of the seconds."""
-    what = "rank killed: `dispatch.run`, to all ranks' next step"
+    what = f"rank killed{' on GPUs' if gpus() else ''}: `dispatch.run`, to all ranks' next step"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     if "rank" in times and "torchrun" in peers:
         goals = [*at_most(0.15, "here"), *at_least(4)]

@@ -58,7 +58,7 @@ def dask_setup(scheduler):
 """
 
 MODULES = {"Ray Train": "ray", "Ray Tune": "ray", "Monarch": "monarch", "torchrunx": "torchrunx", "flyte run": "flyte"}
-MODULES["connector"] = "s3torchconnector"
+MODULES |= {"connector": "s3torchconnector", "second task": "flytekit"}
 """Modules of the contestants that `pip install '.[bench,flyte2]'` installs."""
 SERVE = """
 import json

@@ -206,20 +206,22 @@ def test_a_gauge_that_was_not_looked_at_says_nothing_at_the_end(ledger: Ledger) 
 
 
 @pytest.mark.parametrize(
-    ("memory", "utilization", "expected"),
+    ("by_nvml", "utilization", "by_cuda", "expected"),
     [
-        ((30, 80), 25, (50, 0.25)),
-        ((30, 80), ModuleNotFoundError("nvidia-ml-py does not seem to be installed"), (50, None)),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), 25, (None, None)),
+        (50, 25, AssertionError("CUDA was asked, although NVML answers"), (50, 0.25)),
+        (None, 25, (30, 80), (50, 0.25)),  # before torch 2.7
+        (50, ModuleNotFoundError("nvidia-ml-py does not seem to be installed"), (30, 80), (50, None)),
+        (50, RuntimeError("NVML"), RuntimeError("CUDA error: an illegal memory access"), (None, None)),
     ],
 )
 def test_of_a_gpu_it_reads_off_what_there_is_to_know(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, memory: Any, utilization: Any, expected: tuple[Any, Any]
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, by_nvml: Any, utilization: Any, by_cuda: Any, expected: Any
 ) -> None:
-    asked = {"mem_get_info": mock.Mock(side_effect=[memory]), "utilization": mock.Mock(side_effect=[utilization])}
-    for name, answer in asked.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
+    answers = {"device_memory_used": by_nvml, "utilization": utilization, "mem_get_info": by_cuda}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(side_effect=[answer]), raising=False)
+    if by_nvml is None:
+        monkeypatch.delattr(torch.cuda, "device_memory_used")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     read = Gauge(0, ledger, 2).read()
     assert (read.gpu_memory, read.gpu_utilization) == expected
-    asked["mem_get_info"].assert_called_with(2)

@@ -237,10 +237,18 @@ def _of_gpu(index: int) -> tuple[int | None, float | None]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None, None
     try:
+        utilization = torch.cuda.utilization(index) / 100
+        # NVML first: many calls of CUDA spoil another thread's capture of a CUDA graph. Older torch lacks the name.
+        return getattr(torch.cuda, "device_memory_used", _used_by_cuda)(index), utilization
+    except Exception:  # NVML is missing, has no permission, or does not know this MIG instance
+        return _used_by_cuda(index), None
+
+
+def _used_by_cuda(index: int) -> int | None:
+    import torch
+
+    try:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError:  # the GPU has failed, and the rank will report the failure
-        return None, None
-    try:
-        return total - free, torch.cuda.utilization(index) / 100
-    except Exception:  # NVML is missing, or has no permission
-        return total - free, None
+        return None
+    return total - free
