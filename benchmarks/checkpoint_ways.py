@@ -212,10 +212,11 @@ def save_all(order: Record) -> list[Record]:
 
 def load_all(order: Record) -> list[Record]:
     """Load the state by each way, and return a record for each."""
-    import s3fs  # noqa: F401 - now, or the time of a way would have its import
-    import torch.distributed.checkpoint.state_dict  # noqa: F401 - the same
+    import torch.distributed.checkpoint.state_dict  # noqa: F401 - now, or the time of a way would have its import
     from torch import distributed
 
+    if "://" in order["uri"]:
+        import s3fs  # noqa: F401 - the same
     records = []
     for way in order["ways"]:
         held = made(order, seed=1)

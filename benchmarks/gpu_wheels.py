@@ -21,8 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "flytekitplugins_daskpytorch"
 TOOLS = ("pip", "pytest", "pytest-timeout", "pillow", "torchcodec>=0.16")
 """Packages for the checks and the speed beside those of the plugin itself. pip installs the wheels there."""
-OF_MACHINE = ("torch", "torchvision", "triton")
-"""Packages that the machine has, with their own requirements."""
+NOT_THERE = ("torch", "torchvision", "triton", "adlfs", "cryptography", "gcsfs", "s3fs")
+"""Packages that the wheels lack, with their own requirements. The machine has the first three. It has no network, so it
+needs neither buckets nor keys."""
 MAX_MEGABYTES = 60.0
 OLDEST, NEWEST = 5, 39
 """Versions of glibc, 2.5 to 2.39, whose wheels run on the machine."""
@@ -48,7 +49,7 @@ def make(folder: Path, python: str, machine: str, without: Sequence[str]) -> str
     with tempfile.TemporaryDirectory() as scratch:
         asked, left_out, pinned = (Path(scratch, name) for name in ("asked.in", "left_out.txt", "pinned.txt"))
         asked.write_text("\n".join([f"{PACKAGE} @ file://{own}", *TOOLS]))
-        left_out.write_text("\n".join(f"{name} ; sys_platform == 'never'" for name in (*OF_MACHINE, *without)))
+        left_out.write_text("\n".join(f"{name} ; sys_platform == 'never'" for name in (*NOT_THERE, *without)))
         told = ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28", "--override", left_out]
         _do("uv", "pip", "compile", "--quiet", *map(str, told), "--output-file", str(pinned), str(asked))
         wanted = [line for line in pinned.read_text().splitlines() if re.match(r"[\w.-]+==", line)]

@@ -112,7 +112,7 @@ def test_a_check_that_hangs_or_ends_its_process_does_not_keep_the_others_from_ru
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "test_made.py").write_text(CHECKS)
-    for name, value in {"CHECKS": tmp_path / "test_made.py", "CHECK_LIMIT": 3.0, "FAREWELL": 5.0}.items():
+    for name, value in {"CHECKS": tmp_path / "test_made.py", "CHECK_LIMIT": 2.0, "FAREWELL": 3.0}.items():
         monkeypatch.setattr(gpu, name, value)
     report = Report(tmp_path / "gpu.md")
     report.about["GPUs"] = []
