@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.display.terminal import Board, Display, Progres
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
 
 NODES = [
@@ -358,3 +358,51 @@ def test_the_plain_echo_keeps_quiet_for_a_debugger(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == ""
     echo.debugging(None)
     assert capfd.readouterr().err == "[rank 0] said meanwhile\n"
+
+
+# ---- A gang that stays
+
+
+def calls_shown(clock: list[float], *, terminal: bool) -> str:
+    """A quick call without metrics, one with metrics, one that fails, and two seconds of idling."""
+    text = io.StringIO()
+    display = ProgressDisplay(Board(console_of(text, clock, width=200, force_terminal=terminal)), "gang")
+    display.placed(SHAPE)
+    display.formed(0.5)
+    display.calling("quick")
+    display.called("quick", None)
+    display.calling("flows.train")
+    for step in range(2):
+        display.logged(record(step, loss=0.5, num_steps=2))
+    clock[0] += 3.0
+    display.used(usage(0))
+    display.called("flows.train", None)
+    display.calling("bad")
+    display.called("bad", ValueError("no"))
+    for rank in (0, 1):
+        display.used(usage(rank))
+    clock[0] += 2.0
+    display.ended(None)
+    display.conclude("done", {})
+    return text.getvalue()
+
+
+def usage(rank: int) -> RankUsage:
+    of_gpu = {"gpu_memory": 1 << 30, "gpu_utilization": None}
+    return RankUsage(rank=rank, time=0.0, num_steps=0, seconds={}, cpu=0.0, memory=1 << 30, **of_gpu)
+
+
+def test_calls_of_a_gang_that_stays_have_a_line_if_they_log_fail_or_take_a_second(clock: list[float]) -> None:
+    lines = calls_shown(clock, terminal=False).splitlines()
+    assert lines[2:] == [
+        "train: step 0/2  loss 0.5",
+        "train: done after 3 s, step 1/2  loss 0.5",
+        "bad: failed after 0.0 s",
+        "gang: done after 5 s",
+    ]
+
+
+def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_holds(clock: list[float]) -> None:
+    text = calls_shown(clock, terminal=True)
+    assert "train" in text
+    assert "idle, its ranks hold 4.0 GiB" in text

@@ -253,9 +253,8 @@ class ProgressDisplay(Display):
         """True once `conclude` was called."""
         self._unsaid = unsaid
         self._began_at = time.monotonic()
-        self._gang = self._name
-        """Name of a gang that stays. Its present call gives the other name."""
-        self._has_calls = False
+        self._gang = ""
+        """Name of a gang that stays, in whose place the present call's name is shown. Empty in a gang of one call."""
         self._called_at: float | None = None
         """Time at which the present call of a gang that stays has begun. None between its calls."""
         self._memory: dict[int, int] = {}
@@ -284,7 +283,7 @@ class ProgressDisplay(Display):
 
     def calling(self, name: str) -> None:
         """Show a call of a gang that stays in the live line."""
-        self._has_calls, self._called_at = True, time.monotonic()
+        self._gang, self._called_at = self._gang or self._name, time.monotonic()
         self._name, self._newest = name.rpartition(".")[2], None
         self._pace.clear()
         self._metrics.clear()
@@ -303,7 +302,7 @@ class ProgressDisplay(Display):
 
     def used(self, usage: RankUsage) -> None:
         """Show the memory that the ranks hold between calls."""
-        if self._has_calls and self._called_at is None:
+        if self._gang and self._called_at is None:
             self._memory[usage.rank] = usage.memory + (usage.gpu_memory or 0)
             self._show_idle()
 
@@ -331,7 +330,7 @@ class ProgressDisplay(Display):
             places: Addresses of outputs, checkpoints and tracker runs, by description.
             advice: Text on how to go on from the checkpoint that the task has kept. None: no advice.
         """
-        self.is_over = True
+        self.is_over, self._name = True, self._gang or self._name
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
         text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"
         self.say(text if advice is None else f"{text}; {advice}")

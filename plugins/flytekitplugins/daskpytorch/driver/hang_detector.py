@@ -181,6 +181,8 @@ def _doing(state: RankState) -> str:
     if not frames:
         return state.stacks.strip() or "which showed no stacks"
     users = users_frames(frames)
+    if state.is_done and not users:
+        return "whose function has ended"
     title = "waiting for other ranks, called from" if _is_waiting(state.stacks) else "in"
     return f"{title}:{_indented((users or frames)[:MAX_FRAMES])}"
 

@@ -110,26 +110,26 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._num_modules = 0
-        self._states: dict[str, tuple[int, int] | None] = {}
+        self._states: dict[Path, tuple[int, int] | None] = {}
         """Path of a file -> time of its last change in nanoseconds, and its size in bytes. None: no such file."""
         self.changed()
 
-    def changed(self) -> list[str]:
+    def changed(self) -> list[Path]:
         """Return the paths of files that have changed since the last call. The first call returns none."""
         if len(sys.modules) != self._num_modules:
             self._num_modules = len(sys.modules)
             for module in _modules_not_installed():
                 file = _attributes(module).get("__file__")
                 if isinstance(file, str) and file.endswith(".py") and module is not sys.modules["__main__"]:
-                    self._states.setdefault(file, _state_of(file))
+                    self._states.setdefault(Path(file), _state_of(Path(file)))
         found = {path: state for path, known in self._states.items() if (state := _state_of(path)) != known}
         self._states |= found
         return sorted(found)
 
 
-def _state_of(path: str) -> tuple[int, int] | None:
+def _state_of(path: Path) -> tuple[int, int] | None:
     try:
-        stat = Path(path).stat()
+        stat = path.stat()
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size

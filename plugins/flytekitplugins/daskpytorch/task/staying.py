@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.futures import TURN
 from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.process.signals import deferred
+from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.protocol.calls import Forget, kept_value
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -255,7 +255,7 @@ class StayingGang:
         self._refuse_if_over()
         with _packed_for(self):
             call, large = packed(function, args, kwargs)
-        for path in self._sources.changed():
+        for path in self._sources.changed() if is_interactive() else ():  # a script is not edited while it runs
             say(
                 f"{path} has changed since the ranks have imported it, and they keep the old code. Begin a new gang, "
                 "or have the ranks reload the module: gang.call(importlib.reload, module)"
