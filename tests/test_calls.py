@@ -346,6 +346,8 @@ def test_a_worker_that_leaves_ends_the_gang(world: Staying) -> None:
 class AnyOrder(RuleBasedStateMachine):
     """Calls, failures, losses, Ctrl-C and the end in any order."""
 
+    is_closed = False
+
     @initialize()
     def begin(self) -> None:
         self.world = Staying(Path(tempfile.mkdtemp())).begin()
@@ -354,6 +356,7 @@ class AnyOrder(RuleBasedStateMachine):
         here = [each for agent in self.world.connected() for each in agent.ranks.values() if each.rank == rank]
         return bool(here) and here[0].call is not None
 
+    @precondition(lambda self: not self.is_closed)
     @rule()
     def ask(self) -> None:
         self.world.ask()
@@ -374,6 +377,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def close(self) -> None:
+        self.is_closed = True
         self.world.of_gang.close()
 
     @rule()

@@ -363,10 +363,8 @@ def test_the_plain_echo_keeps_quiet_for_a_debugger(capfd: pytest.CaptureFixture[
 # ---- A gang that stays
 
 
-def calls_shown(clock: list[float], *, terminal: bool) -> str:
+def show_calls(display: ProgressDisplay, clock: list[float]) -> None:
     """A quick call without metrics, one with metrics, one that fails, and two seconds of idling."""
-    text = io.StringIO()
-    display = ProgressDisplay(Board(console_of(text, clock, width=200, force_terminal=terminal)), "gang")
     display.placed(SHAPE)
     display.formed(0.5)
     display.calling("quick")
@@ -382,9 +380,6 @@ def calls_shown(clock: list[float], *, terminal: bool) -> str:
     for rank in (0, 1):
         display.used(usage(rank))
     clock[0] += 2.0
-    display.ended(None)
-    display.conclude("done", {})
-    return text.getvalue()
 
 
 def usage(rank: int) -> RankUsage:
@@ -393,16 +388,26 @@ def usage(rank: int) -> RankUsage:
 
 
 def test_calls_of_a_gang_that_stays_have_a_line_if_they_log_fail_or_take_a_second(clock: list[float]) -> None:
-    lines = calls_shown(clock, terminal=False).splitlines()
-    assert lines[2:] == [
+    text = io.StringIO()
+    display = ProgressDisplay(Board(console_of(text, clock, width=200)), "gang")
+    show_calls(display, clock)
+    display.ended(None)
+    display.conclude("done", {})
+    assert text.getvalue().splitlines()[2:] == [
         "train: step 0/2  loss 0.5",
         "train: done after 3 s, step 1/2  loss 0.5",
-        "bad: failed after 0.0 s",
+        "bad: failed after 0 s",
         "gang: done after 5 s",
     ]
 
 
 def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_holds(clock: list[float]) -> None:
-    text = calls_shown(clock, terminal=True)
-    assert "train" in text
-    assert "idle, its ranks hold 4.0 GiB" in text
+    display = ProgressDisplay(Board(console_of(io.StringIO(), clock, width=200, force_terminal=True)), "gang")
+    show_calls(display, clock)
+    [line] = display.board.bars.tasks
+    assert line.fields["name"] == "gang"
+    assert line.fields["text"] == "idle, its ranks hold 4.0 GiB"
+    display.calling("flows.train")
+    assert line.fields["name"] == "train"
+    assert line.fields["text"] == ""
+    display.ended(None)
