@@ -17,7 +17,16 @@ from packaging.utils import canonicalize_name
 
 import flytekitplugins.daskpytorch
 from conftest import REPOSITORY
-from flytekitplugins.daskpytorch import EarlyStopping, MLflow, Picture, TensorBoard, Wandb, extras
+from flytekitplugins.daskpytorch import (
+    EarlyStopping,
+    MLflow,
+    OpenTelemetry,
+    Picture,
+    Prometheus,
+    TensorBoard,
+    Wandb,
+    extras,
+)
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -29,7 +38,9 @@ CONFIGURED: dict[str, Callable[[], Any]] = {
     "flyte2": lambda: import_module("flyteplugins.daskpytorch").DaskDDP,
     "lightning": lambda: import_module("flytekitplugins.daskpytorch.lightning"),
     "mlflow": lambda: MLflow(experiment="e"),
+    "opentelemetry": OpenTelemetry,
     "pictures": lambda: Picture.of([[0.0]]),
+    "prometheus": lambda: Prometheus(port=9400),
     "s3": lambda: S3ImageFolder("s3://bucket/prefix"),
     "sweep": lambda: EarlyStopping(metric="loss"),
     "tensorboard": lambda: TensorBoard(folder="f"),

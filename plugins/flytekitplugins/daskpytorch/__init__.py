@@ -26,6 +26,8 @@ _NAMES_IN = {
     "context": ("RankContext", "current_rank"),
     "dask.cluster": ("current_client",),
     "display.mlflow": ("MLflow",),
+    "display.open_telemetry": ("OpenTelemetry",),
+    "display.prometheus": ("Prometheus",),
     "display.tensorboard": ("TensorBoard",),
     "errors": (
         *("GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"),

@@ -15,7 +15,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "flyte2": ("flyte", "flyteplugins.dask"),
     "lightning": ("lightning",),
     "mlflow": ("mlflow", "PIL"),
+    "opentelemetry": ("opentelemetry.metrics",),
     "pictures": ("PIL",),
+    "prometheus": ("prometheus_client",),
     "s3": ("botocore", "obstore", "PIL", "torchvision"),
     "sweep": ("optuna", "pandas"),
     "tensorboard": ("tensorboard",),
@@ -45,7 +47,10 @@ def require_extra(extra: str, what: str) -> None:
 
 def is_installed(package: str) -> bool:
     """Return True if a package can be imported. A folder of its name without code, such as `wandb/`, does not count."""
-    spec = find_spec(package)
+    try:
+        spec = find_spec(package)
+    except ModuleNotFoundError:  # of the package around it
+        return False
     return spec is not None and spec.origin is not None
 
 

@@ -1,0 +1,206 @@
+"""Prometheus: figures of running gangs, which a server scrapes or a Pushgateway receives. Runs in the driver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.display.feeder import public
+from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures, samples_of
+from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.observer import Training
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+PUSH_TIMEOUT = 5.0
+"""Timeout, in seconds, for the gateway to take the figures."""
+END_TIMEOUT = 3.0
+"""Timeout, in seconds, for the gateway to take the last figures at the gang's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prometheus:
+    """Figures of the gang for Prometheus: `Gang(observers=(Prometheus(port=9400),))`.
+
+    The driver serves the figures at `http://host:port/metrics` while gangs run. All gangs of the driver share the port.
+    With `gateway`, the driver pushes the figures to a Pushgateway instead, for trainings that are shorter than the
+    scrape interval. The gateway keeps the last figures after the end, until the training's next run.
+
+    All figures have the labels `training`, the name of the task or function, and `model`, the index in a sweep.
+
+    Raises:
+        ImportError: The extra `prometheus` is not installed.
+        ValueError: A field has an invalid value, or not exactly one of `port` and `gateway` is given.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import DaskDDP, Gang, Prometheus
+        >>> config = DaskDDP(gang=Gang(observers=(Prometheus(port=9400),)))
+    """
+
+    port: int | None = None
+    """Port on the driver's machine."""
+    host: str = "127.0.0.1"
+    """Address that the port listens at. `0.0.0.0` lets other machines read the figures, without a password."""
+    gateway: str | None = None
+    """Address of a Pushgateway, such as `gateway.example.com:9091` or a URL."""
+    interval: float = 15.0
+    """Seconds between two pushes to the gateway."""
+
+    def __post_init__(self) -> None:
+        require_extra("prometheus", "Prometheus(...)")
+        rules = {
+            "port": checks.optional(checks.whole(1, 65535)),
+            "host": checks.text("an address of this machine"),
+            "gateway": checks.optional(checks.text("a gateway's address")),
+            "interval": checks.SECONDS,
+        }
+        problems = checks.Problems("Prometheus", self, rules)
+        problems.unless((self.port is None) != (self.gateway is None), "port", "given, or else gateway=, and not both")
+        problems.raise_any()
+
+    def __call__(self) -> GangFigures:
+        """Return a new observer that exports the figures of one gang."""
+        if self.port is not None:
+            return _Scraped(self.host, self.port)
+        return _Pushed(str(self.gateway), self.interval)
+
+
+class _Collector:
+    """Collects the figures of gangs in Prometheus's form."""
+
+    def __init__(self, gangs: Iterable[GangFigures]) -> None:
+        self._gangs = gangs
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family of samples for each figure."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, samples in samples_of(self._gangs).items():
+            figure = FIGURES[name]
+            kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+            labels = [*LABELS, *([figure.label] if figure.label is not None else [])]
+            family = kind(f"{PREFIX}_{name}", figure.help, labels=labels, unit=figure.unit)
+            for _, values, value in samples:
+                family.add_metric(values, value)
+            yield family
+
+
+def _registry_of(gangs: Iterable[GangFigures]) -> CollectorRegistry:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(gangs))
+    return registry
+
+
+# ---- Scraped by a server --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Port:
+    """An open port, and the gangs whose figures it serves."""
+
+    gangs: list[GangFigures]
+    server: Any
+    thread: threading.Thread
+
+
+_ports: dict[int, _Port] = {}
+"""Open ports of this process, by number."""
+_lock = threading.Lock()
+"""Lock of `_ports`."""
+
+
+class _Scraped(GangFigures):
+    """Figures of a gang that a Prometheus server scrapes."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__()
+        self._host, self._port = host, port
+
+    def begins(self, training: Training) -> None:
+        """Serve the figures, at a port that another gang may have opened."""
+        super().begins(training)
+        with _lock:
+            if self._port not in _ports:
+                _ports[self._port] = self._opened()
+            _ports[self._port].gangs.append(self)
+
+    def _opened(self) -> _Port:
+        from prometheus_client import start_http_server
+
+        gangs: list[GangFigures] = []
+        try:
+            server, thread = start_http_server(self._port, addr=self._host, registry=_registry_of(gangs))
+        except OSError as error:
+            raise OSError(
+                f"Prometheus(port={self._port}): {self._host}:{self._port} cannot be opened ({error}). Another program "
+                "may have the port: give another one"
+            ) from error
+        return _Port(gangs, server, thread)
+
+    def places(self) -> Mapping[str, str]:
+        """Return the URL of the figures."""
+        return {"Prometheus": f"http://{self._host}:{self._port}/metrics"}
+
+    def ended(self, error: Exception | None) -> None:
+        """Serve the figures no longer. The last gang closes the port."""
+        with _lock:
+            port = _ports[self._port]
+            port.gangs.remove(self)
+            if port.gangs:
+                return
+            del _ports[self._port]
+            port.server.shutdown()
+            port.server.server_close()
+        port.thread.join()
+
+
+# ---- Pushed to a gateway --------------------------------------------------------------------------------------------
+
+
+class _Pushed(GangFigures):
+    """Figures of a gang that a Pushgateway receives, from a thread of their own."""
+
+    def __init__(self, gateway: str, interval: float) -> None:
+        super().__init__()
+        self._gateway, self._interval = gateway, interval
+        self._has_ended = threading.Event()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._push_until_end, name="daskpytorch-prometheus", daemon=True)
+
+    def begins(self, training: Training) -> None:
+        """Push the figures from now on."""
+        super().begins(training)
+        self._thread.start()
+
+    def ended(self, error: Exception | None) -> None:
+        """Push the last figures, for at most three seconds."""
+        self._has_ended.set()
+        self._thread.join(END_TIMEOUT)
+
+    def _push_until_end(self) -> None:
+        registry = _registry_of([self])
+        while not self._has_ended.wait(self._interval):
+            self._push(registry)
+        self._push(registry)
+
+    def _push(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import push_to_gateway
+
+        key = {label: value for label, value in zip(LABELS, self.labels, strict=True) if value}
+        try:
+            push_to_gateway(self._gateway, PREFIX, registry, key, timeout=PUSH_TIMEOUT)
+        except Exception as error:  # the training goes on, whatever the client raises
+            if not self._has_failed:
+                self._has_failed = True
+                say(
+                    f"Prometheus: the gateway {public(self._gateway)} does not take the figures ({error}). The next "
+                    f"try is in {self._interval:g} s. Check the address, and that the gateway runs"
+                )

@@ -1,0 +1,259 @@
+"""Figures for operators: scraped by Prometheus, pushed to a gateway, and read by OpenTelemetry."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from distributed import Client
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client.parser import text_string_to_metric_families
+
+from conftest import REPOSITORY
+from flytekitplugins.daskpytorch import (
+    Gang,
+    Goodput,
+    LogRecord,
+    OpenTelemetry,
+    Prometheus,
+    RankUsage,
+    Shape,
+    Training,
+    current_rank,
+    dispatch,
+)
+from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from processes import until
+
+pytestmark = pytest.mark.timeout(200)
+Labels = tuple[str, ...]
+
+
+def values_of(text: str) -> dict[tuple[str, Labels], float]:
+    """Return the samples of an answer, by name, the model's index, and the figure's own label."""
+    found: dict[tuple[str, Labels], float] = {}
+    for sample in (each for family in text_string_to_metric_families(text) for each in family.samples):
+        own = [value for name, value in sample.labels.items() if name not in ("training", "model")]
+        found[sample.name, (sample.labels.get("model", ""), *own)] = sample.value
+    return found
+
+
+def scraped(port: int) -> dict[tuple[str, Labels], float]:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return values_of(answer.read().decode())
+
+
+@pytest.fixture
+def port() -> int:
+    """A port at which nothing listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def begin(figures: GangFigures) -> None:
+    """Let a gang of two ranks begin."""
+    figures.begins(Training(name="train", id="id"))
+    nodes = [
+        Node(worker=name, host=name, num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={}) for name in "ab"
+    ]
+    place = {"local_rank": 0, "world_size": 2, "local_world_size": 1, "host_rank": 0, "gpu": None, "visible_gpus": ()}
+    places = [[Place(rank=rank, group_rank=rank, num_threads=1, **place)] for rank in (0, 1)]
+    figures.placed(Shape(name="train", backend="gloo", nodes=nodes, places=places))
+
+
+def happen(figures: GangFigures) -> None:
+    """Let one of everything happen to a gang."""
+    figures.formed(1.5)
+    figures.logged(LogRecord(rank=0, step=7, num_steps=10, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
+    figures.logged(LogRecord(rank=1, step=8, num_steps=10, time=0.0, metrics={"loss": 9.0}))
+    figures.kept(6)
+    figures.accounted(Goodput(total=3.0, starting=1.0, stepping=2.0))
+    work = {"num_steps": 8, "seconds": {}, "cpu": 0.9, "memory": 3 * 2**30}
+    figures.used(RankUsage(rank=1, time=0.0, gpu_memory=2**30, gpu_utilization=0.25, **work))
+    figures.restarting("rank 1 was lost", 6)
+
+
+def train(name: str, folder: str) -> None:
+    """Log a loss, and end with the test's order."""
+    current_rank().log({"loss": float(len(name))}, step=3, num_steps=4)
+    while not Path(folder, "end").exists():
+        time.sleep(0.02)
+
+
+def train_experiment(experiment: tuple[str, str]) -> None:
+    train(*experiment)
+
+
+def test_a_running_sweep_is_scraped_at_one_port_which_its_end_closes(client: Client, tmp_path: Path, port: int) -> None:
+    gang = Gang(observers=(Prometheus(port=port),))
+    models = dispatch.map(client, train_experiment, [("a", str(tmp_path)), ("bb", str(tmp_path))], gang=gang)
+
+    def metrics_of_both() -> Mapping[tuple[str, Labels], float]:
+        try:
+            found = scraped(port)
+        except URLError:  # not yet
+            return {}
+        return found if sum(name == "daskpytorch_metric" for name, _ in found) == 2 else {}
+
+    until(metrics_of_both, "both models to log")
+    found = scraped(port)
+    assert found["daskpytorch_metric", ("0", "loss")] == 1.0
+    assert found["daskpytorch_metric", ("1", "loss")] == 2.0
+    assert found["daskpytorch_step", ("1",)] == 3.0
+    assert found["daskpytorch_ranks", ("0",)] == 1.0
+    (tmp_path / "end").touch()
+    models.result()
+    with pytest.raises(URLError, match="refused"):
+        scraped(port)
+
+
+def test_each_figure_has_its_name_unit_and_labels(port: int) -> None:
+    figures = Prometheus(port=port)()
+    begin(figures)
+    happen(figures)
+    found = scraped(port)
+    figures.ended(None)
+    assert abs(found.pop(("daskpytorch_checkpoint_timestamp_seconds", ("",))) - time.time()) < 60
+    assert {key: value for key, value in found.items() if value} == {
+        ("daskpytorch_ranks", ("",)): 2.0,
+        ("daskpytorch_nodes", ("",)): 2.0,
+        ("daskpytorch_step", ("",)): 7.0,
+        ("daskpytorch_steps", ("",)): 10.0,
+        ("daskpytorch_metric", ("", "loss")): 0.5,
+        ("daskpytorch_restarts_total", ("",)): 1.0,
+        ("daskpytorch_forming_seconds", ("",)): 1.5,
+        ("daskpytorch_goodput_seconds", ("", "starting")): 1.0,
+        ("daskpytorch_goodput_seconds", ("", "stepping")): 2.0,
+        ("daskpytorch_checkpoint_step", ("",)): 6.0,
+        ("daskpytorch_rank_steps", ("", "1")): 8.0,
+        ("daskpytorch_rank_cpu_cores", ("", "1")): 0.9,
+        ("daskpytorch_rank_memory_bytes", ("", "1")): 3.0 * 2**30,
+        ("daskpytorch_rank_gpu_memory_bytes", ("", "1")): 2.0**30,
+        ("daskpytorch_rank_gpu_utilization_ratio", ("", "1")): 0.25,
+    }
+
+
+def test_names_that_a_training_makes_up_are_limited() -> None:
+    figures = GangFigures()
+    begin(figures)
+    for step in range(1000):
+        figures.logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={f"loss {step}": 1.0}))
+        figures.used(
+            RankUsage(
+                rank=step, time=0.0, num_steps=1, seconds={}, cpu=1.0, memory=1, gpu_memory=None, gpu_utilization=None
+            )
+        )
+    assert sum(name == "metric" for name, *_ in figures.samples()) == 200
+    assert sum(name == "rank_steps" for name, *_ in figures.samples()) == 100
+
+
+def test_a_taken_port_names_itself(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match=rf"Prometheus\(port={port}\)"):
+        begin(Prometheus(port=port)())
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, dict[str, str]]]:
+    """The address of a gateway, and what it has received: path -> text."""
+    received: dict[str, str] = {}
+
+    class Gateway(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            received[self.path] = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}", received
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_gateway_has_the_last_figures_of_a_training_by_its_name(gateway: tuple[str, dict[str, str]]) -> None:
+    address, received = gateway
+    figures = Prometheus(gateway=address, interval=1000.0)()
+    begin(figures)
+    happen(figures)
+    figures.ended(None)
+    [(path, text)] = received.items()
+    assert path == "/metrics/job/daskpytorch/training/train"
+    assert values_of(text)["daskpytorch_step", ("",)] == 7.0
+
+
+def test_a_dead_gateway_costs_one_line(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = Prometheus(gateway=f"http://user:word@127.0.0.1:{port}", interval=0.01)()
+    begin(figures)
+    until(lambda: figures._has_failed, "the first push")
+    time.sleep(0.1)
+    figures.ended(None)
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"the gateway http://127.0.0.1:{port} does not take the figures" in line
+    assert "word" not in line
+
+
+def test_opentelemetry_reads_the_same_figures_of_running_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    figures = OpenTelemetry()()
+    begin(figures)
+    happen(figures)
+
+    def read() -> dict[str, list[tuple[dict[str, object], float]]]:
+        data = reader.get_metrics_data()
+        found = [
+            each
+            for of in (data.resource_metrics if data else [])
+            for scope in of.scope_metrics
+            for each in scope.metrics
+        ]
+        return {each.name: [(dict(point.attributes), point.value) for point in each.data.data_points] for each in found}
+
+    found = read()
+    assert set(found) == {f"{PREFIX}.{name}" for name in FIGURES}
+    assert found["daskpytorch.metric"] == [({"training": "train", "model": "", "metric": "loss"}, 0.5)]
+    figures.ended(None)
+    assert not read().get("daskpytorch.metric")
+
+
+def test_the_dashboard_asks_for_figures_that_there_are() -> None:
+    dashboard = json.loads((REPOSITORY / "docs/assets/grafana.json").read_text())
+    asked = {
+        word
+        for panel in dashboard["panels"]
+        for it in panel["targets"]
+        for word in re.findall(rf"{PREFIX}_\w+", it["expr"])
+    }
+    exported = {
+        "_".join(filter(None, (PREFIX, each.name, each.unit, "total" if each.is_counter else "")))
+        for each in FIGURES.values()
+    }
+    assert asked <= exported
+    assert len(asked) >= 12
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"port": 9400, "gateway": "g:9091"}, {"port": 0}, {"gateway": ""}, {"port": 9400, "interval": 0}]
+)
+def test_what_is_wrong_is_told_at_once(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"Prometheus\((port|gateway|interval)="):
+        Prometheus(**options)
