@@ -28,6 +28,7 @@ from flytekitplugins.daskpytorch.protocol.failure import (
     RankExit,
     is_of_watchdog,
 )
+from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 
 
 class PlainError(Exception):
@@ -589,6 +590,47 @@ def test_each_kind_of_end_has_its_error(exit_: RankExit, kind: type[GangError], 
     assert exit_.log_tail in str(error)
 
 
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names an error of too little memory on a GPU."""
+
+
+@pytest.mark.parametrize(
+    ("exit_", "kind"),
+    [
+        (rank_exit(0, error=ValueError("bad batch")), "exception"),
+        (rank_exit(0, error=ValueError("bad batch"), out_of_memory=True, hang=HANG), "exception"),
+        (rank_exit(0, error=RuntimeError("Connection closed by peer")), "exception"),
+        (rank_exit(0, error=OutOfMemoryError("CUDA out of memory")), "memory"),
+        (rank_exit(0, error=MemoryError()), "memory"),
+        (rank_exit(0, error=DistBackendError("Cuda failure 2 'out of memory'")), "memory"),
+        (rank_exit(0, -signal.SIGKILL, out_of_memory=True), "memory"),
+        (rank_exit(0, -signal.SIGSEGV), "signal"),
+        (rank_exit(0, -signal.SIGKILL), "signal"),
+        (rank_exit(0, 3), "exit"),
+        (rank_exit(0, error=SystemExit(3)), "exit"),
+        (rank_exit(0, None), "lost"),
+        (rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT), "lost"),
+        (replace(rank_exit(0, error=RuntimeError("CUDA error: uncorrectable ECC error")), gpu="GPU 3"), "lost"),
+        (replace(rank_exit(0, error=GpuFaultError("its clocks are slowed down")), gpu="GPU 3"), "lost"),
+        (rank_exit(0, 143, stopped=True, hang=HANG), "hang"),
+        (replace(rank_exit(0, 143, stopped=True, hang=HANG), is_deadlock=True), "desync"),
+        (replace(rank_exit(0, error=DistBackendError("timed out after")), difference="rank 1 has not"), "desync"),
+        (replace(rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT), difference="rank 1 has not"), "desync"),
+    ],
+)
+def test_each_failure_of_a_rank_has_a_kind(exit_: RankExit, kind: str) -> None:
+    error = error_of(exit_, 2)
+    gang_error = error if isinstance(error, GangError) else error.__cause__
+    assert isinstance(gang_error, GangError)
+    assert gang_error.kind == kind
+
+
+def test_errors_without_a_rank_have_the_kind_of_their_class() -> None:
+    kinds = {GangStartError: "start", PreemptedError: "preempted", WorkerLostError: "lost", GangHungError: "hang"}
+    assert {cls: cls("message").kind for cls in kinds} == kinds
+    assert {cls: pickle.loads(pickle.dumps(cls("message"))).kind for cls in kinds} == kinds
+
+
 def test_every_signal_can_be_described() -> None:
     texts = [describe(rank_exit(0, -signum)) for signum in range(1, signal.SIGRTMAX + 1)]
     assert all(f"ended by signal {signum}, " in text for signum, text in enumerate(texts, start=1))
@@ -633,12 +675,13 @@ def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:
 @pytest.mark.parametrize("cls", [GangError, WorkerLostError, PreemptedError, GangHungError, GangStartError])
 def test_gang_errors_pickle_with_all_their_fields(cls: type[GangError]) -> None:
     fields = {"rank": 1, "worker": "w", "host": "h", "cause": "c", "step": 3, "rank_traceback": "t", "log_tail": "l"}
-    error = cls("message", **fields)
+    error = cls("message", kind="desync", **fields)
     error.add_note("seen by a wrapper")
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(again) is cls
         assert again.args == ("message",)
         assert {name: getattr(again, name) for name in fields} == fields
+        assert again.kind == "desync"
 
 
 def test_lost_workers_and_failed_starts_are_gang_errors() -> None:

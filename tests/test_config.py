@@ -55,6 +55,7 @@ NO_URIS = ["", 7, Path("/kept"), "s4://bucket/kept", "s3:/bucket/kept", "s3//buc
 REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "backend", ["mpi"], "one of auto, gloo, nccl"),
     (Gang, "devices", ["some", 1], "one of own, all"),
+    (Gang, "gpu_check", ["full", None, True, 1], "'off', 'quick' or a function of a GPU's index"),
     (Gang, "ranks_per_worker", ["all", *NOT_A_COUNT], f"'auto' or {A_COUNT}"),
     (Gang, "min_workers", [0, -1, 1.5, True], f"None or {A_COUNT}"),
     (Gang, "workers", [0, -1, 1.5, True, "2"], f"None or {A_COUNT}"),
@@ -335,6 +336,7 @@ def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 GANG = some(
     backend=st.sampled_from(["auto", "gloo", "nccl"]),
     devices=st.sampled_from(["own", "all"]),
+    gpu_check=st.sampled_from(["off", "quick", len]),
     ranks_per_worker=COUNTS | st.just("auto"),
     min_workers=COUNTS | st.none(),
     max_restarts=st.integers(0, 5),

@@ -4,6 +4,7 @@ import math
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+import fake_gpus
 from clock import Clock
-from flytekitplugins.daskpytorch.rank import usage
+from flytekitplugins.daskpytorch.rank import nvml, usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 from flytekitplugins.daskpytorch.records import RankUsage
 
@@ -206,22 +208,27 @@ def test_a_gauge_that_was_not_looked_at_says_nothing_at_the_end(ledger: Ledger) 
 
 
 @pytest.mark.parametrize(
-    ("by_nvml", "utilization", "by_cuda", "expected"),
+    ("answers", "by_cuda", "expected"),
     [
-        (50, 25, AssertionError("CUDA was asked, although NVML answers"), (50, 0.25)),
-        (None, 25, (30, 80), (50, 0.25)),  # before torch 2.7
-        (50, ModuleNotFoundError("nvidia-ml-py does not seem to be installed"), (30, 80), (50, None)),
-        (50, RuntimeError("NVML"), RuntimeError("CUDA error: an illegal memory access"), (None, None)),
+        ({"used": 50, "total": 80, "busy": 25}, AssertionError("CUDA was asked, although NVML answers"), (50, 0.25)),
+        ({"used": 50, "total": 80}, AssertionError("CUDA was asked, although NVML answers"), (50, None)),
+        ({}, (30, 80), (50, None)),
+        ({"code": 15}, RuntimeError("CUDA error: an illegal memory access"), (None, None)),
     ],
 )
 def test_of_a_gpu_it_reads_off_what_there_is_to_know(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, by_nvml: Any, utilization: Any, by_cuda: Any, expected: Any
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    answers: dict[str, int],
+    by_cuda: Any,
+    expected: tuple[Any, Any],
 ) -> None:
-    answers = {"device_memory_used": by_nvml, "utilization": utilization, "mem_get_info": by_cuda}
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, mock.Mock(side_effect=[answer]), raising=False)
-    if by_nvml is None:
-        monkeypatch.delattr(torch.cuda, "device_memory_used")
+    """Torch and NVML are simulated."""
+    monkeypatch.setattr(nvml, "LIBRARY", str(fake_gpus.build(tmp_path)))
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
+    fake_gpus.describe(tmp_path / "gpus", {"GPU-1": {"is": 1, **answers}})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[by_cuda]))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    read = Gauge(0, ledger, 2).read()
+    read = Gauge(0, ledger, 2, "1").read()
     assert (read.gpu_memory, read.gpu_utilization) == expected

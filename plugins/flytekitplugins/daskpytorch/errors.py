@@ -1,6 +1,7 @@
 """The errors that a gang raises. Ranks and users import this module, so it imports no heavy library."""
 
 import functools
+from typing import ClassVar, Literal
 
 __all__ = [
     "GangError",
@@ -11,6 +12,10 @@ __all__ = [
     "StoppedEarlyError",
     "WorkerLostError",
 ]
+
+
+Kind = Literal["exception", "memory", "signal", "exit", "lost", "hang", "desync", "preempted", "start"]
+"""Kinds of a gang's failures, by which code can react. `GangError.kind` describes each."""
 
 
 class GangError(RuntimeError):
@@ -30,6 +35,8 @@ class GangError(RuntimeError):
         rank 1: division by zero
     """
 
+    _usual_kind: ClassVar[Kind] = "exception"
+
     def __init__(
         self,
         message: str,
@@ -44,8 +51,22 @@ class GangError(RuntimeError):
         log_tail: str = "",
         is_repeated: bool = False,
         exit_code: int | None = None,
+        kind: Kind | None = None,
     ) -> None:
         super().__init__(message)
+        self.kind: Kind = kind or self._usual_kind
+        """Kind of the failure:
+
+        - `exception`: the rank raised an exception
+        - `memory`: the rank was killed for memory, or raised an error of too little memory on the host or the GPU
+        - `signal`: a signal ended the rank, such as SIGSEGV or SIGKILL
+        - `exit`: the rank ended with an exit code of its own
+        - `lost`: the rank was lost with its worker, agent, GPU or network
+        - `hang`: ranks gave no sign of life
+        - `desync`: the ranks called different collectives, or one rank left others in a collective
+        - `preempted`: the task or a worker was told to end
+        - `start`: the gang could not start
+        """
         self.rank = rank
         """Number of the rank to which the failure is attributed. None if no rank failed."""
         self.worker = worker
@@ -103,6 +124,8 @@ class WorkerLostError(GangError):
         rank 1 was lost
     """
 
+    _usual_kind: ClassVar[Kind] = "lost"
+
 
 class PreemptedError(WorkerLostError):
     """The task or one of its workers was told to end, for example by SIGTERM. The next attempt resumes the training.
@@ -122,6 +145,8 @@ class PreemptedError(WorkerLostError):
         >>> train_to_the_end(tempfile.mkdtemp())
         ['trained', 'trained']
     """
+
+    _usual_kind: ClassVar[Kind] = "preempted"
 
 
 class GangHungError(GangError):
@@ -144,6 +169,8 @@ class GangHungError(GangError):
         rank 1
     """
 
+    _usual_kind: ClassVar[Kind] = "hang"
+
 
 class GangStartError(GangError):
     """A gang could not start: workers or ranks did not arrive within `start_timeout`, or no Dask scheduler answered.
@@ -158,6 +185,8 @@ class GangStartError(GangError):
         ...     print(error)
         the cluster at ... has 2 workers, but needs 100. Start workers, or wait for them...
     """
+
+    _usual_kind: ClassVar[Kind] = "start"
 
 
 class StoppedEarlyError(Exception):

@@ -143,6 +143,18 @@ class Gang:
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
     uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is always the rank's own GPU."""
+    gpu_check: Literal["off", "quick"] | Callable[[int], None] = "quick"
+    """Check of each rank's GPU before the process group forms, at each start of the gang.
+
+    - `quick`: NVML must report neither uncorrectable or pending memory errors, nor a GPU that needs a reset, nor slowed
+      clocks, nor other processes with more than half of the memory. With NCCL, a small kernel must also compute right.
+    - A function: The quick check, and then the function in each rank. The argument is the CUDA index of the rank's GPU.
+      Its exception is the fault of the GPU.
+    - `off`: No check.
+
+    A GPU with a fault counts as a lost worker: the gang starts again without the GPU, if `min_workers` or other GPUs
+    allow that. Ranks without a GPU, and debug mode, have no check.
+    """
     min_workers: int | None = None
     """Minimum number of workers, from 1 up, with which the gang starts, or restarts after losing workers. None: all."""
     max_restarts: int = 3
@@ -234,6 +246,11 @@ class Gang:
             "ranks_per_worker": checks.auto_or(checks.COUNT),
             "workers": checks.optional(checks.COUNT),
             "devices": checks.one_of("own", "all"),
+            "gpu_check": checks.must_be(
+                "'off', 'quick' or a function of a GPU's index",
+                callable,
+                lambda value: isinstance(value, str) and value in ("off", "quick"),
+            ),
             "min_workers": checks.optional(checks.COUNT),
             "max_restarts": checks.whole(0),
             "start_timeout": checks.SECONDS,

@@ -317,12 +317,13 @@ class Agents:
         if gone := self.refused or self.lost:
             worker, error = next(iter(gone.items()))
             # A retry does not add a missing module to the worker's image.
-            kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
-            return kind(
+            type_ = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
+            return type_(
                 f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {worker}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}. That worker's log may say more.",
                 worker=worker,
                 cause=str(error),
+                kind="start",
             )
         return GangStartError(
             f"only {self.num_nodes} of {self.num_wanted} workers started their part of {name} within {timeout:g} s. "

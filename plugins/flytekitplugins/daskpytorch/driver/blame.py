@@ -9,14 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.failure import RankExit, without_ours
+from flytekitplugins.daskpytorch.errors import GangError, GangHungError, Kind, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.failure import NCCL_MEMORY, Failure, RankExit, without_ours
 
 REPEATED = "the same error came at the same step twice"
 """Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
 NO_RESTARTS = "max_restarts is 0"
 STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
 """Reason for no restart of a gang that stays, which has a limit of 0."""
+MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
+"""Names of exceptions of too little memory: Python's and torch's."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -116,10 +118,10 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         also = f", and in {root_failure.log_folder} on its host" if root_failure.log_folder else ""
         message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]{also}):\n"
         message += root_failure.log_tail
-    kind = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
+    type_ = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
     if root_failure.is_infrastructure:
-        kind = WorkerLostError
-    error = kind(
+        type_ = WorkerLostError
+    error = type_(
         message,
         rank=root_failure.rank,
         worker=root_failure.worker,
@@ -131,12 +133,37 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         log_tail=root_failure.log_tail,
         is_repeated=refusal == REPEATED,
         exit_code=root_failure.failure.exit_code if root_failure.failure else root_failure.exitcode,
+        kind=kind_of(root_failure),
     )
     original = root_failure.failure.rebuilt() if root_failure.failure else None
     if original is None or root_failure.is_infrastructure:
         return error
     original.__cause__ = error
     return original
+
+
+def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind
+    """Return the kind of a rank's failure, for `GangError.kind`."""
+    if exit_.is_deadlock or exit_.difference is not None:
+        return "desync"
+    if exit_.gpu_fault:
+        return "lost"
+    if exit_.failure is not None:
+        return _kind_of_exception(exit_.failure)
+    if exit_.hang is not None:
+        return "hang"
+    if exit_.out_of_memory:
+        return "memory"
+    if exit_.exitcode is None or exit_.watchdog:  # the watchdog has lost a peer or the network
+        return "lost"
+    return "signal" if exit_.exitcode < 0 else "exit"
+
+
+def _kind_of_exception(failure: Failure) -> Kind:
+    if failure.type_name == SystemExit.__name__:
+        return "exit"
+    is_of_memory = failure.type_name in MEMORY_TYPES or NCCL_MEMORY.search(failure.message) is not None
+    return "memory" if is_of_memory else "exception"
 
 
 def from_user(error: Exception) -> Exception:

@@ -365,8 +365,9 @@ class Brain:
             raise error_of(root_failure, attempt.world_size, refusal, history)
         if request is not None and request.ends_gang:  # the next attempt may try again
             raise self._preempted(request, failure.what) from error_of(root_failure, attempt.world_size)
-        if root_failure.failure is not None and failure.cause not in {each.cause for each in self._policy.failures}:
-            self._observers.note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
+        trace = root_failure.failure.traceback.rstrip() if root_failure.failure is not None else ""
+        if trace and failure.cause not in {each.cause for each in self._policy.failures}:
+            self._observers.note(f"rank {root_failure.rank} raised\n{trace}")
         self._policy.note(failure)
         self._agents.faulty_gpus |= attempt.faulty_gpus
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"

@@ -21,6 +21,7 @@ import cloudpickle
 from tblib import pickling_support
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
+from flytekitplugins.daskpytorch.protocol import gpu_faults
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
@@ -38,19 +39,6 @@ CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 """Types of errors that the same code raises again in each attempt. `q` in a debugger raises `BdbQuit`."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
 """Exceptions that end a loop, an event loop or a debugger without an error."""
-# The texts of GPUs' errors are those of CUDA 13's runtime, of NCCL 2.28 and of torch 2.6 to 2.15.
-GPU_FAULT = re.compile(
-    r"uncorrectable (ECC|NVLink) error|over nvlink or a hardware error|is/are busy or unavailable"
-    r"|(CUDA error: |Error 802: |Cuda failure (802 )?')system not yet initialized"
-    r"|GPU is lost|fallen off the bus|\bXid\b.{0,40}\b79\b"
-    r"|nvml\w+\([^)]*\) failed|(Failed to|Can't) initialize NVML|NVML_SUCCESS == (?!.*CachingAllocator)",
-    re.IGNORECASE,
-)
-"""Texts of errors that only a failed GPU, NVLink connection, GPU fabric or GPU driver causes.
-
-Errors that code may cause, too, are left out: "unspecified launch failure", "hardware stack error" and "initialization
-error". Torch's allocator queries NVML only if memory is short, so its failed query is left out as well.
-"""
 NCCL_MEMORY = re.compile(
     r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (malloc|calloc|host alloc)", re.IGNORECASE
 )
@@ -120,7 +108,7 @@ class Failure:
     type_name: str
     message: str
     traceback: str
-    """Traceback in Python's format."""
+    """Traceback in Python's format. Empty for a GPU that has not passed its check, as all code there is ours."""
     pickled: bytes | None
     """The pickled exception. None if pickling fails or takes more than `MAX_PICKLED` bytes."""
     time: float
@@ -162,8 +150,9 @@ class Failure:
         text = _shortened(_text_of(error))
         # The first frame is the rank's own call of the function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
-        shown = "".join(traceback.format_exception(type(error), error, without_ours(trace) or trace))
-        gpu_fault = next(filter(None, map(_gpu_fault_of, _with_causes(error))), "")
+        lines = traceback.format_exception(type(error), error, without_ours(trace) or trace)
+        shown = "" if gpu_faults.is_of_check(error) else "".join(lines)
+        gpu_fault = next(filter(None, map(gpu_faults.fault_of, _with_causes(error))), "")
         return cls(
             type_name=name,
             message=text,
@@ -254,7 +243,7 @@ class RankExit:
             return ""
         if self.failure is not None:
             return self.failure.gpu_fault
-        return _find_gpu_fault(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
+        return gpu_faults.fault_in(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
 
     @property
     def is_consequence(self) -> bool:
@@ -335,15 +324,6 @@ def _is_of_group(error: BaseException) -> bool:
     return says_so and isinstance(error, RuntimeError) and not isinstance(error.__cause__, OSError)
 
 
-def _gpu_fault_of(error: BaseException) -> str:
-    """Return the line of an exception's text that reports a failed GPU. Return "" for other exceptions.
-
-    Torch raises a `RuntimeError` for a failed GPU, and nvidia-ml-py raises its own class.
-    """
-    is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
-    return _find_gpu_fault(_text_of(error)) if is_of_gpu else ""
-
-
 def _caller_of(error: BaseException) -> str:
     """Return the file of an exception's innermost frame outside Python's standard library. Return "" without one."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -388,11 +368,6 @@ def _pickled(error: BaseException) -> bytes | None:
     except BaseException:  # a user's own class may raise any exception
         return None
     return bytes(data) if len(data) <= MAX_PICKLED else None
-
-
-def _find_gpu_fault(text: str) -> str:
-    """Return the line of an error's text, or of a log, that reports a failed GPU. Return "" if no line does."""
-    return next((line.strip() for line in text.splitlines() if GPU_FAULT.search(line)), "")
 
 
 def _is_memory_of_nccl(text: str) -> bool:

@@ -57,8 +57,10 @@ class Job:
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store in rank 0. None for a single rank without a store."""
     settings: Gang = field(default_factory=Gang)
-    """The user's settings of the gang, without its observers. The chosen backend is `Job.backend`, not
-    `settings.backend`."""
+    """The user's settings of the gang, without its observers and the function of `gpu_check`. The chosen backend is
+    `Job.backend`, not `settings.backend`."""
+    gpu_check: bytes | None = None
+    """The pickled function of `Gang(gpu_check=...)`. None without a function."""
     checkpoint: CheckpointFile | None = None
     """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
     sharding: Sharding

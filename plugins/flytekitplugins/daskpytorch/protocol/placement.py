@@ -34,8 +34,12 @@ class Node:
 
     def key_of(self, gpu: str) -> GpuKey:
         """Return the identity of a visible GPU: its UUID, else the host and the GPU's name there."""
-        uuid = dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu)
+        uuid = self.uuid_of(gpu)
         return ("", uuid) if uuid else (self.host, gpu)
+
+    def uuid_of(self, gpu: str) -> str:
+        """Return the UUID of a visible GPU or MIG instance. Return "" if the UUID is unknown."""
+        return dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu, "")
 
     def title_of(self, gpu: str) -> str:
         """Return a visible GPU's title in messages: its name on the node, and its UUID."""
@@ -72,6 +76,8 @@ class Place:
     """GPUs in the rank's `CUDA_VISIBLE_DEVICES`."""
     num_threads: int
     """Number of threads for computations of the rank: its share of the host's cores, at least 1."""
+    gpu_uuid: str = ""
+    """UUID of the rank's own GPU or MIG instance. Empty without a GPU, or if the UUID is unknown."""
 
     @property
     def device_index(self) -> int | None:
@@ -155,6 +161,7 @@ def place_ranks(
                     gpu=here[local_rank] if here else None,
                     visible_gpus=together if devices == "all" else tuple(here[local_rank : local_rank + 1]),
                     num_threads=max(1, node.num_cores // ranks_on_host[node.host]),
+                    gpu_uuid=node.uuid_of(here[local_rank]) if here else "",
                 )
                 for local_rank in range(ranks_per_worker)
             ]

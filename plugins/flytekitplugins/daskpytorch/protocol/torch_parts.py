@@ -134,6 +134,24 @@ def loader_iterator() -> Any:
     return next(kind for kind in kinds if "__next__" in vars(kind))
 
 
+# ---- Memory of GPUs
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """Return torch's snapshot of the memory that torch has reserved on all GPUs. Does not initialise CUDA."""
+    import torch
+
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()  # noqa: SLF001
+    return snapshot
+
+
+def record_memory() -> None:
+    """Make torch record the Python line of each allocation that lives on a GPU. Initialises CUDA."""
+    import torch
+
+    torch.cuda.memory._record_memory_history("state", stacks="python")  # noqa: SLF001
+
+
 # ---- Tensors' memory in pickles
 
 

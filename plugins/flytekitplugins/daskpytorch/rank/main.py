@@ -32,11 +32,13 @@ from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import (
     debugger,
     flight_recorder,
+    gpu_memory,
     libraries,
     process_group,
     sources,
     standstill,
 )
+from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
 from flytekitplugins.daskpytorch.rank.session import Session, completed, failure_of
@@ -76,7 +78,8 @@ def main(channel: Connection) -> int:
             if order.data is not None:
                 register_post_import_hook(functools.partial(_let_dask_find_worker, order.data), "distributed")
             debugger.wait_for_editor(order, link.send)
-            process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
+            take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
+            process_group.expect(order.place, order.job, take_device, listener)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session)
             process_group.join()
@@ -104,6 +107,7 @@ def _explained(order: RankOrder, link: GangLink, error: BaseException, *, is_fin
     """Return the report of an exception, with notes for the user."""
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
+    gpu_memory.explain(error, order, link.submit)
     return failure_of(error, link, is_final=is_final)
 
 
@@ -211,6 +215,15 @@ def _settle_in(order: RankOrder) -> None:
 
 def _let_dask_find_worker(way: WorkerData, distributed: ModuleType) -> None:
     import_module(way.guide).enter(distributed, way)
+
+
+def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None:
+    """Check the rank's own GPU, and do as `_take_device`."""
+    check.await_nvml()
+    device = _take_device(order)
+    check.compute(device)
+    gpu_memory.record(order)
+    return device
 
 
 def _take_device(order: RankOrder) -> torch.device | None:

@@ -75,13 +75,14 @@ class Session:
         link.observers.tell("begins")  # directly before the call: they see the same process state as the function
         link.send(reports.Ready())
         link.ledger.begin()
-        gauge = Gauge(order.place.rank, link.ledger, order.place.device_index or 0)
-        profiler = Profiler(order.place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
+        place = order.place
+        gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
+        profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
         with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),
                 usage.watched(link.ledger),
-                gauge.reporting(order.place.world_size, link.send, profiler.draw_flame_graphs),
+                gauge.reporting(place.world_size, link.send, profiler.draw_flame_graphs),
             ):
                 yield
             link.send(reports.Spent(link.ledger.close(), is_last=True))

@@ -17,6 +17,7 @@ import psutil
 
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol import torch_parts
+from flytekitplugins.daskpytorch.rank import nvml
 from flytekitplugins.daskpytorch.records import RankUsage
 
 INTERVAL = 2.0
@@ -163,18 +164,20 @@ def _counted_batches(ledger: Ledger) -> Iterator[None]:
 class Gauge:
     """Samples this process's use of processor, memory and GPU."""
 
-    def __init__(self, rank: int, ledger: Ledger, gpu: int) -> None:
+    def __init__(self, rank: int, ledger: Ledger, gpu: int, gpu_uuid: str = "") -> None:
         self._rank = rank
         self._ledger = ledger
         self._gpu = gpu
         """CUDA index of the rank's own GPU. Not used by a rank without a GPU."""
+        self._gpu_uuid = gpu_uuid
+        """UUID of the rank's own GPU. Empty if unknown."""
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
         """Return a usage sample. Its processor use is the mean since the previous sample."""
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
-        memory, utilization = _of_gpu(self._gpu)
+        memory, utilization = _of_gpu(self._gpu, self._gpu_uuid)
         return RankUsage(
             rank=self._rank,
             time=time.time(),
@@ -227,7 +230,7 @@ class Gauge:
                 send(self.read())
 
 
-def _of_gpu(index: int) -> tuple[int | None, float | None]:
+def _of_gpu(index: int, uuid: str) -> tuple[int | None, float | None]:
     """Return the GPU's used memory in bytes and its utilisation from 0 to 1, or None for an unknown value.
 
     Both are None if this process has not initialised CUDA.
@@ -236,12 +239,9 @@ def _of_gpu(index: int) -> tuple[int | None, float | None]:
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None, None
-    try:
-        utilization = torch.cuda.utilization(index) / 100
-        # NVML first: many calls of CUDA spoil another thread's capture of a CUDA graph. Older torch lacks the name.
-        return getattr(torch.cuda, "device_memory_used", _used_by_cuda)(index), utilization
-    except Exception:  # NVML is missing, has no permission, or does not know this MIG instance
-        return _used_by_cuda(index), None
+    # NVML first: many calls of CUDA spoil another thread's capture of a CUDA graph.
+    used, utilization = nvml.usage(uuid) if uuid else (None, None)
+    return _used_by_cuda(index) if used is None else used, utilization
 
 
 def _used_by_cuda(index: int) -> int | None:

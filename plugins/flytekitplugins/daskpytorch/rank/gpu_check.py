@@ -1,0 +1,236 @@
+"""Checks a rank's GPU before the gang uses the GPU: NVML's answers, a small kernel, the user's function.
+
+Runs in the rank, before its process group forms. A GPU that does not pass raises `GpuFaultError`. The driver then
+treats the GPU as failed: the gang starts again without the GPU if `min_workers` and the other GPUs allow that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+import psutil
+
+from flytekitplugins.daskpytorch.protocol.code import name_of, unpack_call
+from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.rank import nvml
+from flytekitplugins.daskpytorch.rank.nvml import GpuState, NvmlError
+
+if TYPE_CHECKING:
+    import torch
+
+NVML_TIMEOUT = 30.0
+"""Timeout, in seconds, for NVML's answers. NVML initialises GPUs without persistence mode, which takes seconds."""
+KERNEL_TIMEOUT = 60.0
+"""Timeout, in seconds, for the small kernel, which includes the time to make the CUDA context."""
+PAUSE = 1.0
+"""Seconds until a second look at a GPU with a fault. Short faults do not count, such as the memory of a process that
+is ending."""
+MAX_SHARE_OF_OTHERS = 0.5
+"""Maximum share of a GPU's memory, from 0 to 1, that other processes may hold before the rank begins."""
+RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
+"""Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
+FABRIC_COMPLETE = 3
+"""State of a GPU that has ended its attempt to join its NVLink fabric."""
+NUM_NUMBERS = 1 << 20
+"""Number of elements that the small kernel computes: 4 MiB."""
+KERNEL_LOG = "/dev/kmsg"
+XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:]+)[^)]*\): (\d+)", re.IGNORECASE)
+"""Pattern of the kernel's log lines about a GPU's errors: the GPU's PCI address, and the error's number."""
+MAX_XIDS = 5
+
+T = TypeVar("T")
+
+
+class GpuCheck:
+    """Check of one rank's own GPU. Does nothing in a rank without a GPU, or with `Gang(gpu_check="off")`."""
+
+    def __init__(self, order: RankOrder) -> None:
+        """Begin to read NVML in a thread. The thread runs beside the imports of the user's modules."""
+        self._place, self._function = order.place, order.job.gpu_check
+        self._is_on = order.place.gpu is not None and order.job.settings.gpu_check != "off"
+        uuid = order.place.gpu_uuid
+        self._faults = in_thread(lambda: faults_of(uuid)) if self._is_on and uuid else None
+
+    def await_nvml(self) -> None:
+        """Wait for NVML's answers. Called before the rank initialises CUDA, which a broken GPU may block.
+
+        Raises:
+            GpuFaultError: NVML reports a fault, or does not answer.
+        """
+        if self._faults is None:
+            return
+        try:
+            found = self._faults.result(NVML_TIMEOUT)
+        except TimeoutError:
+            found = [f"NVML, the driver's library, did not answer within {NVML_TIMEOUT:g} s (nvidia-smi may hang, too)"]
+        if found:
+            raise _fault("; ".join(found))
+
+    def compute(self, device: torch.device | None) -> None:
+        """Run a small kernel with a known result on the GPU, then the user's function.
+
+        Args:
+            device: The rank's GPU. None if the gang leaves CUDA uninitialised, and so runs no kernel.
+
+        Raises:
+            GpuFaultError: The kernel fails, hangs or has a wrong result, or the user's function raises an exception.
+        """
+        if not self._is_on:
+            return
+        if device is not None:
+            try:
+                found = in_thread(lambda: fault_of_kernel(device)).result(KERNEL_TIMEOUT)
+            except TimeoutError:
+                found = f"a small kernel did not end within {KERNEL_TIMEOUT:g} s"
+            if found:
+                raise _fault(found)
+        if self._function is not None:
+            self._call(unpack_call(self._function).function)
+
+    def _call(self, function: Callable[[int], object]) -> None:
+        try:
+            function(self._place.device_index or 0)
+        except Exception as error:  # any exception of the user's function is the fault
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise GpuFaultError(f"gpu_check={name_of(function)} raised {text}") from error
+
+
+def _fault(found: str) -> GpuFaultError:
+    return GpuFaultError(
+        f"the check before its use found: {found}. Reset the GPU (nvidia-smi --gpu-reset) or drain its host. "
+        'Gang(gpu_check="off") starts without the check'
+    )
+
+
+# ---- NVML
+
+
+def faults_of(uuid: str) -> list[str]:
+    """Return the faults that NVML reports of a GPU, in words. Empty for a sound GPU, and without NVML."""
+    if not _look(uuid):
+        return []
+    time.sleep(PAUSE)
+    return _look(uuid)
+
+
+def _look(uuid: str) -> list[str]:
+    try:
+        state = nvml.read(uuid)
+    except NvmlError as error:
+        return [str(error)]
+    if state is None or not (found := list(read_faults(state))):
+        return []
+    xids = xids_of(state.address, KERNEL_LOG)
+    return [*found, *([f"the kernel's log has Xid {', '.join(xids)} of this GPU"] if xids else [])]
+
+
+def read_faults(state: GpuState) -> Iterator[str]:
+    """Yield the faults in a GPU's state, in words."""
+    if state.ecc_errors:
+        yield f"{state.ecc_errors} uncorrectable memory errors (ECC) since its driver was loaded"
+    if state.has_remap_failed:
+        yield "a row of its memory could not be remapped"
+    if state.is_remap_pending:
+        yield "a row of its memory waits to be remapped at a reset"
+    if state.is_retirement_pending:
+        yield "a page of its memory waits to be retired at a reset"
+    if state.recovery:
+        yield f"its driver asks for {RECOVERIES.get(state.recovery, 'a reset after all work has left the GPU')}"
+    fabric, code = state.fabric or (0, 0)
+    if (
+        fabric == FABRIC_COMPLETE and code != nvml.SUCCESS
+    ):  # CUDA itself refuses a fabric that is incomplete (error 802)
+        yield f"it could not join its NVLink fabric (code {code})"
+    if causes := [cause for bit, cause in nvml.SLOWDOWNS.items() if (state.slowdowns or 0) & bit]:
+        yield f"its clocks are slowed down by {' and '.join(causes)} before any work"
+    yield from _of_memory(state)
+
+
+def _of_memory(state: GpuState) -> Iterator[str]:
+    """Yield a fault if processes other than the rank and its ancestors, such as a Dask worker, hold much memory."""
+    used, total = state.memory or (0, 0)
+    if used <= MAX_SHARE_OF_OTHERS * total:
+        return
+    own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
+    used -= sum(size for pid, size in state.processes.items() if pid in own)
+    if used > MAX_SHARE_OF_OTHERS * total:
+        named = ", ".join(f"process {pid}" for pid in state.processes if pid not in own)
+        shown = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory"
+        yield f"other processes hold {shown}{f' ({named})' if named else ''}"
+
+
+def xids_of(address: str, log: str) -> list[str]:
+    """Return the numbers of a GPU's newest errors (Xid) since the host's boot. Empty if the log may not be read.
+
+    An Xid is no fault of its own, as a reset may have mended the GPU since.
+
+    Args:
+        address: PCI address of the GPU, such as 0000:3b:00. Empty if unknown.
+        log: The kernel's log, which gives one record per read.
+    """
+    found: list[str] = []
+    try:
+        file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return []
+    try:
+        while record := _next_record(file):
+            found += [number for at, number in XID.findall(record) if at.lower() == address]
+    except OSError:  # no more records
+        pass
+    finally:
+        os.close(file)
+    return list(dict.fromkeys(found))[-MAX_XIDS:]
+
+
+def _next_record(file: int) -> str:
+    try:
+        return os.read(file, 1 << 13).decode(errors="replace")
+    except BrokenPipeError:  # the kernel has overwritten the record, and the next read goes on after the gap
+        return os.read(file, 1 << 13).decode(errors="replace")
+
+
+# ---- The kernel
+
+
+def fault_of_kernel(device: torch.device) -> str:
+    """Run a small kernel with a known result on a device. Return its fault in words, or "" for the right result."""
+    import torch
+
+    try:
+        wrong = int((_mixed(device).cpu() != _mixed(torch.device("cpu"))).sum())
+        if device.type == "cuda":  # the user's function finds no memory of this check
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+    except Exception as error:  # torch raises RuntimeError and subclasses; a broken driver may raise others
+        return f"a small kernel failed ({type(error).__name__}: {' '.join(str(error).split())})"
+    return f"a small kernel computed {wrong} of {NUM_NUMBERS} numbers wrongly" if wrong else ""
+
+
+def _mixed(device: torch.device) -> torch.Tensor:
+    """Return whole numbers, which every device computes alike. Matrix products would first load cuBLAS for 0.1 s."""
+    import torch
+
+    numbers = torch.arange(NUM_NUMBERS, dtype=torch.int32, device=device)
+    return (numbers * 3 + 1) ^ numbers
+
+
+def in_thread(act: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread that no exit waits for. Code that hangs in a GPU's driver cannot be ended."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # for the waiting thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="daskpytorch-gpu-check", daemon=True).start()
+    return future

@@ -1,0 +1,164 @@
+"""Explains a rank's CUDA out-of-memory error: what holds the GPU's memory, by torch's snapshot and NVML.
+
+Runs in the rank. A rank that does not run out of memory spends nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.protocol import torch_parts
+from flytekitplugins.daskpytorch.protocol.failure import OURS, STANDARD
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.rank import nvml
+from flytekitplugins.daskpytorch.rank.gpu_check import in_thread
+
+HISTORY_VARIABLE = "DASKPYTORCH_MEMORY_HISTORY"
+"""Environment variable that makes torch record the line of each allocation on the GPU, if its value is 1."""
+NUM_SHOWN = 5
+"""Number of the largest groups of live allocations in the error."""
+MAX_SNAPSHOT = 64 << 20
+"""Maximum number of bytes of a snapshot that is submitted. A larger snapshot loses its history of allocations."""
+NVML_TIMEOUT = 5.0
+"""Timeout, in seconds, for NVML's list of the GPU's processes."""
+LIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+"""States of blocks in torch's snapshot that no other allocation can use."""
+DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
+"""Pattern of the device's index in torch's error."""
+
+
+def record(order: RankOrder) -> None:
+    """Make torch record the line of each allocation, if the user's environment asks for that. Initialises CUDA."""
+    if order.place.gpu is not None and os.environ.get(HISTORY_VARIABLE) == "1":
+        with optional(f"Recording the lines of allocations ({HISTORY_VARIABLE})"):
+            torch_parts.record_memory()
+
+
+def explain(error: BaseException, order: RankOrder, submit: Callable[[str, str, bytes], None]) -> None:
+    """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot of the memory.
+
+    Other errors stay as they are.
+
+    Args:
+        error: The exception that ends the rank.
+        order: The rank's order.
+        submit: Sends the driver a result file: the handler's key, the file's path and its content.
+    """
+    if (cause := _out_of_memory(error)) is None:
+        return
+    place = order.place
+    with optional("Explaining what holds the GPU's memory"):
+        named = DEVICE.search(str(cause))
+        device = int(named[1]) if named else place.device_index or 0
+        notes: list[str] = []
+        with optional("Reading torch's snapshot of the GPU's memory"):
+            snapshot = torch_parts.memory_snapshot()
+            notes += describe(snapshot, device)
+            path = f"profiles/rank-{place.rank}-out-of-memory-{order.job.attempt}.pickle"
+            if (data := pickled(snapshot)) is not None:
+                submit("", path, data)
+                notes.append(f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).")
+        if place.gpu_uuid and device == place.device_index:
+            notes += _others(place.gpu_uuid)
+        if notes:
+            error.add_note("\n".join(notes))
+
+
+def _out_of_memory(error: BaseException) -> BaseException | None:
+    """Return torch's error of a GPU without memory: the error itself, or the first such cause. None without one."""
+    import torch
+
+    cause: BaseException | None = error
+    for _ in range(10):  # a chain of causes may be a circle
+        if cause is None or isinstance(cause, torch.OutOfMemoryError):
+            return cause
+        cause = cause.__cause__
+    return None
+
+
+# ---- Torch's snapshot
+
+
+def describe(snapshot: Mapping[str, Any], device: int) -> Iterator[str]:
+    """Yield lines about a device's memory: what torch has reserved and allocated, and the largest live allocations.
+
+    Args:
+        snapshot: Snapshot of `torch.cuda.memory._snapshot()`.
+        device: CUDA index of the device.
+    """
+    segments = [segment for segment in snapshot["segments"] if segment.get("device", device) == device]
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    reserved = sum(segment["total_size"] for segment in segments)
+    live = [block for block in blocks if block["state"] in LIVE]
+    free = [block["size"] for block in blocks if block["state"] not in LIVE]
+    text = f"Torch's memory on CUDA device {device}: {_size(reserved)} reserved"
+    text += f", of which {_size(sum(block['size'] for block in live))} are allocated"
+    yield text + (f" and {_size(sum(free))} are free, in pieces of at most {_size(max(free))}." if free else ".")
+    if not live:
+        return
+    sizes: Counter[str] = Counter()
+    nums: Counter[str] = Counter()
+    for block in live:
+        where = _line_of(block.get("frames", ())) or f"a line that torch has not recorded, {_size(block['size'])} each"
+        sizes[where] += block["size"]
+        nums[where] += 1
+    yield "Largest live allocations:"
+    for where, size in sizes.most_common(NUM_SHOWN):
+        yield f"  {_size(size)} in {nums[where]:,}: {where}"
+    if not any(block.get("frames") for block in live):
+        yield f'Gang(environment={{"{HISTORY_VARIABLE}": "1"}}) records the line of each allocation.'
+
+
+def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the user's innermost line in a stack of torch, whose first frame is the innermost. Return "" without."""
+    for frame in frames:
+        file = str(frame.get("filename", ""))
+        is_installed = "-packages/" in file or OURS in file or file.startswith(STANDARD)
+        if file.endswith(".py") and not is_installed:
+            return f"{file}:{frame.get('line')} in {frame.get('name')}"
+    return ""
+
+
+def pickled(snapshot: Mapping[str, Any], limit: int = MAX_SNAPSHOT) -> bytes | None:
+    """Return a snapshot as the viewer reads it, with the history of allocations if that fits into `limit` bytes.
+
+    None: the snapshot is too large without the history, too.
+    """
+    for content in (snapshot, {**snapshot, "device_traces": []}):
+        if len(data := pickle.dumps(content)) <= limit:
+            return data
+    return None
+
+
+# ---- Other processes
+
+
+def _others(uuid: str) -> list[str]:
+    """Return a line about the memory that other processes hold on a GPU. Empty if NVML does not know."""
+    try:
+        state = in_thread(lambda: nvml.read(uuid)).result(NVML_TIMEOUT)
+    except (TimeoutError, nvml.NvmlError) as error:
+        return [f"NVML gives no list of the GPU's processes ({str(error) or 'no answer'})."]
+    if state is None or state.memory is None:
+        return []
+    used, total = state.memory
+    others = {pid: size for pid, size in state.processes.items() if pid != os.getpid()}
+    by_size = sorted(others.items(), key=lambda item: -item[1])[:NUM_SHOWN]
+    named = ", ".join(f"process {pid} {_size(size)}" for pid, size in by_size)
+    return [
+        f"In use on the GPU: {_size(used)} of {_size(total)}, by other processes: {named or 'none that NVML sees'}."
+    ]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -1,0 +1,204 @@
+"""A CUDA out-of-memory error says what holds the GPU's memory. Torch's snapshot and NVML are simulated."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fake_gpus
+from fake_gpus import SOUND
+from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch, results
+from flytekitplugins.daskpytorch.protocol import torch_parts
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.rank import gpu_memory, nvml
+from gangs import order_for
+from processes import nothing_left_behind
+
+GIB, MIB = 1 << 30, 1 << 20
+TORCHS = {"filename": "/usr/lib/python3/site-packages/torch/nn/modules/linear.py", "line": 134, "name": "forward"}
+MODELS = {"filename": "/home/ada/model.py", "line": 31, "name": "forward"}
+SCRIPTS = {"filename": "/home/ada/train.py", "line": 7, "name": "main"}
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 1 has a total capacity of 79.10 GiB of which 2.00 GiB is free."
+)
+
+
+def block(size: int, *frames: dict[str, Any], state: str = "active_allocated") -> dict[str, Any]:
+    return {"size": size, "requested_size": size, "address": 0, "state": state, "frames": list(frames)}
+
+
+def segment(device: int, *blocks: dict[str, Any]) -> dict[str, Any]:
+    total, live = sum(each["size"] for each in blocks), [each for each in blocks if each["state"] != "inactive"]
+    size = sum(each["size"] for each in live)
+    return {
+        "device": device,
+        "address": 0,
+        "total_size": total,
+        "allocated_size": size,
+        "active_size": size,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "blocks": list(blocks),
+    }
+
+
+def snapshot() -> dict[str, Any]:
+    """A snapshot as of `torch.cuda.memory._snapshot()`, of two devices."""
+    return {
+        "segments": [
+            segment(0, block(50 * GIB, SCRIPTS)),
+            segment(1, block(24 * GIB, TORCHS, MODELS, SCRIPTS), block(24 * GIB, TORCHS, MODELS, SCRIPTS)),
+            segment(1, block(1 * GIB, SCRIPTS), block(512 * MIB, state="inactive"), block(20 * MIB, state="inactive")),
+            segment(1, block(2 * GIB, TORCHS, state="active_awaiting_free")),
+        ],
+        "device_traces": [[], [{"action": "oom", "size": 6 * GIB, "device_free": 2 * GIB}]],
+    }
+
+
+# ---- What a snapshot says
+
+
+def test_a_snapshot_says_what_is_reserved_and_which_lines_hold_the_most() -> None:
+    reserved, *others = gpu_memory.describe(snapshot(), 1)
+    assert reserved == (
+        "Torch's memory on CUDA device 1: 51.5 GiB reserved, of which 51.0 GiB are allocated and 532 MiB are free, in "
+        "pieces of at most 512 MiB."
+    )
+    assert others == [
+        "Largest live allocations:",
+        "  48.0 GiB in 2: /home/ada/model.py:31 in forward",
+        "  2.0 GiB in 1: a line that torch has not recorded, 2.0 GiB each",
+        "  1.0 GiB in 1: /home/ada/train.py:7 in main",
+    ]
+
+
+def test_without_recorded_lines_sizes_are_named_and_how_to_record() -> None:
+    bare = {"segments": [segment(0, *(block(2 * GIB) for _ in range(3)), block(300))], "device_traces": []}
+    assert list(gpu_memory.describe(bare, 0))[1:] == [
+        "Largest live allocations:",
+        "  6.0 GiB in 3: a line that torch has not recorded, 2.0 GiB each",
+        "  300 B in 1: a line that torch has not recorded, 300 B each",
+        'Gang(environment={"DASKPYTORCH_MEMORY_HISTORY": "1"}) records the line of each allocation.',
+    ]
+    assert list(gpu_memory.describe(bare, 1)) == [
+        "Torch's memory on CUDA device 1: 0 B reserved, of which 0 B are allocated."
+    ]
+
+
+def test_a_large_snapshot_loses_its_history() -> None:
+    whole, bare = pickle.dumps(snapshot()), pickle.dumps({**snapshot(), "device_traces": []})
+    assert gpu_memory.pickled(snapshot(), len(whole)) == whole
+    assert gpu_memory.pickled(snapshot(), len(whole) - 1) == bare
+    assert gpu_memory.pickled(snapshot(), len(bare) - 1) is None
+
+
+# ---- What the error says
+
+
+@pytest.fixture
+def order() -> RankOrder:
+    """The order of a rank whose own GPU is device 1 of those that it sees."""
+    order = order_for(attempt=2)
+    place = replace(order.place, gpu="5", visible_gpus=("4", "5"), gpu_uuid="GPU-1")
+    return replace(order, place=place)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(nvml, "LIBRARY", str(fake_gpus.build(tmp_path)))
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
+    process = {"pid": 812, "pid_memory": 20 * GIB}
+    fake_gpus.describe(tmp_path / "gpus", {"GPU-1": SOUND | {"used": 78 * GIB} | process})
+    return tmp_path / "gpus"
+
+
+def explained(error: BaseException, order: RankOrder) -> tuple[list[str], dict[str, bytes]]:
+    """The lines that are added to the error, and the files that are submitted."""
+    files: dict[str, bytes] = {}
+    gpu_memory.explain(error, order, lambda _, path, data: files.update({path: data}))
+    return [line for note in getattr(error, "__notes__", []) for line in note.splitlines()], files
+
+
+def test_the_error_names_lines_other_processes_and_the_snapshots_file(
+    order: RankOrder, driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    lines, files = explained(torch.OutOfMemoryError(MESSAGE), order)
+    path = "profiles/rank-0-out-of-memory-2.pickle"
+    assert {name: pickle.loads(data) for name, data in files.items()} == {path: snapshot()}
+    assert "  48.0 GiB in 2: /home/ada/model.py:31 in forward" in lines
+    assert lines[-2:] == [
+        f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).",
+        "In use on the GPU: 78.0 GiB of 80.0 GiB, by other processes: process 812 20.0 GiB.",
+    ]
+    wrapped = RuntimeError("no step")
+    wrapped.__cause__ = torch.OutOfMemoryError(MESSAGE)
+    assert explained(wrapped, order)[0] == lines
+
+
+def test_other_errors_cost_nothing(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: pytest.fail("a snapshot was made"))
+    assert explained(RuntimeError("CUDA out of luck"), order) == ([], {})
+    assert explained(MemoryError(), order) == ([], {})
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_hangs_delays_the_error_only_for_the_timeout(
+    order: RankOrder, driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    monkeypatch.setattr(gpu_memory, "NVML_TIMEOUT", 0.1)
+    fake_gpus.describe(driver, {"GPU-1": {"is": 1, "hangs": 1}})
+    lines, _ = explained(torch.OutOfMemoryError(MESSAGE), order)
+    assert lines[-1] == "NVML gives no list of the GPU's processes (no answer)."
+    fake_gpus.describe(driver, {})  # lets the abandoned thread end
+
+
+def test_lines_are_recorded_only_on_request(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *what, **how: calls.append((what, how)))
+    gpu_memory.record(order)
+    monkeypatch.setenv("DASKPYTORCH_MEMORY_HISTORY", "1")
+    gpu_memory.record(order_for())  # without a GPU
+    assert not calls
+    gpu_memory.record(order)
+    assert calls == [(("state",), {"stacks": "python"})]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="recording would not end with this test")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch has no memory of GPUs")
+def test_torch_has_the_private_names() -> None:
+    """Without a GPU, recording fails only as it initialises CUDA."""
+    assert torch_parts.memory_snapshot().keys() >= snapshot().keys()
+    with pytest.raises(RuntimeError, match="driver"):
+        torch_parts.record_memory()
+
+
+# ---- In a gang
+
+
+def run_out_of_memory() -> None:
+    """Fail in rank 1 as on a GPU, with a snapshot as torch makes it there."""
+    if current_rank().rank == 1:
+        torch.cuda.memory._snapshot = snapshot
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+@pytest.mark.timeout(200)
+def test_a_gang_out_of_memory_explains_itself_and_submits_the_snapshot(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        futures = dispatch.run(None, run_out_of_memory, gang=Gang(ranks_per_worker=2))
+        error = futures.exception()
+        results.DaskResultsHandler().process_results(tmp_path, futures, raise_errors=False)
+    assert isinstance(error, torch.OutOfMemoryError)
+    cause = error.__cause__
+    assert isinstance(cause, GangError)
+    assert (cause.rank, cause.kind) == (1, "memory")
+    assert "  48.0 GiB in 2: /home/ada/model.py:31 in forward\n" in str(cause)
+    assert pickle.loads((tmp_path / "profiles" / "rank-1-out-of-memory-0.pickle").read_bytes()) == snapshot()
