@@ -290,7 +290,8 @@ class StayingGang:
             why = str(cause).partition("\n")[0]
             raise GangError(
                 f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), "
-                f"and call keep again.{where}"
+                f"and call keep again.{where}",
+                kind=cause.kind if isinstance(cause, GangError) else None,
             ) from error
 
 
