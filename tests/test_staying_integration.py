@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -153,10 +154,21 @@ def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_t
         assert all(sum(rank.cpu_times()[:2]) - was < 1.0 for rank, was in zip(ranks, used, strict=True))
         del kept
         gc.collect()
-        assert gang.call(num_kept).result() == [1, 1]
+        lock = gang.keep(make_lock)
+        assert gang.call(type_of, {"lock": lock}).result() == ["lock", "lock"]
+        assert gang.call(num_kept).result() == [2, 2]
         began = time.monotonic()
     assert time.monotonic() - began < MAX_SECONDS
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def make_lock() -> Any:
+    """What cannot be pickled."""
+    return threading.Lock()
+
+
+def type_of(values: dict[str, Any]) -> str:
+    return type(values["lock"]).__name__
 
 
 def num_kept() -> int:
@@ -264,9 +276,10 @@ run("%load_ext flytekitplugins.daskpytorch")
 run("gang = dispatch.gang(nproc=2)")
 run("def load(): return [current_rank().rank]")
 run("kept = gang.keep(load)")
-run("def scaled(values): return [2 * each for each in values]")
+run("def factor(): return 2")
+run("def scaled(values): return [factor() * each for each in values]")
 run("print(gang.call(scaled, kept).result())")
-run("def scaled(values): return [3 * each for each in values]")
+run("def factor(): return 3")
 run("print(gang.call(scaled, kept).result())")
 run("%%ranks\\nimport torch.distributed as dist\\nprint('here is', dist.get_rank())\\nown = kept[0] + 10\\nown")
 run("%%ranks\\nown += 1\\n'kept' in globals(), own")

@@ -1,0 +1,118 @@
+"""A rank leaves an interrupted call at the collective that the driver names, and never in the middle of a message."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch.protocol.calls import EndCall, Halted
+from flytekitplugins.daskpytorch.rank import interrupter as module
+from flytekitplugins.daskpytorch.rank.interrupter import Interrupter
+
+
+class Rank:
+    """This thread as a rank, and another thread as the one that receives orders."""
+
+    def __init__(self) -> None:
+        self.count = 5
+        self.link: Any = SimpleNamespace(is_sending=False, send=self._send)
+        self.interrupter = Interrupter(self.link)
+        self.sent: list[Halted] = []
+        self.has_begun, self.has_halted = threading.Event(), threading.Event()
+
+    def _send(self, report: Halted) -> None:
+        self.sent.append(report)
+        self.has_halted.set()
+
+    def order(self, at: int) -> threading.Thread:
+        """Have the call end after so many collectives, once this rank has said that it halts."""
+
+        def follow() -> None:
+            self.has_begun.wait()
+            self.interrupter.order(EndCall(1))
+            self.interrupter.order(EndCall(1, at))
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        return thread
+
+    def run(self, step: Callable[[], object] = lambda: None) -> None:
+        """A call that enters a collective with each step, for ever."""
+        with self.interrupter.interruptible(1):
+            self.has_begun.set()
+            while True:
+                step()
+                if self.has_halted.is_set():
+                    self.count += 1
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    handler, trace = signal.getsignal(signal.SIGINT), sys.gettrace()
+    sys.settrace(None)
+    made = Rank()
+    monkeypatch.setattr(module, "num_collectives", lambda: made.count)
+    yield made
+    signal.signal(signal.SIGINT, handler)
+    sys.settrace(trace)
+
+
+@pytest.mark.parametrize("at", [5, 8])
+def test_it_halts_and_then_leaves_after_as_many_collectives_as_the_driver_says(rank: Rank, at: int) -> None:
+    thread = rank.order(at)
+    with pytest.raises(KeyboardInterrupt):
+        rank.run()
+    thread.join()
+    assert rank.sent == [Halted(1, 5)]
+    assert rank.count == at
+
+
+def test_a_call_that_has_yet_to_begin_leaves_at_its_begin(rank: Rank) -> None:
+    rank.has_begun.set()
+    rank.order(5).join()
+    with pytest.raises(KeyboardInterrupt):
+        rank.run()
+    assert rank.count == 5
+
+
+def test_it_is_not_interrupted_in_the_middle_of_a_message(rank: Rank) -> None:
+    rank.link.is_sending = True
+    thread = rank.order(5)
+    ends: list[bool] = []
+
+    def step() -> None:
+        if rank.has_halted.is_set():
+            ends.append(rank.link.is_sending)
+            rank.link.is_sending = False
+
+    with pytest.raises(KeyboardInterrupt):
+        rank.run(step)
+    thread.join()
+    assert ends[0]
+
+
+@pytest.mark.parametrize(("frame", "count"), [("torch/autograd/graph.py", 6), ("torch/distributed/c10d.py", 5)])
+def test_a_backward_pass_that_goes_on_counts_one_more(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, frame: str, count: int
+) -> None:
+    """It may enter another collective before the main thread's next line."""
+    stacks = f'Thread 0x1 (most recent call first):\n  File "/x/{frame}", line 1 in f\n  File "/y/t.py", line 2 in g\n'
+    monkeypatch.setattr(module.standstill, "stacks", lambda: stacks)
+    monkeypatch.setattr(module, "HALT_TIME", 0.01)
+    monkeypatch.setattr(module.signal, "pthread_kill", lambda *_: None)  # no handler runs in C code
+    with rank.interrupter.interruptible(1):
+        rank.interrupter.order(EndCall(1))
+    assert rank.sent == [Halted(1, count)]
+
+
+def test_outside_of_calls_nothing_happens(rank: Rank) -> None:
+    with rank.interrupter.interruptible(1):
+        rank.has_begun.set()
+    rank.order(5).join()
+    assert rank.sent == [Halted(1, 5)]
