@@ -115,4 +115,5 @@ def test_outside_of_calls_nothing_happens(rank: Rank) -> None:
     with rank.interrupter.interruptible(1):
         rank.has_begun.set()
     rank.order(5).join()
+    signal.raise_signal(signal.SIGINT)
     assert rank.sent == [Halted(1, 5)]
