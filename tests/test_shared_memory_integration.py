@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flytekitplugins.daskpytorch import Gang, current_rank
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -79,3 +79,20 @@ def test_arguments_that_do_not_come_fail_the_gang_and_say_why(monkeypatch: pytes
     error = run(max_restarts=0).exception()
     assert isinstance(error, OSError)
     assert "large arguments did not arrive on this node: OSError: [Errno 28] No space left on device" in str(error)
+
+
+def total_of(array: np.ndarray[Any, Any]) -> int:
+    return int(array.sum())
+
+
+def test_each_call_of_a_gang_that_stays_has_its_own_arguments(
+    transfers: list[Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Address, "is_here", False)
+    with dispatch.gang(nproc=2) as gang:
+        for value in (1, 2):
+            array = np.full(value * LARGE, value, dtype=np.uint8)
+            assert gang.call(total_of, array).result() == [value * value * LARGE] * 2
+        assert gang.call(total_of, np.ones(3)).result() == [3, 3]
+    assert [address.size for address in transfers] == [LARGE, 2 * LARGE]
+    assert memories() == []

@@ -23,8 +23,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import Client
+from flytekit import task
 
-from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
+from flytekitplugins.daskpytorch import (
+    DaskCluster,
+    Gang,
+    GangError,
+    WorkerGroup,
+    current_client,
+    current_rank,
+    dispatch,
+)
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
@@ -105,6 +114,16 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         again.close()
         with pytest.raises(GangError, match="this gang is closed"):
             again.call(total, 1)
+
+
+def test_in_a_task_with_a_cluster_of_its_own() -> None:
+    @task(task_config=DaskCluster(workers=WorkerGroup(number_of_workers=2)))
+    def phases(size: int) -> float:
+        with dispatch.gang(current_client()) as gang:
+            values = gang.keep(load, size)
+            return float(sum(gang.call(total, values).result()[0][1] for _ in range(2)))
+
+    assert phases(size=4) == 24.0
 
 
 def test_a_rank_left_in_a_collective_ends_the_gang_and_a_new_one_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
@@ -240,25 +259,35 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["backward", "all_reduce"])
-def test_ctrl_c_in_a_program_ends_the_call_and_the_gang_goes_on(tmp_path: Path, how: str) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+def signalled(signum: int, how: str, folder: Path) -> tuple[int, str, str]:
+    """Send a signal to the program in its call. Return its exit code and output. No rank may be left."""
+    (folder / "program.py").write_text(PROGRAM)
     with nothing_left_behind():
         program = subprocess.Popen(
             [sys.executable, "program.py", how],
-            cwd=tmp_path,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         try:
-            until(lambda: all((tmp_path / f"busy-{rank}").exists() for rank in range(2)), "the call")
-            os.killpg(program.pid, signal.SIGINT)
+            until(lambda: all((folder / f"busy-{rank}").exists() for rank in range(2)), "the call")
+            os.killpg(program.pid, signum)
             out, said = program.communicate(timeout=MAX_SECONDS)
         finally:
             program.kill()
-    assert program.returncode == 0, said
+    return program.returncode, out, said
+
+
+def test_a_killed_program_takes_its_ranks_along(tmp_path: Path) -> None:
+    assert signalled(signal.SIGKILL, "all_reduce", tmp_path)[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["backward", "all_reduce"])
+def test_ctrl_c_in_a_program_ends_the_call_and_the_gang_goes_on(tmp_path: Path, how: str) -> None:
+    code, out, said = signalled(signal.SIGINT, how, tmp_path)
+    assert code == 0, said
     assert out == "interrupted\n[(2.0, 0), (2.0, 0)]\n", said
 
 
