@@ -399,6 +399,13 @@ def test_hyper_parameters_of_ones_own_are_strict() -> None:
         names["Hyperparameters"].from_json('{"epoch": 4}')
 
 
+def test_the_check_of_a_gpu_can_be_defined() -> None:
+    """It needs a GPU to run."""
+    names: dict[str, Any] = {}
+    exec(block("Gang(gpu_check=is_fast_enough)"), names)
+    assert names["gang"].gpu_check is names["is_fast_enough"]
+
+
 def test_the_task_that_exports_weights_can_be_defined() -> None:
     names: dict[str, Any] = {}
     exec(block("export_safetensors("), names)

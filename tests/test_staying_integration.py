@@ -99,8 +99,9 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         assert gang.call(numbers_of, array, [values]).result()[1][0] == float(array.sum())
         os.kill(other, signal.SIGKILL)
         until(lambda: not gang.is_open, "the end of the gang")
-        with pytest.raises(GangError, match=r"this gang has ended.*rank 1 of 2 failed.*Begin a new gang"):
+        with pytest.raises(GangError, match=r"this gang has ended.*rank 1 of 2 failed.*Begin a new gang") as ended:
             gang.call(total, values)
+        assert ended.value.kind == "signal"
     with Client(cluster.address) as client, dispatch.gang(client) as again:
         [_, (pid, result)] = again.call(total, torch.ones(1)).result()
         assert result == 2.0
