@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import pickle
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
-from flytekitplugins.daskpytorch.driver.brain import Brain
+from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
@@ -56,7 +58,7 @@ from flytekitplugins.daskpytorch.protocol.reports import (
     ShardsNotWritten,
     ShortReport,
 )
-from flytekitplugins.daskpytorch.protocol.sharded import StoredPart, WrittenShards, folder_name
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, StoredPart, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
@@ -77,6 +79,7 @@ class Cluster(AgentLauncher):
     host = "127.0.0.1"
 
     def __init__(self, workers: Sequence[str]) -> None:
+        self.can_evaluate = True
         self.workers = list(workers)
         self.num_wanted = len(workers)
         self.here = set(workers)
@@ -87,6 +90,11 @@ class Cluster(AgentLauncher):
 
     def hindrance(self) -> str:
         return self.hindered_by
+
+    def beside(self) -> AgentLauncher | None:
+        if not self.is_there:
+            raise OSError("no answer")
+        return self if self.can_evaluate else None
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         self.asked |= {order.worker: on_failure for order in orders}
@@ -188,6 +196,43 @@ class Jobs(Worker):
         pass
 
 
+EVALUATION = Request(name="m.evaluate", call=b"", ranks_per_worker=1, settings=Gang())
+
+
+class Evaluation:
+    """A simulated gang that evaluates a checkpoint until a test ends it."""
+
+    def __init__(self, request: Request) -> None:
+        assert request.start is not None
+        self.entry = request.start if isinstance(request.start, ShardedCheckpoint) else request.start[0]
+        self.path = Path(request.start.uri, "layout.json") if isinstance(request.start, ShardedCheckpoint) else None
+        self.path = self.path or request.start[1]  # type: ignore[index]
+        self.received = ReceivedResults()
+        self.error: BaseException | None = None
+        self.is_cancelled = False
+        self.has_ended = threading.Event()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What its function returns: the first sharded and the first whole checkpoint are the best."""
+        return {"held_out": float(self.entry.step % 100)}
+
+    def run(self) -> list[Any]:
+        assert self.has_ended.wait(60.0)
+        if self.error is not None:
+            raise self.error
+        return [pickle.dumps(self.metrics)]
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.end(GangCancelledError("cancelled"))
+
+    def end(self, error: BaseException | None = None) -> None:
+        if not self.has_ended.is_set():
+            self.error = error
+            self.has_ended.set()
+
+
 class Watcher(Observer):
     """Remembers what was said."""
 
@@ -198,6 +243,8 @@ class Watcher(Observer):
         self.resumed: list[int | None] = []
         self.checkpoints: list[Sequence[SavedCheckpoint]] = []
         self.num_formed = 0
+        self.evaluated: list[tuple[int, Mapping[str, Any]]] = []
+        """Steps and metrics of evaluations."""
         self.wish: StoppedEarlyError | None = None
 
     def noted(self, text: str) -> None:
@@ -217,6 +264,8 @@ class Watcher(Observer):
         self.num_formed += 1
 
     def logged(self, record: LogRecord) -> None:
+        if record.is_evaluation:
+            self.evaluated.append((record.step, record.metrics))
         if self.wish is not None:
             raise self.wish
 
@@ -300,16 +349,30 @@ class World:
             clock=self.clock,
         )
         self.of_staying = OfStaying()
-        what = {"name": "m.train", "ranks_per_worker": ranks_per_worker, "storage": storage}
-        request = Request(**what, call=b"" if calls is None else None, calls=calls, settings=self.settings)
+        what: dict[str, Any] = {"name": "m.train", "ranks_per_worker": ranks_per_worker, "storage": storage}
+        what |= {"call": b"" if calls is None else None, "calls": calls}
+        what |= {"evaluation": EVALUATION if self.settings.evaluate is not None else None}
+        request = Request(**what, settings=self.settings)
         self.register.launch(self.cluster.workers)
+        observers = Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock)
+        self.evaluations: list[Evaluation] = []
+        self.evaluator = Evaluator(
+            request,
+            self.cluster,
+            self.committer,
+            observers,
+            post=self.calls.append,
+            make=self._evaluate,
+            clock=self.clock,
+        )
         self.state = GangState(
             request,
             self.register,
             self.committer,
-            Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock),
+            observers,
             self.received,
             asked_at=self.clock(),
+            evaluator=self.evaluator,
             clock=self.clock,
             running_clock=RunningClock(self.clock) if may_stand_still else None,
         )
@@ -339,6 +402,8 @@ class World:
             self.results = self.brain.decide()
         except Exception as error:
             self.error = error
+        if self.results is not None:
+            self.evaluator.conclude()
 
     def wait(self, seconds: float, *, beats: bool = True) -> None:
         """Let time go by; all agents that can say so are alive."""
@@ -349,6 +414,26 @@ class World:
                 if not agent.is_suspended:
                     agent.heard_at = self.clock()
             self.feed()
+
+    # ---- evaluations
+
+    def _evaluate(self, request: Request, _launcher: AgentLauncher, _observers: Sequence[Observer]) -> Evaluation:
+        self.evaluations.append(made := Evaluation(request))
+        return made
+
+    @property
+    def evaluating(self) -> Evaluation | None:
+        """The running evaluation."""
+        running = [each for each in self.evaluations if not each.has_ended.is_set()]
+        assert len(running) <= 1, "two evaluations at a time"
+        return next(iter(running), None)
+
+    def end_evaluation(self, error: BaseException | None = None) -> None:
+        """The running evaluation ends, and so do those that the driver has cancelled."""
+        if (evaluation := self.evaluating) is not None:
+            evaluation.end(error)
+        self.evaluator.join()
+        self.feed()
 
     # ---- agents
 
@@ -678,7 +763,7 @@ class World:
         """From here on everything goes well, however long it takes."""
         for agent in self.agents:
             agent.is_suspended = False
-        self.cluster.is_there = True
+        self.cluster.is_there = self.cluster.can_evaluate = True
         for _ in range(100):
             if self.is_over:
                 return
@@ -692,6 +777,8 @@ class World:
                     self.upload(agent)
                 self.deliver(agent)
             self.obey_all()
+            self.work()
+            self.end_evaluation()
             self.work()
             self.wait(1.0)
 

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flytekitplugins.daskpytorch import Evaluate
 from flytekitplugins.daskpytorch.driver import brain, committer
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -1564,7 +1565,8 @@ SETTINGS = st.fixed_dictionaries(
         "max_restarts": st.sampled_from([0, 1, 5, 5]),
         "hang_timeout": st.sampled_from([None, 20.0, "auto"]),
         "heeds": st.booleans(),
-        "keep": st.sampled_from([Keep(), Keep(last=1, best=2, metric="loss")]),
+        "keep": st.sampled_from([Keep(), Keep(last=1, best=2, metric="loss"), Keep(last=1, best=1, metric="held_out")]),
+        "evaluate": st.sampled_from([None, Evaluate(print), Evaluate(print, every=2, timeout=20.0)]),
     }
 )
 
@@ -1718,6 +1720,16 @@ class AnyOrder(RuleBasedStateMachine):
         world.work()
         world.files.fails = False
 
+    # ---- evaluations
+
+    @happening
+    def an_evaluation_ends(self, world: World, data: st.DataObject) -> None:
+        world.end_evaluation(data.draw(st.sampled_from([None, None, OwnError("bad data"), WorkerLostError("lost")])))
+
+    @happening
+    def workers_for_evaluations_go_or_come(self, world: World, data: st.DataObject) -> None:
+        world.cluster.can_evaluate = not world.cluster.can_evaluate
+
     # ---- the rest of the world
 
     @happening
@@ -1768,6 +1780,13 @@ class AnyOrder(RuleBasedStateMachine):
             assert {path.name for path in Path(entry.uri).iterdir()} == {"layout.json", ".metadata", *parts}
 
     @invariant()
+    def a_checkpoint_stays_while_it_is_evaluated_and_is_evaluated_once(self) -> None:
+        if (running := self.world.evaluating) is not None:
+            assert running.path.is_file()
+        entries = [evaluation.entry.identity for evaluation in self.world.evaluations]
+        assert len(set(entries)) == len(entries)
+
+    @invariant()
     def no_budget_is_exceeded(self) -> None:
         failures = [reason for reason in self.world.watcher.reasons if reason != "more workers have come"]
         assert len(failures) <= 2 * self.world.settings.max_restarts
@@ -1780,7 +1799,18 @@ class AnyOrder(RuleBasedStateMachine):
         event(f"ended: {type(self.world.error).__name__}")
         for reason in self.world.watcher.reasons:
             event(f"went on: {'more workers have come' if reason.startswith('more') else 'after a failure'}")
+        self.the_evaluations_are_right(self.world)
         self.the_blame_is_right(self.world)
+
+    def the_evaluations_are_right(self, world: World) -> None:
+        done = [each for each in world.evaluations if each.has_ended.is_set() and each.error is None]
+        event(f"evaluated: {len(done)}")
+        assert [(each.entry.step, each.metrics) for each in done] == world.watcher.evaluated
+        if world.error is None and world.state.stop_request is None:
+            assert world.evaluating is None, "the end has not waited"
+        for kept in world.state.saving.saved():
+            assert kept.metrics.get("held_out", kept.step % 100) == kept.step % 100
+        world.evaluator.end()
 
     def the_blame_is_right(self, world: World) -> None:
         error = world.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import socket
 import threading
@@ -116,6 +117,30 @@ def test_a_worker_that_dask_has_paused_is_named(made: LocalCluster) -> None:
         worker.status = Status.paused
         until(lambda: agents.present() and agents.hindrance(), "the scheduler to hear of it")
         assert agents.hindrance().startswith(f"; Dask has paused {worker.address}, and starts nothing there: ")
+
+
+def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_replaced(made: LocalCluster) -> None:
+    with Client(made) as client:
+        with contextlib.closing(DaskAgents(client, num_kept=1)) as agents:
+            [own] = agents.workers
+            assert agents.present() == [own]
+            beside = agents.beside()
+            assert beside is not None
+            [kept] = beside.workers
+            assert kept != own
+            assert (agents.num_wanted, beside.num_wanted, beside.present()) == (1, 1, [kept])
+            beside.close()
+            made.sync(made.workers.pop(1).close)
+            assert agents.beside() is None
+            made.scale(2)
+            until(agents.beside, "a worker in the place of the lost one")
+            assert agents.present() == [own]
+        with contextlib.closing(DaskAgents(client, num_kept=0)) as agents:
+            beside = agents.beside()
+            assert beside is not None
+            assert beside.workers == agents.workers[:1]
+            assert len(agents.workers) == 2
+        assert DaskAgents(client).beside() is None
 
 
 STARTED, ENDED = threading.Event(), threading.Event()

@@ -172,6 +172,16 @@ def test_the_training_with_validation_stops_early_or_at_its_time_limit(
     assert "step 2/40" not in late.stderr
 
 
+def test_the_training_with_an_evaluation_beside_finds_the_last_epoch_best(tmp_path: Path) -> None:
+    done = run_example("beside.py", tmp_path)
+    printed = re.search(r"\(\d+, [\d.e-]+\)|o0=(\d+), o1=([\d.e-]+)", done.stdout)
+    assert printed, done.stdout + done.stderr
+    best, loss = (float(number) for number in re.findall(r"[\d.e-]+", printed[0].replace("o0=", "").replace("o1=", "")))
+    assert best == 20
+    assert loss < 0.5
+    assert " checkpoints evaluated" in done.stderr
+
+
 def test_the_ranks_share_a_stream_out_and_join_unequal_shares(tmp_path: Path) -> None:
     first, second = literal_eval(run_example("stream.py", tmp_path).stdout.splitlines()[-1])
     assert first + second == 2 * 9 * 4

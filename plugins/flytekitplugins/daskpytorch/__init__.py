@@ -29,6 +29,7 @@ _NAMES_IN = {
     "display.open_telemetry": ("OpenTelemetry",),
     "display.prometheus": ("Prometheus",),
     "display.tensorboard": ("TensorBoard",),
+    "evaluation": ("Evaluate",),
     "errors": (
         *("GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"),
     ),

@@ -19,6 +19,11 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import training
+from flytekitplugins.daskpytorch.driver.evaluation_request import (
+    arguments_of,
+    names_of_evaluation,
+    request_of_evaluation,
+)
 from flytekitplugins.daskpytorch.driver.request import (
     call_of,
     check_arguments,
@@ -33,12 +38,14 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task import run as task_run
+from flytekitplugins.daskpytorch.task.config import ON_OWN_NODE
 from flytekitplugins.daskpytorch.task.run import Call, RunFutures
 from flytekitplugins.daskpytorch.task.staying import StayingGang
 
@@ -120,6 +127,9 @@ def run(
     check_function(pytorch_function)
     check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
     settings = gang or Gang()
+    inputs = arguments_of(pytorch_function, args, kwargs)
+    if settings.evaluate is not None:
+        names_of_evaluation(settings.evaluate.function, inputs, name_of(pytorch_function))
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
     if is_debugging(settings):
@@ -130,6 +140,7 @@ def run(
         launcher, num_ranks = _launcher(client, settings, undo)
         settings = replace(settings, ranks_per_worker=num_ranks)
         request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
+        request = replace(request, evaluation=request_of_evaluation(request, inputs))
         call = _call(pytorch_function, args, kwargs, settings)
         futures = task_run.start(call, request, launcher, launcher.num_wanted * num_ranks)
         undo.pop_all()
@@ -181,6 +192,7 @@ def gang(
     problems.unless(client is None or nproc is None, "nproc", "None with a client: see Gang(ranks_per_worker=...)")
     has_number = settings.ranks_per_worker != "auto"
     problems.unless(nproc is None or not has_number, "nproc", "None with Gang(ranks_per_worker=...)")
+    problems.unless(settings.evaluate is None, "gang.evaluate", "left out; a call of the gang can evaluate, too")
     problems.unless(not is_debugging(settings), "gang", "without debug mode, in which dispatch.run calls functions")
     _check_without_client(problems, client, gang)
     problems.raise_any()
@@ -275,6 +287,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
     if isinstance(gang, Gang):
         problems.check("gang.workers", checks.left_out("; dispatch.map(workers=...) is the number"))
+        problems.check("gang.evaluate", checks.left_out("; evaluate a model in its own function, or after the sweep"))
     problems.unless(name is None or storage is not None, "name", "None without storage")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep import models
@@ -303,17 +316,20 @@ def _check_without_client(problems: Problems, client: Client | None, gang: Gang 
             "gang.min_workers", checks.must_be("left out without a client", lambda value: value in (None, 1))
         )
         problems.check("gang.workers", checks.left_out(" without a client; ranks_per_worker is the number of ranks"))
+        problems.check("gang.evaluate", ON_OWN_NODE)
 
 
 def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, int]:
     """Return the launcher of a gang's agents, which `undo` closes, and the number of ranks per worker."""
     if client is None:
         return OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
-    agents = DaskAgents(client, settings.workers)
+    kept = settings.evaluate.workers if settings.evaluate is not None else None
+    agents = DaskAgents(client, settings.workers, kept)
     undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
-    if len(agents.workers) < (least := settings.min_workers or settings.workers or 1):
+    if len(agents.workers) < (least := settings.min_workers or max(1, (settings.workers or 0) - (kept or 0))):
+        more = f" and {kept} for Gang(evaluate=...)" if kept else ""
         raise GangStartError(
-            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, but needs {least}. "
+            f"the cluster at {agents.scheduler} has {len(agents.addresses)} workers, but needs {least}{more}. "
             f"{HOW_TO_GET_WORKERS}"
         )
     return agents, agents.ranks_per_worker(settings)

@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError as GangStartError
 from flytekitplugins.daskpytorch.errors import PreemptedError as PreemptedError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError as StoppedEarlyError
 from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostError
+from flytekitplugins.daskpytorch.evaluation import Evaluate as Evaluate
 from flytekitplugins.daskpytorch.media import Histogram as Histogram
 from flytekitplugins.daskpytorch.media import Picture as Picture
 from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs

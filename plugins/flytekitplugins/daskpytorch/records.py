@@ -48,6 +48,9 @@ class LogRecord:
     """Seconds since the epoch, on the rank's clock."""
     metrics: Mapping[str, Any]
     """Values by name. One-element tensors and arrays have become plain numbers."""
+    is_evaluation: bool = False
+    """True for the metrics of `Gang(evaluate=...)`. `step` is the step of the evaluated checkpoint, which may be lower
+    than the steps of earlier records."""
 
     @classmethod
     def of(cls, rank: int, step: object, num_steps: object, metrics: Mapping[str, Any]) -> Self:
@@ -214,20 +217,24 @@ class RankUsage:
     NVML gives no figure."""
 
 
-def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Any] | None, *, call: str = "save(metrics=") -> dict[str, float]:
     """Return the metrics of a checkpoint as floats, by name.
+
+    Args:
+        metrics: Numbers and one-element tensors by name. None: no metrics.
+        call: Text before the metrics in an error's message.
 
     Raises:
         TypeError: `metrics` is no dictionary of names and numbers.
     """
     if not isinstance(metrics, Mapping | None):
-        raise TypeError(f"save(metrics={reprlib.repr(metrics)}): must be a dictionary of names and numbers")
+        raise TypeError(f"{call}{reprlib.repr(metrics)}): must be a dictionary of names and numbers")
     plain = {name: _plain(value) for name, value in (metrics or {}).items()}
     for name, value in plain.items():
         if not isinstance(name, str) or not isinstance(value, (int, float)):
             raise TypeError(
-                f"save(metrics={{{reprlib.repr(name)}: {reprlib.repr(value)}}}): must be a name and a number, or a "
-                "tensor that holds one"
+                f"{call}{{{reprlib.repr(name)}: {reprlib.repr(value)}}}): must be a name and a number, or a tensor "
+                "that holds one"
             )
     return {name: _as_float(value) for name, value in plain.items()}
 

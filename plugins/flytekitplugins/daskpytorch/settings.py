@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.evaluation import Evaluate
 from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Gang:
     count the GPUs that the workers see, and divide a host's GPUs among its workers."""
     workers: int | None = None
     """Number of the cluster's workers that a `dispatch.run` takes, from 1 up: those on which the fewest gangs train.
-    None: all workers. Tasks and `dispatch.map` have numbers of their own."""
+    None: all workers. Workers for `evaluate` are among them. Tasks and `dispatch.map` have numbers of their own."""
     devices: Literal["own", "all"] = "own"
     """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
     The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
@@ -237,6 +238,9 @@ class Gang:
     the node's ranks hold. A gang that succeeds removes its copies. None: no copies."""
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps."""
+    evaluate: Evaluate | None = None
+    """Evaluation of checkpoints by a gang of its own, beside the training. None: no such evaluation. `dispatch.map`
+    refuses it, and debug mode leaves it out."""
     observers: tuple[Callable[[], Any], ...] = ()
     """Functions or classes that return an `Observer`. The driver calls each one once per gang."""
 
@@ -264,6 +268,7 @@ class Gang:
             "keep": checks.instance_of(Keep),
             "debug": checks.BOOLEAN,
             "profile": checks.optional(checks.instance_of(Profile)),
+            "evaluate": checks.optional(checks.must_be("an Evaluate", lambda value: isinstance(value, Evaluate))),
             "log_dir": checks.optional(
                 checks.must_be("a folder's path", lambda path: checks.is_text(path) and "://" not in path)
             ),
@@ -275,9 +280,9 @@ class Gang:
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
         problems = checks.Problems("Gang", self, rules)
-        if rules["workers"](self.workers) is None and rules["min_workers"](self.min_workers) is None:
-            is_few = self.workers is None or (self.min_workers or 1) <= self.workers
-            problems.unless(is_few, "min_workers", f"at most workers, which is {self.workers}")
+        are_valid = all(rules[name](getattr(self, name)) is None for name in ("workers", "min_workers", "evaluate"))
+        if are_valid and self.workers is not None:
+            check_workers(problems, self, self.workers, "workers")
         problems.raise_any()
         object.__setattr__(self, "environment", dict(self.environment))  # `os.environ` itself cannot be pickled
 
@@ -346,6 +351,25 @@ class Wandb:
             "dir": checks.optional(checks.path_or("a folder's path")),
         }
         checks.Problems("Wandb", self, rules).raise_any()
+
+
+def check_workers(problems: checks.Problems, gang: Gang, number: int, name: str, prefix: str = "") -> None:
+    """Note problems if there are too few workers for a gang's `evaluate` and `min_workers`.
+
+    Args:
+        problems: Problems of the owner, which has the gang's settings as attributes.
+        gang: Settings of the gang, each valid by itself.
+        number: Number of workers, from 1 up.
+        name: Name of the setting with this number.
+        prefix: Text before the names of the gang's settings, such as `gang.`.
+    """
+    num_kept = gang.evaluate.workers if gang.evaluate is not None else 0
+    if num_kept >= number:
+        problems.unless(False, f"{prefix}evaluate.workers", f"less than {name}, which is {number}")
+    else:
+        less = f" less the {num_kept} of evaluate" if num_kept else ""
+        is_few = (gang.min_workers or 1) <= number - num_kept
+        problems.unless(is_few, f"{prefix}min_workers", f"at most {name}{less}, which is {number - num_kept}")
 
 
 def is_local() -> bool:

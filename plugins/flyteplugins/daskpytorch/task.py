@@ -148,6 +148,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         secret = self.plugin_config.wandb.secret if self.plugin_config.wandb else None
         if secret is not None:
             self.secrets: Any = _with_secret(self.secrets, secret)
+        self._check_evaluation(self.interface.inputs)
 
     @property
     def task_config(self) -> Any:

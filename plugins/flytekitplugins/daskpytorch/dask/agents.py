@@ -53,9 +53,12 @@ class DaskAgents:
 
     The launcher takes the workers on which the fewest gangs train. Its gang gets no worker of another launcher with
     `num_workers` in this process as a replacement for a lost one.
+
+    `num_kept` of the workers are kept for gangs that evaluate beside the launcher's gang. 0: such a gang shares a
+    worker with the launcher's gang. None: there are no such gangs.
     """
 
-    def __init__(self, client: Client, num_workers: int | None = None) -> None:
+    def __init__(self, client: Client, num_workers: int | None = None, num_kept: int | None = None) -> None:
         if client.asynchronous:
             raise TypeError("dispatch needs a synchronous client: Client(..., asynchronous=False)")
         self._client = client
@@ -67,13 +70,20 @@ class DaskAgents:
         made = client.cluster
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)
+        self._num_kept = num_kept
+        self._kept: set[str] = set()
+        """Present workers that are kept for evaluations."""
+        if num_workers is None and num_kept:
+            num_workers = len(self.workers)
         if num_workers is not None:
             agents = self._num_agents() if num_workers < len(self.workers) else {}
             with _lock:
                 held = self._held_by_others()
                 used = {each: (max(agents.get(each, 0), held[each]), worker_order(each)) for each in self.workers}
-                self.workers = sorted(sorted(used, key=used.__getitem__)[:num_workers], key=worker_order)
-                _held[self] = set(self.workers)
+                taken = sorted(used, key=used.__getitem__)[:num_workers]
+                num_workers = max(0, num_workers - (num_kept or 0))
+                self.workers = sorted(taken[:num_workers], key=worker_order)
+                self._kept, _held[self] = set(taken[num_workers:]), set(taken)
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
@@ -149,8 +159,28 @@ class DaskAgents:
             if self not in _held:
                 return list(here)
             _held[self].intersection_update(here)
-            taken = self._held_by_others().keys() - _held[self]
+            self._kept.intersection_update(here)
+            taken = self._held_by_others().keys() - _held[self] | self._kept
             return [worker for worker in here if worker not in taken]
+
+    def beside(self) -> Share | None:
+        """Return a launcher for a gang that evaluates: on the kept workers that are present, or on one of the gang's.
+
+        Spare workers replace lost kept ones.
+
+        Raises:
+            OSError: The Dask scheduler does not answer, or the client has closed itself.
+        """
+        present = self.present()
+        if not self._num_kept:
+            workers = [worker for worker in present if worker in self.workers][:1] or present[:1]
+        else:
+            with _lock:
+                spare = [worker for worker in present if worker not in _held[self]]
+                self._kept.update(spare[: self._num_kept - len(self._kept)])
+                _held[self].update(self._kept)
+                workers = sorted(self._kept, key=worker_order)
+        return Share(self, workers, lambda: workers) if workers and self._num_kept is not None else None
 
     def _held_by_others(self) -> Counter[str]:
         """Return the number of other launchers in this process that hold each worker of this cluster."""
@@ -200,6 +230,28 @@ class DaskAgents:
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
+
+
+class Share(DaskAgents):
+    """Launcher that starts one gang's agents on its share of the workers, and on replacements for lost workers."""
+
+    def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
+        """Prepare the launcher.
+
+        Args:
+            cluster: Launcher for the whole cluster.
+            workers: Workers of the gang.
+            refill: Replaces the gang's lost workers by free ones, and returns all workers of the gang.
+        """
+        vars(self).update(vars(cluster))
+        self._futures = []  # `close` ends only this gang's agents
+        self._refill = refill
+        self.workers = workers
+        self.num_wanted = len(workers)
+
+    def present(self) -> list[str]:
+        """Return the gang's workers, including replacements for lost workers."""
+        return self._refill()
 
 
 _lock = threading.Lock()

@@ -68,8 +68,8 @@ class Logged:
     @property
     def step(self) -> int | None:
         """Step of rank 0's last log record. None without records."""
-        records = self._log.records
-        return records[-1].step if records else None
+        logged = (record.step for record in reversed(self._log.records) if not record.is_evaluation)
+        return next(logged, None)
 
     @property
     def goodput(self) -> Goodput | None:

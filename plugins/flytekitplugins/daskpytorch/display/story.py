@@ -144,10 +144,12 @@ class Story(Observer):
 
     def logged(self, record: LogRecord) -> None:
         """Record the metrics of rank 0's log record."""
-        self.record = record = record.bare()
+        record = record.bare()
         numbers = record.numbers
         self.metrics.take(record.step, numbers)
-        self._measure(record)
+        if not record.is_evaluation:
+            self.record = record
+            self._measure(record)
         for name, value in numbers.items():
             if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
                 self._spoilt.add(name)

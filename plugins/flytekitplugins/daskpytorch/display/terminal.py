@@ -181,6 +181,9 @@ class Display(Observer):
         """Show the metrics of rank 0's newest record."""
         if record.rank != 0 or self._board.is_quiet:
             return
+        if record.is_evaluation:
+            self.say(f"evaluated: {describe_record(record)}")
+            return
         self._pace.add(record.time, record.step)
         pace = _pace_in_words(record, self._pace.per_second)
         if self._line is not None:
@@ -278,8 +281,10 @@ class ProgressDisplay(Display):
         """Show the metrics of rank 0's newest record, and keep them for the line at the end."""
         super().logged(record)
         if record.rank == 0:
-            known = {**(self._newest.metrics if self._newest is not None else {}), **record.metrics}
-            self._newest = replace(record, metrics=known if len(known) <= MAX_METRICS else record.metrics)
+            newest = self._newest
+            known = {**(newest.metrics if newest is not None else {}), **record.metrics}
+            of = newest if record.is_evaluation and newest is not None else record
+            self._newest = replace(of, metrics=known if len(known) <= MAX_METRICS else of.metrics)
 
     def calling(self, name: str) -> None:
         """Show a call of a gang that stays in the live line."""

@@ -114,7 +114,7 @@ class Tracker(Observer):
     def logged(self, record: LogRecord) -> None:
         """Queue a record of rank 0 for the run. Records of other ranks are ignored."""
         if record.rank == 0:
-            self._newest = record
+            self._newest = self._newest if record.is_evaluation else record
             self._feeder.offer(partial(self._run.log, record))
 
     def used(self, usage: RankUsage) -> None:

@@ -114,6 +114,8 @@ class Attempt:
     """Number of each rank's calls of `should_stop`, which the rank reports after a `Hold` order."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
     """Unanswered checkpoint requests: the rank's agent, the rank and the request."""
+    delivered_at: float | None = None
+    """Time at which the functions of all ranks had returned. None before."""
     chosen: dict[int, Arrived] = field(default_factory=dict)
     """Checkpoint that rank 0 got to load, by the number of its request. Other ranks receive the same checkpoint."""
     accounts: dict[int, Goodput] = field(default_factory=dict)

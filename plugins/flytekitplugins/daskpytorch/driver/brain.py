@@ -94,6 +94,7 @@ class Brain:
             Exception: The error that ends the gang, such as a rank's own exception, a `GangError` or a
                 `PreemptedError`.
         """
+        self._state.evaluator.go_on()
         while self._results is None:
             if self._state.is_cancelled and self._phase not in (self._train, self._end_ranks):  # no rank runs
                 raise GangCancelledError(f"{self._request.name} was cancelled")
@@ -169,8 +170,7 @@ class Brain:
         """Start an attempt on the connected workers."""
         self._accountant.enter("starting")
         self._attempt = self._state.attempt = start_attempt(self._state, self._number, self._code, self._debugging)
-        timeout = self._settings.hang_timeout
-        self._watch = HangWatch(self._attempt, timeout, self._now, lambda: self._saving.is_committing)
+        self._watch = HangWatch(self._attempt, self._settings.hang_timeout, self._now, lambda: self._saving.is_slow)
         self._state.stop_request = self._state.lost_at = None
         self._saving.has_news = False
         return self._train
@@ -252,8 +252,8 @@ class Brain:
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
-        """Order all ranks to exit, since all functions have returned and no rank needs its peers."""
-        if attempt.stop_at is None:
+        """Order all ranks to exit, as all functions have returned. First wait for evaluations: rank 0 has trackers."""
+        if attempt.stop_at is None and not self._state.awaits_evaluations(attempt):
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
 
@@ -309,11 +309,13 @@ class Brain:
         return self._settle
 
     def _conclude(self) -> Phase | None:
-        """Wait for the last sharded checkpoint's commit, then set the gang's results.
+        """Wait for evaluations and the last sharded checkpoint's commit, then set the gang's results.
 
         If checkpoints stay in the user's local folder, also wait until the driver has the last whole checkpoint.
         """
         attempt = self._attempt
+        if self._state.awaits_evaluations(attempt):
+            return self._wait()
         if not (self._saving.is_completing and self._waits_for_checkpoints(self._settings.start_timeout)):
             self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None

@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.code import Code, Sources
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -64,6 +65,8 @@ def run_here(
     Raises:
         BaseException: The function's exception with its traceback, or an error from `Supervisor.run`.
     """
+    if settings.evaluate is not None:
+        say(f"{name}: debugging: Gang(evaluate=...) has no effect, since there is one process")
     alone = replace(settings, backend="gloo", max_restarts=0, min_workers=None, hang_timeout=None, hints=False)
     code = Code(archive=b"", digest="")
     request = Request(name=name, call=b"", code=code, ranks_per_worker=1, settings=alone, **more)

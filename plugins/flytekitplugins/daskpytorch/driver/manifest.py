@@ -6,8 +6,8 @@ manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sh
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,7 @@ class Entry(Protocol):
 
 
 E = TypeVar("E", bound=Entry)
+K = TypeVar("K", CheckpointFile, ShardedCheckpoint)
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
@@ -68,15 +69,21 @@ def find(entries: Sequence[E], keep: Keep, step: int | None) -> E | None:
     return found[0] if found else None
 
 
-def retained(entries: Sequence[E], keep: Keep) -> list[E]:
+def retained(entries: Sequence[E], keep: Keep, is_held: Callable[[E], bool] = lambda _: False) -> list[E]:
     """Return the checkpoints that the retention policy keeps, in their given order. The newest always stays.
 
     Args:
         entries: Checkpoints in the order in which they were kept.
         keep: Retention policy.
+        is_held: Returns True for checkpoints that stay, too, until they are evaluated.
     """
     stay = {id(entry) for entry in (*entries[-keep.last :], *best_first(entries, keep)[: keep.best])}
-    return [entry for entry in entries if id(entry) in stay]
+    return [entry for entry in entries if id(entry) in stay or is_held(entry)]
+
+
+def evaluated(entry: K, metrics: Mapping[str, float]) -> K:
+    """Return a checkpoint's description with the metrics of its evaluation added."""
+    return replace(entry, metrics={**entry.metrics, **metrics}, is_evaluated=True)
 
 
 def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
@@ -102,9 +109,15 @@ def content_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpo
         files: Whole checkpoints, the newest first.
         sharded: Sharded checkpoints, the newest last.
     """
-    named = {"checkpoints": [asdict(entry) for entry in files]}
-    named |= {"sharded": [asdict(entry) for entry in reversed(sharded)]} if sharded else {}
+    named = {"checkpoints": [_plain(entry) for entry in files]}
+    named |= {"sharded": [_plain(entry) for entry in reversed(sharded)]} if sharded else {}
     return json.dumps(named).encode()
+
+
+def _plain(entry: CheckpointFile | ShardedCheckpoint) -> dict[str, Any]:
+    """Return a checkpoint's fields. `is_evaluated` is left out if it is False, for older versions of this package."""
+    fields = asdict(entry)
+    return fields if entry.is_evaluated else {name: fields[name] for name in fields if name != "is_evaluated"}
 
 
 def read(files: Files, folder: str) -> Named | None:

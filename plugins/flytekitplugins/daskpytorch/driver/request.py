@@ -18,12 +18,14 @@ import xxhash
 
 from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.protocol import pickling
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 from flytekitplugins.daskpytorch.protocol.script import Script
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_NAME = 100
@@ -67,6 +69,11 @@ class Request:
     """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     calls: Calls | None = field(default=None, repr=False, compare=False)
     """Calls of a gang that stays. None in a gang of one call."""
+    evaluation: "Request | None" = field(default=None, repr=False)
+    """Request for the gangs that evaluate this gang's checkpoints, each with another `start`. None: no evaluation."""
+    start: ShardedCheckpoint | tuple[CheckpointFile, Path] | None = None
+    """Checkpoint that this gang evaluates: a sharded one, or a whole one and its file on the driver's disk. None: the
+    gang is no evaluation, and starts from the checkpoints in `storage`."""
     keep: object = field(default=None, repr=False, compare=False)
     """The call's function and arguments, referenced until the gang's end. Dask then keeps the data of Dask futures
     among the arguments."""

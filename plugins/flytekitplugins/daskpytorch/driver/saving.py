@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, listed, retained
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
@@ -34,12 +35,16 @@ class Saving:
         committer: Committer,
         accountant: Accountant,
         observers: Observers,
+        evaluator: Evaluator,
     ) -> None:
         self._vault = committer.vault
         self._committer = committer
         self._accountant = accountant
         self._observers = observers
+        self._evaluator = evaluator
         self._fetches = Fetches(self._vault.keep, self._vault.entries)
+        self._best_wanted_since: float | None = None
+        """Time since which a request for the best checkpoint waits for evaluations. None: no request waits for them."""
         self.has_news = False
         """True if the driver has kept a checkpoint since `Brain` last set this field to False."""
         self.commits: dict[tuple[int, int], int] = {}
@@ -68,7 +73,7 @@ class Saving:
         """Record that a whole checkpoint has arrived in the driver, or that its transfer has failed with `error`."""
         if error is None:
             self._fetches.note_end(file)
-            self._count_as_kept(attempt, file.attempt, file.step)
+            self._count_as_kept(attempt, file)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._observers.note(
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
@@ -97,8 +102,8 @@ class Saving:
     def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
         """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
-        if commit.error is None:
-            self._count_as_kept(attempt, commit.attempt, commit.step)
+        if commit.made is not None:
+            self._count_as_kept(attempt, commit.made)
         else:
             self._observers.note(
                 f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
@@ -112,16 +117,23 @@ class Saving:
         """Cancel all fetches of checkpoints from a lost agent."""
         self._fetches.forget(peer)
 
-    def _count_as_kept(self, attempt: Attempt | None, number: int, step: int) -> None:
+    def _count_as_kept(self, attempt: Attempt | None, entry: CheckpointFile | ShardedCheckpoint) -> None:
         self.has_news = True
-        if attempt is not None and attempt.number == number:
+        if attempt is not None and attempt.number == entry.attempt:
             attempt.has_saved = True
-            self._accountant.keep(step)
-        self._observers.tell("kept", step)
+            self._accountant.keep(entry.step)
+        self._observers.tell("kept", entry.step)
+        self._evaluator.note_kept(entry)
+        self.tell_kept(attempt)
+
+    def tell_kept(self, attempt: Attempt | None) -> None:
+        """Tell observers and ranks about the kept checkpoints and their metrics, which have changed."""
         kept = self.saved()
         self._observers.tell("keeps", kept)
-        if (hint := hint_of_metric(kept, self._vault.keep)) is not None:
-            self._observers.hint("metric", hint)
+        if not self._evaluator.is_on or self._evaluator.has_metrics:  # an evaluation may yet bring the metric
+            hint = hint_of_metric(kept, self._vault.keep)
+            if hint is not None:
+                self._observers.hint("metric", hint)
         if attempt is not None and not attempt.is_over:
             attempt.tell(messages.Tell(orders.Kept(kept)))
 
@@ -136,6 +148,11 @@ class Saving:
     def is_committing(self) -> bool:
         """True while a sharded checkpoint is being committed."""
         return bool(self.commits)
+
+    @property
+    def is_slow(self) -> bool:
+        """True while ranks may wait for a commit, or for evaluations before they load the best checkpoint."""
+        return self.is_committing or self._best_wanted_since is not None
 
     @property
     def is_busy(self) -> bool:
@@ -166,18 +183,32 @@ class Saving:
     @property
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint, whole or sharded. None without checkpoints."""
+        newest = self.newest_entry
+        return newest.step if newest is not None else None
+
+    @property
+    def newest_entry(self) -> CheckpointFile | ShardedCheckpoint | None:
+        """The newest checkpoint, whole or sharded. None without checkpoints."""
         newest = [self.newest, *self._vault.sharded[-1:]]
-        return max((one.step for one in newest if one is not None), default=None)
+        return max((one for one in newest if one is not None), key=lambda one: one.step, default=None)
 
     # ---- what is done
 
     def give_wanted(self, attempt: Attempt) -> None:
         """Answer ranks' requests to load the best or a certain checkpoint, once no checkpoint is being saved.
 
-        Other ranks get the same checkpoint as rank 0's request with the same number.
+        Requests for the best checkpoint also wait for outstanding evaluations. Other ranks get the same checkpoint as
+        rank 0's request with the same number.
         """
         if not attempt.wanted or self.is_busy or attempt.shards:
             return
+        if any(wanted.step is None for _, _, wanted in attempt.wanted):
+            if self._best_wanted_since is None:
+                self._best_wanted_since = attempt.clock()
+            if self._evaluator.is_awaited(self._best_wanted_since):
+                return
+            self._best_wanted_since = None
+            attempt.note_sign_of_life()  # ranks that have waited do not count as hung
         waiting, attempt.wanted = attempt.wanted, []
         for _, rank, wanted in waiting:
             if rank == 0:
@@ -202,6 +233,7 @@ class Saving:
 
     def begin(self, number: int) -> None:
         """Begin attempt `number`. From now on, accept no checkpoints that earlier attempts have written."""
+        self._best_wanted_since = None
         self._vault.fence(number)
         self._committer.sweep(number)
 

@@ -58,7 +58,12 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         pass_local_rank=request.pass_local_rank,
         backend=backend,
         store=store,
-        settings=replace(settings, observers=(), gpu_check="off" if settings.gpu_check == "off" else "quick"),
+        settings=replace(
+            settings,
+            observers=(),
+            evaluate=None,
+            gpu_check="off" if settings.gpu_check == "off" else "quick",
+        ),
         gpu_check=own_check,
         checkpoint=saving.newest,
         sharding=saving.sharding(),
@@ -69,6 +74,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         execution=request.execution,
         environment={**request.environment, **settings.environment},
         observers=state.observers.for_rank(),
+        patience=settings.evaluate.timeout if settings.evaluate is not None else 0.0,
     )
 
 

@@ -11,6 +11,7 @@ from typing import assert_never
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
@@ -49,6 +50,7 @@ class GangState:
         received: ReceivedResults,
         *,
         asked_at: float,
+        evaluator: Evaluator | None = None,
         clock: Callable[[], float] = time.monotonic,
         running_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class GangState:
             observers: The gang's observers.
             received: Results and return values of the ranks.
             asked_at: Time of the user's request, in seconds on `clock`.
+            evaluator: Evaluates the gang's checkpoints. None: no evaluation.
             clock: Returns seconds, and never goes back.
             running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
                 `clock`.
@@ -75,7 +78,10 @@ class GangState:
         self.deadlines = Deadlines(request.settings.grace_period)
         self.accountant = Accountant(asked_at, clock)
         self.observers = observers
-        self.saving = Saving(committer, self.accountant, self.observers)
+        self.evaluator = evaluator or Evaluator.without(request, agents.launcher, committer, observers)
+        self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
+        self.evaluator.on_record = self._tell_trackers
+        self.evaluator.on_metrics = lambda: self.saving.tell_kept(self.attempt)
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
@@ -116,6 +122,8 @@ class GangState:
             is_workers: True if a departing worker requests the stop.
             is_awaited: True if a user waits for the end.
         """
+        if ends_gang:
+            self.evaluator.close()
         if self.stop_request is None:
             self.observers.note(f"{reason}: saving a checkpoint and ending")
             whose = {"is_workers": is_workers, "is_awaited": is_awaited}
@@ -316,9 +324,25 @@ class GangState:
         attempt.note_ready(rank)
         if rank == 0:
             self.accountant.enter("training")
+            self._tell_trackers()
         if attempt.is_formed:
             began_at = self.asked_at if attempt.number == 0 else attempt.began_at
             self.observers.tell("formed", self.now() - began_at)
+
+    def awaits_evaluations(self, attempt: Attempt) -> bool:
+        """Return True while the end of an attempt whose functions have all returned waits for evaluations."""
+        if attempt.delivered_at is None:
+            attempt.delivered_at = self.now()
+        is_awaited = self.evaluator.is_awaited(attempt.delivered_at, more_come=self.saving.is_busy)
+        return is_awaited and not attempt.has_stopped_early
+
+    def _tell_trackers(self) -> None:
+        """Send the metrics of evaluations to rank 0's trackers, or keep them until rank 0 is ready."""
+        attempt = self.attempt
+        if attempt is not None and 0 in attempt.ready and 0 not in attempt.exits:
+            records, self.evaluator.records = self.evaluator.records, []
+            if records and attempt.has_observers:
+                attempt.tell(messages.Tell(orders.Evaluated(tuple(records))))
 
     # ---- from threads that store checkpoints
 

@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
@@ -96,7 +97,7 @@ class Supervisor:
         if request.calls is not None:
             request.calls.post = self._calls.put
         self._asked_at = time.monotonic()
-        self._debugging = Debugging.here()
+        self._debugging = Debugging.here() if request.start is None else Debugging()
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
@@ -156,9 +157,11 @@ class Supervisor:
                 )
                 stack.callback(committer.close)
                 claim.on_loss = functools.partial(self._give_up, committer)
-                if self._request.large is not None:
-                    stack.callback(self._request.large.close)
+                for request in (self._request, self._request.evaluation):
+                    if request is not None and request.large is not None and request.start is None:
+                        stack.callback(request.large.close)
                 self._state = state = self._listen(committer, folder, stack)
+                stack.callback(state.evaluator.end)
                 ends = state.deadlines
                 try:
                     results = self._see_through(state, committer)
@@ -212,6 +215,16 @@ class Supervisor:
         return state
 
     def _begin(self, agents: Agents, committer: Committer) -> GangState:
+        clock = RunningClock()
+        evaluator = Evaluator(
+            self._request,
+            self._launcher,
+            committer,
+            self._observers,
+            post=self._calls.put,
+            make=Supervisor,
+            clock=clock,
+        )
         return GangState(
             self._request,
             agents,
@@ -219,7 +232,8 @@ class Supervisor:
             self._observers,
             self.received,
             asked_at=self._asked_at,
-            running_clock=RunningClock(),
+            evaluator=evaluator,
+            running_clock=clock,
         )
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
@@ -234,17 +248,23 @@ class Supervisor:
         state.agents.launch(self._launcher.workers)
         code = self._request.code or pack_code(self._request.script)  # while the agents start
         saving = state.saving
-        committer.vault.restore()
+        if self._request.start is not None:
+            committer.vault.adopt(self._request.start)
+        else:
+            committer.vault.restore()
         committer.begin()
+        state.evaluator.begin(code if self._request.script is None else None, saving.newest_entry)
         if (step := saving.newest_step) is not None:
             self._observers.tell("resumed", step)
             self._observers.tell("keeps", saving.saved())
-        if (text := start_of(self._request.storage, self._request.settings, step)) is not None:
+        text = start_of(self._request.storage, self._request.settings, step)
+        if text is not None and self._request.start is None:
             self._observers.note(text)
         self._brain = brain = Brain(state, code, self._debugging)
         while (results := brain.decide()) is None:
             self._take(brain.patience)
             state.look_for_silence()
+        state.evaluator.conclude()
         return results
 
     def _take(self, timeout: float) -> None:

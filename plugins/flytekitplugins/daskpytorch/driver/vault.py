@@ -13,29 +13,25 @@ folders.
 
 import contextlib
 import functools
+import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from flytekitplugins.daskpytorch.driver import manifest
+from flytekitplugins.daskpytorch.driver import manifest, previous
 from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
-MAX_READ_ATTEMPTS = 5
-"""Maximum number of tries to read the previous attempt's manifest or one of its checkpoints from storage."""
 LANE = "files"
 """Name of the queue (lane) for the vault's jobs in the thread for writes to storage."""
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -69,6 +65,7 @@ class Vault:
         """True if storage is a folder of this machine, where the user finds the checkpoints after the gang."""
         self.keep = keep
         """Retention policy, which decides the checkpoints that stay."""
+        self._held: frozenset[str] = frozenset()
         self._disk = disk
         self.worker = worker or Worker()
         """Thread that makes all writes to storage."""
@@ -109,36 +106,11 @@ class Vault:
         """
         if self._paths is None or self._paths.previous is None:
             return None
-        files, previous = self._paths.files, self._paths.previous
-        found: list[CheckpointFile] = []
-        listed: list[CheckpointFile] = []
-        damaged: set[str] = set()
-        try:
-            named = self._with_retries(functools.partial(manifest.read, files, previous))
-            listed, sharded = named or ([], [])
-            self.sharded, self.is_known = sharded[::-1], named is not None
-            listed = [replace(file, attempt=0, folder=file.folder or previous) for file in listed]
-            best = best_first(reversed(listed), self.keep)[: self.keep.best]
-            for file in listed:
-                if found and file not in best:
-                    continue
-                if self._with_retries(functools.partial(manifest.fetch, files, file, self._disk / file.name)):
-                    found.append(file)
-                else:
-                    damaged.add(file.name)
-                    say(
-                        f"the previous attempt's checkpoint of step {file.step} is incomplete or damaged, and is not "
-                        f"used: {file.folder}/{file.name} is missing or has another SHA-256 than in the manifest"
-                    )
-        except Exception as error:  # storage clients raise errors of any class
-            goes_on = f"goes on from step {found[0].step}" if found else "starts afresh"
-            say(
-                f"the previous attempt's checkpoints at {previous} cannot be read ({type(error).__name__}: {error}); "
-                f"the training {goes_on}. Check the task's access to this storage",
-            )
+        read = previous.read(self._paths.files, self._paths.previous, self.keep, self._disk, self.worker.retry_after)
+        self.sharded, self.is_known, found = read.sharded, read.is_known, read.found
         with self._lock:
-            for file in reversed(listed if found else []):
-                if file.name not in damaged:
+            for file in reversed(read.listed if found else []):
+                if file.name not in read.damaged:
                     state = _state_of(self._disk / file.name) if file in found else None
                     self._whole[file.name] = _Whole(file, state, file.folder)
                 elif file.folder == self.own:
@@ -146,18 +118,19 @@ class Vault:
             self._go_on()
         return found[0] if found else None
 
-    def _with_retries(self, read: Callable[[], T]) -> T:
-        for number in range(MAX_READ_ATTEMPTS - 1):
-            try:
-                return read()
-            except Exception as error:
-                pause = self.worker.retry_after * 2**number
-                say(
-                    f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again in "
-                    f"{pause:g} s"
-                )
-                time.sleep(pause)
-        return read()
+    def adopt(self, start: ShardedCheckpoint | tuple[CheckpointFile, Path]) -> None:
+        """Let the gang start from this sharded checkpoint, or from a whole one with its file on the driver's disk.
+
+        Raises:
+            OSError: The file is gone, or the disk is full.
+        """
+        if isinstance(start, ShardedCheckpoint):
+            self.sharded = [start]
+            return
+        file, path = start
+        if not link_file(path, self._disk):
+            shutil.copyfile(path, self._disk / file.name)
+        self.add(replace(file, attempt=self._attempt, folder=None))
 
     # ---- on the driver's disk
 
@@ -201,14 +174,43 @@ class Vault:
                 raise ValueError(refusal)
             before = self._whole.pop(file.name, None)
             if before is not None:  # saved again, perhaps without metrics
-                file = replace(file, metrics={**before.file.metrics, **file.metrics})
+                metrics = {**before.file.metrics, **file.metrics}
+                file = replace(file, metrics=metrics, is_evaluated=before.file.is_evaluated)
             kept = _Whole(file, _state_of(path), before.folder if before is not None else None)
             self._whole[file.name] = kept
-            stay = retained(self.entries(), self.keep)
-            for whole in self._here():
-                if whole.file not in stay:
-                    self._drop(whole)
-            self._go_on()
+            self._tidy()
+
+    def hold(self, identities: Collection[str]) -> None:
+        """Keep the checkpoints with these identities, too, besides those of the retention policy.
+
+        Checkpoints that were held before, and are neither named now nor kept by the policy, are removed.
+        """
+        with self._lock:
+            self._held = frozenset(identities)
+            self._tidy()
+
+    def is_held(self, entry: CheckpointFile | ShardedCheckpoint) -> bool:
+        """Return True if a checkpoint stays until its evaluation has ended."""
+        return entry.identity in self._held
+
+    def note_evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the whole checkpoint with this file name."""
+        with self._lock:
+            if (whole := self._whole.get(name)) is not None:
+                whole.file = manifest.evaluated(whole.file, metrics)
+                self._tidy()
+
+    def path_of(self, file: CheckpointFile) -> Path:
+        """Return the path of a whole checkpoint on the driver's disk."""
+        return self._disk / file.name
+
+    def _tidy(self) -> None:
+        """Remove the files that no longer stay from the driver's disk, and queue the next write to storage."""
+        stay = retained(self.entries(), self.keep, self.is_held)
+        for whole in self._here():
+            if whole.file not in stay:
+                self._drop(whole)
+        self._go_on()
 
     def _refusal(self, file: CheckpointFile) -> str | None:
         if file.attempt >= self._attempt:
@@ -304,7 +306,7 @@ class Vault:
     def _listed(self) -> list[CheckpointFile]:
         """Return the whole checkpoints for the next manifest, the newest first."""
         stored = [whole.file for whole in self._whole.values() if whole.folder is not None]
-        listed = [(file, self._whole[file.name].folder) for file in reversed(retained(stored, self.keep))]
+        listed = [(file, self._whole[file.name].folder) for file in reversed(retained(stored, self.keep, self.is_held))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
 
     def _has_news(self) -> bool:

@@ -198,6 +198,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
                 f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function, which would start "
                 "its tasks in every rank. Train in a @task, and call that from the @dynamic or @eager function."
             )
+        self._check_evaluation(self.python_interface.inputs)
 
     def execute(self, **kwargs: Any) -> Any:
         """Train, and return rank 0's outputs: as literals if Flyte runs the task, else as Python values."""

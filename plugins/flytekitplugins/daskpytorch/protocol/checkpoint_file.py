@@ -35,10 +35,18 @@ class CheckpointFile:
     folder: str | None = field(default=None, compare=False)
     """Folder of the file in storage. None: the folder of the manifest that lists the checkpoint."""
 
+    is_evaluated: bool = field(default=False, compare=False)
+    """True if `metrics` includes those of `Gang(evaluate=...)`."""
+
     @property
     def name(self) -> str:
         """Name of the file, the same on all hosts and in storage."""
         return f"step-{self.step}-{self.digest[:16]}.pt"
+
+    @property
+    def identity(self) -> str:
+        """Text that no other checkpoint of the gang has: the name of the file."""
+        return self.name
 
     def saved(self, folder: str | None) -> SavedCheckpoint:
         """Return the checkpoint's description for the user: step, metrics, size and place in storage.

@@ -65,6 +65,14 @@ class AgentLauncher(Protocol):
         """Return True while the Dask scheduler is connected. Always True on one node, which has no scheduler."""
         return True
 
+    def beside(self) -> "AgentLauncher | None":
+        """Return a launcher for a gang that evaluates beside this launcher's gang. None: no worker is there for it.
+
+        Raises:
+            OSError: The scheduler does not answer.
+        """
+        return self
+
     def hindrance(self) -> str:
         """Return the reason for missing workers, as text to append to a message. Return an empty text if unknown."""
         return ""

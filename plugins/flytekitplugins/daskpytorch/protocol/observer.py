@@ -122,7 +122,10 @@ class RankObserver:
         """Called before rank 0 calls the user's function. The function starts after the return."""
 
     def logged(self, record: LogRecord) -> None:
-        """Called after rank 0 called `log`. The record has the metrics as given, histograms and pictures included."""
+        """Called after rank 0 called `log`. The record has the metrics as given, histograms and pictures included.
+
+        Also called with the metrics of each evaluation of `Gang(evaluate=...)`, then from another thread.
+        """
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Called after rank 0 called `watch` to record a model's gradients every `log_freq` steps."""
@@ -208,13 +211,13 @@ class Observer:
         """Called with the lines that a rank wrote to its standard output and error."""
 
     def logged(self, record: LogRecord) -> None:
-        """Called after a rank called `log`."""
+        """Called after a rank called `log`, and with the metrics of each evaluation of `Gang(evaluate=...)`."""
 
     def kept(self, step: int) -> None:
         """Called when the checkpoint of this step is safe: on the driver's disk, or in storage if it is sharded."""
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Called after `resumed` and `kept`, with all checkpoints that the gang keeps now."""
+        """Called after `resumed`, `kept` and evaluations, with all checkpoints that the gang keeps now."""
 
     def used(self, usage: RankUsage) -> None:
         """Called with a rank's use of its machine and its work so far, at most every two seconds for each rank."""

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
-from flytekitplugins.daskpytorch.records import Goodput, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -80,6 +80,8 @@ class Job:
     """Environment variables that the Flyte task and the gang's settings add to the ranks' own. May hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled factories of rank 0's observers."""
+    patience: float = 0.0
+    """Longest time, in seconds, for which a request for the best checkpoint waits for evaluations."""
 
     @property
     def pulse(self) -> float | None:
@@ -226,6 +228,13 @@ class Accounted:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """Metrics of evaluations, for the trackers in rank 0."""
+
+    records: Sequence[LogRecord]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """Notice to ranks: the debugger of rank `rank` gets the terminal."""
 
@@ -278,8 +287,10 @@ class Quit:
     """Grace period in seconds, after which the agent kills the rank."""
 
 
+OrderToEnd = Leave | CallOrder | EndCall
+"""Order that ends the rank, or is about a call in a gang that stays."""
 OrderToAll = (
-    Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave | CallOrder | EndCall
+    Hold | Release | Settled | Kept | Accounted | Evaluated | Locate | ShowStacks | Prompt | Interrupt | OrderToEnd
 )
 OrderToRank = OrderToAll | Arrived
 """All orders after which the rank goes on."""

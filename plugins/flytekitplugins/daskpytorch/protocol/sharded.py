@@ -94,6 +94,13 @@ class ShardedCheckpoint:
     layout_digest: str
     """SHA-256 of the checkpoint's `layout.json`, in hexadecimal digits."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    is_evaluated: bool = field(default=False, compare=False)
+    """True if `metrics` includes those of `Gang(evaluate=...)`."""
+
+    @property
+    def identity(self) -> str:
+        """Text that no other checkpoint of the gang has: the path or URL of the folder."""
+        return self.uri
 
     @property
     def saved(self) -> SavedCheckpoint:

@@ -59,6 +59,7 @@ class RankCheckpoint(Checkpoint):
         self._start = job.checkpoint
         self._is_main = order.place.rank == 0
         self._timeout = job.settings.start_timeout
+        self._patience = job.patience
         self._storage = job.storage
         self._best_by = job.settings.keep.metric
         self._writing: threading.Thread | None = None
@@ -210,7 +211,8 @@ class RankCheckpoint(Checkpoint):
         self._num_asked += 1
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
         self._link.send(Wanted(self._num_asked, step, is_sharded=kind is ShardedCheckpoint))
-        chosen = self._await(self._num_asked, what, ", for which rank 0 has to ask, too,")
+        patience = self._patience if step is None else 0.0
+        chosen = self._await(self._num_asked, what, ", for which rank 0 has to ask, too,", self._timeout + patience)
         if chosen is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
             raise LookupError(
@@ -220,13 +222,12 @@ class RankCheckpoint(Checkpoint):
             )
         return chosen if isinstance(chosen, kind) else None
 
-    def _await(self, number: int, what: str, more: str = "") -> object:
+    def _await(self, number: int, what: str, more: str = "", timeout: float | None = None) -> object:
+        limit = self._timeout if timeout is None else timeout
         try:
-            arrived = self._link.arrival(number).result(self._timeout)
+            arrived = self._link.arrival(number).result(limit)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{what}{more} did not arrive within {self._timeout:g} s. See the driver's log"
-            ) from error
+            raise TimeoutError(f"{what}{more} did not arrive within {limit:g} s. See the driver's log") from error
         if arrived.failure is not None:
             raise OSError(f"{what} did not arrive: {arrived.failure}. See the driver's log")
         return arrived.value

@@ -122,6 +122,8 @@ class GangLink(Link):
         self.ledger = Ledger()
         self.observers = Observers()
         """Observers in this process, which receive each log record at once. Only rank 0 has observers."""
+        self._observers_lock = threading.RLock()
+        """Lock of the observers, as metrics of evaluations arrive in another thread than the function's."""
         self.folder: Callable[[], object] | None = None
         """Function that returns the Flyte task's folder for the files that ranks submit. None outside a task."""
         self.ended = threading.Event()
@@ -152,6 +154,7 @@ class GangLink(Link):
     def fall_silent(self) -> None:
         """Stop the sending of reports in this process, which the rank has forked."""
         self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # the fork may have copied locked locks
+        self._observers_lock = threading.RLock()
         self._channel.close()
 
     # ---- methods that `RankContext` calls
@@ -165,10 +168,17 @@ class GangLink(Link):
         if self.is_over:
             raise SystemExit(orders.STOPPED)
         self.ledger.mark()
-        self.observers.tell("logged", record)
+        with self._observers_lock:
+            self.observers.tell("logged", record)
         self.records.add(record)
         if self._gives_hints:
             self.hint(hints.of_loss(record))
+
+    def _tell_of_evaluations(self, records: Sequence[LogRecord]) -> None:
+        """Give this process's observers the metrics of evaluations, which the driver has already."""
+        for record in records:
+            with self._observers_lock:
+                self.observers.tell("logged", record)
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Make the trackers in rank 0 record a model's gradients every `log_freq` optimizer steps."""
@@ -316,9 +326,11 @@ class GangLink(Link):
         self.send(reports.GoodputWanted(self._num_accounts))
         return account
 
-    def take(self, answer: orders.Arrived | orders.Accounted) -> None:
+    def take(self, answer: orders.Arrived | orders.Accounted | orders.Evaluated) -> None:
         """Give an answer to the future that waits for it. Ignore repeated answers and those to an earlier attempt."""
-        if isinstance(answer, orders.Accounted):
+        if isinstance(answer, orders.Evaluated):
+            self._tell_of_evaluations(answer.records)
+        elif isinstance(answer, orders.Accounted):
             _settle(self._accounts.setdefault(answer.number, Future()), answer.goodput)
         elif answer.attempt == self._attempt:
             _settle(self.arrival(answer.number), answer)

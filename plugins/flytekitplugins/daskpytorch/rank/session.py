@@ -139,7 +139,7 @@ class Session:
                     self.prompt.obey(order)
             case orders.Kept(checkpoints):
                 link.kept = checkpoints
-            case orders.Arrived() | orders.Accounted():
+            case orders.Arrived() | orders.Accounted() | orders.Evaluated():
                 link.take(order)
             case calls.NextCall() | calls.Forget() | calls.Finish() | calls.EndCall():
                 self._serve(order)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from distributed import Client
 
 from flytekitplugins.daskpytorch.checks import Problems, shown
-from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents, Share
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request, take_keys
@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, cou
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
-from flytekitplugins.daskpytorch.sweep.sweep import Pool, Share, Sweep
+from flytekitplugins.daskpytorch.sweep.sweep import Pool, Sweep
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 if TYPE_CHECKING:

@@ -258,25 +258,3 @@ class Pool:
 
     def _num_missing(self, holder: Hashable) -> int:
         return self._wanted[holder] - len(self._held[holder])
-
-
-class Share(DaskAgents):
-    """Launcher that starts one gang's agents on its share of the workers, and on replacements for lost workers."""
-
-    def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
-        """Prepare the launcher.
-
-        Args:
-            cluster: Launcher for the whole cluster.
-            workers: Workers of the gang.
-            refill: Replaces the gang's lost workers by free ones, and returns all workers of the gang.
-        """
-        vars(self).update(vars(cluster))
-        self._futures = []  # `close` ends only this gang's agents
-        self._refill = refill
-        self.workers = workers
-        self.num_wanted = len(workers)
-
-    def present(self) -> list[str]:
-        """Return the gang's workers, including replacements for lost workers."""
-        return self._refill()

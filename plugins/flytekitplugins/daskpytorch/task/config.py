@@ -10,8 +10,13 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, Rule
-from flytekitplugins.daskpytorch.settings import Gang, Wandb
+from flytekitplugins.daskpytorch.settings import Gang, Wandb, check_workers
 
+ON_OWN_NODE = checks.must_be(
+    "None or an Evaluate with workers=0, since there is one node",
+    lambda evaluate: evaluate is None or evaluate.workers == 0,
+)
+"""Rule for the evaluation of a gang without Dask workers."""
 OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.instance_of(Wandb))}
 
 
@@ -123,12 +128,8 @@ class GangOnDask(OnDask):
         self._check_kinds(self._kinds() | OF_GANGS)
         own = {"gang.workers": checks.left_out("; workers.number_of_workers is the number")}
         problems = Problems(type(self).__name__, self, self._rules_of_pods() | own)
-        workers, least = self.workers.number_of_workers, self.gang.min_workers
-        problems.unless(
-            least is None or checks.COUNT(workers) is not None or least <= workers,
-            "gang.min_workers",
-            f"at most workers.number_of_workers, which is {workers}",
-        )
+        if checks.COUNT(self.workers.number_of_workers) is None:
+            check_workers(problems, self.gang, self.workers.number_of_workers, "workers.number_of_workers", "gang.")
         problems.raise_any()
 
 
@@ -157,6 +158,7 @@ class GangOnOwnNode(Config):
             "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
             "gang.workers": checks.left_out(", since there is one node"),
             "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
+            "gang.evaluate": ON_OWN_NODE,
         }
         self._check_kinds(OF_GANGS)
         Problems(type(self).__name__, self, rules).raise_any()

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.driver.evaluation_request import names_of_evaluation, request_of_evaluation
 from flytekitplugins.daskpytorch.driver.request import storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
@@ -131,6 +133,16 @@ class InRanks:
         """True in debug mode, in which the function runs in this process and Ctrl-C raises `KeyboardInterrupt`."""
         return is_debugging(self.task_config.gang)
 
+    def _check_evaluation(self, inputs: Collection[str]) -> None:
+        """Check at the task's definition that the function of `Gang(evaluate=...)` fits these inputs of the task.
+
+        Raises:
+            TypeError: A call of the function would only make an object.
+            ValueError: The function has an argument that no input has.
+        """
+        if (evaluate := self.task_config.gang.evaluate) is not None:
+            names_of_evaluation(evaluate.function, inputs, self.name)
+
     def _train_here(self, inputs: dict[str, Any]) -> Any:
         """Call the user's function in this process, as the only rank, and return its return value unconverted."""
         refuse_unknown(inputs)
@@ -214,7 +226,7 @@ class InRanks:
         from flytekitplugins.daskpytorch.protocol import code
 
         config = self.task_config
-        return Request(
+        request = Request(
             name=self.name,
             call=code.pack_call(self._task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
@@ -227,6 +239,7 @@ class InRanks:
             storage=storage_of(current_execution(), "gang", config.gang),
             script=self._task_function.script if isinstance(self._task_function, TaskScript) else None,
         )
+        return replace(request, evaluation=request_of_evaluation(request, inputs, host=host))
 
     def _training(self, inputs: dict[str, Any]) -> Training:
         from flytekitplugins.daskpytorch.display import training
@@ -263,7 +276,8 @@ class OnDaskWorkers(InRanks):
             min_workers=config.gang.min_workers,
             start_timeout=config.gang.start_timeout,
         ) as client:
-            yield DaskAgents(client, config.num_workers)
+            evaluate = config.gang.evaluate
+            yield DaskAgents(client, config.num_workers, evaluate.workers if evaluate is not None else None)
 
     def _num_ranks_per_worker(self) -> int:
         chosen = self.task_config.gang.ranks_per_worker

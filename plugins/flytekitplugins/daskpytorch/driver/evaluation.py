@@ -1,0 +1,387 @@
+"""Evaluates a gang's checkpoints beside its training: decides which, runs a gang for each, and returns the metrics.
+
+    kept checkpoint ──▶ Agenda ──▶ Evaluator ──▶ a gang of its own ──▶ metrics ──▶ observers, checkpoint, rank 0
+
+Runs in the driver. All but the evaluation's gang runs in the thread of the training's gang.
+"""
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.records import LogRecord
+
+Entry = CheckpointFile | ShardedCheckpoint
+RETRY_INTERVAL = 2.0
+"""Seconds between two looks for a worker that can evaluate."""
+MAX_LACK = 60.0
+"""Seconds after the training's end for which the gang waits for a worker that can evaluate."""
+CLOSE_TIMEOUT = 15.0
+"""Timeout, in seconds, for the end of a cancelled evaluation's ranks."""
+
+
+@dataclass
+class Agenda:
+    """Decides which checkpoint is evaluated next: the newest of each n-th one. One is evaluated at a time."""
+
+    every: int = 1
+    """Number of kept checkpoints from one evaluation to the next."""
+    running: Entry | None = None
+    """Checkpoint that is being evaluated, or None."""
+    waiting: Entry | None = None
+    """Checkpoint to evaluate next, or None."""
+    settling: set[str] = field(default_factory=set)
+    """Identities of checkpoints whose metrics have yet to be added to their description."""
+    num_found: int = 0
+    """Number of checkpoints of the earlier attempt that are evaluated: 0 or 1."""
+    num_kept: int = 0
+    """Number of checkpoints that this driver has kept."""
+    num_begun: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    """Number of checkpoints that were due, and gave way to a newer one."""
+    is_closed: bool = False
+    """True if no evaluation begins any more."""
+    _seen: set[str] = field(default_factory=set)
+    """Identities of all kept checkpoints. A checkpoint that is saved again counts once."""
+
+    def note_found(self, entry: Entry) -> None:
+        """Record the checkpoint from which the training starts. It is due unless it was evaluated before."""
+        self._seen.add(entry.identity)
+        if not entry.is_evaluated:
+            self.num_found += 1
+            self._make_wait(entry)
+
+    def note_kept(self, entry: Entry) -> None:
+        """Record that the training has kept a checkpoint. Each n-th one is due."""
+        if entry.identity in self._seen:
+            return
+        self._seen.add(entry.identity)
+        self.num_kept += 1
+        if self.num_kept % self.every == 0:
+            self._make_wait(entry)
+
+    def _make_wait(self, entry: Entry) -> None:
+        if not self.is_closed:
+            self.num_skipped += self.waiting is not None
+            self.waiting = entry
+
+    @property
+    def can_begin(self) -> bool:
+        """True if a checkpoint waits, and none is being evaluated."""
+        return self.waiting is not None and self.running is None
+
+    def begin(self) -> Entry:
+        """Begin to evaluate the waiting checkpoint, and return it.
+
+        Raises:
+            RuntimeError: No checkpoint can be evaluated now.
+        """
+        if self.waiting is None or self.running is not None:
+            raise RuntimeError("no evaluation can begin")
+        self.running, self.waiting = self.waiting, None
+        self.num_begun += 1
+        return self.running
+
+    def note_end(self, *, has_failed: bool) -> None:
+        """Record that the running evaluation has ended."""
+        if self.running is not None:
+            self.num_failed += has_failed
+            self.settling.add(self.running.identity)
+            self.running = None
+
+    def close(self) -> None:
+        """Begin no more evaluations."""
+        self.waiting, self.is_closed = None, True
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Identities of the checkpoints that must stay: the one that is being evaluated, and the waiting one."""
+        return frozenset(entry.identity for entry in (self.running, self.waiting) if entry is not None)
+
+    @property
+    def is_outstanding(self) -> bool:
+        """True while an evaluation runs or waits, or its metrics are being stored."""
+        return self.running is not None or self.waiting is not None or bool(self.settling)
+
+
+class Runner(Protocol):
+    """Supervisor of an evaluation's gang."""
+
+    received: ReceivedResults
+
+    def run(self) -> list[Any]:
+        """Run the gang until its end, and return the ranks' results, or raise its error."""
+
+    def cancel(self) -> None:
+        """End the gang, from any thread."""
+
+
+class Relay(Observer):
+    """Observer of an evaluation's gang that shows its output and notices with those of the training."""
+
+    def __init__(self, what: str, tell: Callable[..., object]) -> None:
+        self._what = what
+        self._tell = tell
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Show the output of a rank, each line marked as that of the evaluation."""
+        self._tell("wrote", rank, [f"({self._what}) {line}" for line in lines])
+
+    def noted(self, text: str) -> None:
+        """Show a notice."""
+        self._tell("noted", f"{self._what}: {text}")
+
+
+class Evaluator:
+    """Evaluates the checkpoints of one gang. Without `Gang(evaluate=...)`, does nothing."""
+
+    def __init__(
+        self,
+        request: Request,
+        launcher: AgentLauncher,
+        committer: Committer,
+        observers: Observers,
+        *,
+        post: Callable[[Call], object],
+        make: Callable[[Request, AgentLauncher, Sequence[Observer]], Runner],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare for the gang's first checkpoint.
+
+        Args:
+            request: Request of the training's gang.
+            launcher: Launcher of the training's gang.
+            committer: Holds the checkpoints.
+            observers: Observers of the training.
+            post: Queues a call for the training's thread, from any thread.
+            make: Makes the supervisor of an evaluation's gang.
+            clock: Returns seconds, and never goes back.
+        """
+        self._settings = request.settings.evaluate if request.evaluation is not None else None
+        self._template = request.evaluation
+        self._launcher = launcher
+        self._committer = committer
+        self._observers = observers
+        self._post = post
+        self._make = make
+        self._now = clock
+        self._agenda = Agenda(self._settings.every if self._settings is not None else 1)
+        self._code: Code | None = None
+        self.on_record: Callable[[], object] = lambda: None
+        """Called when `records` has a new record."""
+        self.on_metrics: Callable[[], object] = lambda: None
+        """Called when a checkpoint's description has got the metrics of its evaluation."""
+        self.records: list[LogRecord] = []
+        """Metrics that rank 0 has yet to get for its trackers."""
+        self._gang: Runner | None = None
+        self._thread: threading.Thread | None = None
+        self._deadline = math.inf
+        """Time at which the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
+        self._try_at = 0.0
+        self._lacks_since: float | None = None
+        """Time since which no worker can evaluate. None: the last look found a worker."""
+
+    @classmethod
+    def without(cls, request: Request, launcher: AgentLauncher, committer: Committer, observers: Observers) -> Self:
+        """Return an evaluator of a gang without `Gang(evaluate=...)`, which does nothing."""
+
+        def refuse(*_: object) -> Runner:
+            raise RuntimeError("this gang's checkpoints are not evaluated")
+
+        bare = replace(request, evaluation=None)
+        return cls(bare, launcher, committer, observers, post=lambda _: None, make=refuse)
+
+    @property
+    def is_on(self) -> bool:
+        """True with `Gang(evaluate=...)`."""
+        return self._settings is not None
+
+    @property
+    def has_metrics(self) -> bool:
+        """True once an evaluation has succeeded."""
+        return self._agenda.num_begun - self._agenda.num_failed - (self._agenda.running is not None) > 0
+
+    # ---- what the training's gang tells
+
+    def begin(self, code: Code | None, start: Entry | None) -> None:
+        """Record the project's packed sources, and the checkpoint from which the training starts.
+
+        Args:
+            code: Sources for the evaluations' gangs. None: each evaluation packs them.
+            start: The checkpoint. None: the training starts afresh.
+        """
+        self._code = code
+        if self.is_on and start is not None:
+            self._agenda.note_found(start)
+            self._hold()
+
+    def note_kept(self, entry: Entry) -> None:
+        """Record that the training has kept a checkpoint."""
+        if self.is_on:
+            self._agenda.note_kept(entry)
+            self._hold()
+
+    def go_on(self) -> None:
+        """Begin the next evaluation if a worker is free for it, and cancel one that takes too long."""
+        if self._gang is not None and self._now() >= self._deadline:
+            self._deadline = math.inf
+            self._gang.cancel()
+        if self._agenda.can_begin and self._now() >= self._try_at:
+            self._begin()
+
+    def is_awaited(self, since: float, *, more_come: bool = False) -> bool:
+        """Return True while evaluations are outstanding, and for at most `Evaluate.timeout` seconds.
+
+        Args:
+            since: Beginning of the wait, in seconds on the clock.
+            more_come: True if the driver has yet to receive a checkpoint, which may be due.
+        """
+        agenda, settings, waited = self._agenda, self._settings, self._now() - since
+        if settings is None or not (agenda.is_outstanding or more_come):
+            return False
+        lacks_worker = self._lacks_since is not None and agenda.running is None and not agenda.settling
+        rest = (MAX_LACK if lacks_worker else settings.timeout) - waited
+        if rest > 0 and agenda.is_outstanding:
+            self._observers.remind(f"waiting for evaluations of checkpoints, for at most {rest:.0f} s more")
+        return rest > 0
+
+    def close(self) -> None:
+        """Cancel the running evaluation, and begin no other."""
+        self._agenda.close()
+        if self._gang is not None:
+            self._gang.cancel()
+
+    def end(self) -> None:
+        """Cancel the running evaluation, and wait until its ranks have ended."""
+        self.close()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until the last evaluation's gang has ended."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT)
+
+    def conclude(self) -> None:
+        """After a success of the training, tell the user how many checkpoints were evaluated."""
+        agenda, settings = self._agenda, self._settings
+        if settings is None:
+            return
+        if not agenda.num_kept and not agenda.num_begun:
+            self._observers.hint(
+                "evaluate",
+                "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
+                "current_rank().checkpoint.save(state, step)",
+            )
+            return
+        num_done = agenda.num_begun - agenda.num_failed - (agenda.running is not None)
+        text = f"{num_done} of {agenda.num_found + agenda.num_kept} checkpoints evaluated"
+        text += f", as one of {settings.every} is due" if settings.every > 1 else ""
+        text += f"; {agenda.num_skipped} skipped, since newer ones had come" if agenda.num_skipped else ""
+        text += f"; {agenda.num_failed} failed" if agenda.num_failed else ""
+        if unfinished := agenda.running or agenda.waiting:
+            why = f"it had not ended {settings.timeout:g} s after the training. Raise Evaluate(timeout=...)"
+            if agenda.is_closed:
+                why = "the training was told to end"
+            elif agenda.running is None and self._lacks_since is not None:
+                why = "no worker was there for it"
+            text += f"; that of step {unfinished.step} was given up: {why}"
+        self._observers.note(text)
+
+    # ---- one evaluation
+
+    def _hold(self) -> None:
+        self._committer.vault.hold(self._agenda.held)
+
+    def _begin(self) -> None:
+        try:
+            launcher = self._launcher.beside()
+        except OSError:  # a busy scheduler. The training's gang itself notices a lost one
+            launcher = None
+        if launcher is None or self._template is None or self._settings is None:
+            self._try_at = self._now() + RETRY_INTERVAL
+            self._lacks_since = self._now() if self._lacks_since is None else self._lacks_since
+            self._observers.remind("a checkpoint waits for a worker to be evaluated on")
+            return
+        self._lacks_since = None
+        entry = self._agenda.begin()
+        start = entry if isinstance(entry, ShardedCheckpoint) else (entry, self._committer.vault.path_of(entry))
+        request = replace(self._template, start=start, code=self._code)
+        relay = Relay(f"evaluation of step {entry.step}", self._tell_later)
+        self._gang = gang = self._make(request, launcher, [relay])
+        self._deadline = self._now() + self._settings.timeout
+        self._thread = threading.Thread(
+            target=self._run, args=(gang, entry), name="daskpytorch-evaluation", daemon=True
+        )
+        self._thread.start()
+
+    def _tell_later(self, method: str, *args: object) -> None:
+        self._post(functools.partial(self._observers.tell, method, *args))
+
+    def _run(self, gang: Runner, entry: Entry) -> None:
+        """Run an evaluation's gang. In a thread of its own."""
+        metrics: Mapping[str, float] | BaseException
+        try:
+            metrics = gang.received.load_returned(0, gang.run()[0])
+        except BaseException as error:  # the training goes on, whatever the user's function raises
+            metrics = error
+        finally:
+            gang.received.drop_returned()
+        self._post(functools.partial(self._note_end, entry, metrics))
+
+    def _note_end(self, entry: Entry, metrics: Mapping[str, float] | BaseException) -> None:
+        self._gang = None
+        if self._agenda.is_closed:
+            return
+        is_error = isinstance(metrics, BaseException)
+        if isinstance(metrics, BaseException):
+            self._tell_failure(entry, metrics)
+        self._agenda.note_end(has_failed=is_error)
+        self._settle(entry, None if isinstance(metrics, BaseException) else metrics)
+
+    def _settle(self, entry: Entry, metrics: Mapping[str, float] | None) -> None:
+        """Add an evaluation's metrics to its checkpoint, and pass them on. None: the evaluation has failed."""
+        if metrics is not None:
+            values = {"rank": 0, "step": entry.step, "num_steps": None, "time": time.time(), "metrics": metrics}
+            record = LogRecord(**values, is_evaluation=True)  # type: ignore[arg-type]
+            self.records.append(record)
+            self._observers.tell("logged", record)
+            self.on_record()
+        settled = functools.partial(self._note_settled, entry, has_metrics=metrics is not None)
+        if isinstance(entry, ShardedCheckpoint):
+            self._hold()
+            self._committer.note_evaluated(entry.uri, metrics, functools.partial(self._post, settled))
+            return
+        if metrics is not None:
+            self._committer.vault.note_evaluated(entry.name, metrics)
+        self._hold()  # afterwards, as the metrics may be the best
+        settled()
+
+    def _note_settled(self, entry: Entry, *, has_metrics: bool) -> None:
+        self._agenda.settling.discard(entry.identity)
+        if has_metrics:
+            self.on_metrics()
+
+    def _tell_failure(self, entry: Entry, error: BaseException) -> None:
+        what = f"the evaluation of the checkpoint of step {entry.step} failed, and the training goes on"
+        if self._settings is not None and self._deadline == math.inf:
+            limit = self._settings.timeout
+            self._observers.note(f"{what}: it took longer than {limit:g} s. Raise Evaluate(timeout=...)")
+            return
+        blamed = error.__cause__ if isinstance(error.__cause__, GangError) else error
+        kind = "" if isinstance(blamed, GangError) else f"{type(blamed).__name__}: "
+        self._observers.note(f"{what}: {kind}{blamed}")

@@ -1,0 +1,431 @@
+"""Checkpoints are evaluated beside the training, once each, the newest first, and their metrics rank them, late or not.
+
+`test_brain.py` has all orders of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from flytekitplugins.daskpytorch import DaskDDP, Evaluate, Gang, Keep, SpawnDDP, WorkerGroup, dispatch
+from flytekitplugins.daskpytorch.display.logged import Log, Logged
+from flytekitplugins.daskpytorch.display.story import Story
+from flytekitplugins.daskpytorch.display.tracker import Run, Tracker
+from flytekitplugins.daskpytorch.driver import manifest
+from flytekitplugins.daskpytorch.driver.evaluation import MAX_LACK, Agenda
+from flytekitplugins.daskpytorch.driver.evaluation_request import arguments_of, names_of_evaluation
+from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.messages import Tell
+from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
+from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.rank.evaluation import evaluate as call_in_rank
+from flytekitplugins.daskpytorch.records import LogRecord
+from simulated_gang import Agent, World
+
+W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
+BEST = Keep(last=1, best=1, metric="held_out")  # the lowest step, in the simulation
+MakeWorld = Callable[..., World]
+
+
+def evaluate(target: float, rate: float = 0.1) -> dict[str, float]:
+    """Stands for a user's function."""
+    return {"held_out": target * rate}
+
+
+@pytest.fixture
+def world_of(tmp_path: Path) -> MakeWorld:
+    """Makes a gang that trains, and whose checkpoints are evaluated."""
+
+    def make(asked: Evaluate | None = None, **how: Any) -> World:
+        world = World(tmp_path, **{"evaluate": asked or Evaluate(evaluate), "keep": BEST} | how)
+        world.form()
+        return world
+
+    return make
+
+
+def save(world: World, *steps: int) -> None:
+    """Rank 0 saves these whole checkpoints, which arrive one after the other."""
+    for step in steps:
+        world.save(world.agent(W1), step)
+        world.obey_all()
+        while world.agent(W1).uploads:
+            world.upload(world.agent(W1))
+
+
+def deliver(world: World) -> None:
+    for agent in world.connected():
+        world.deliver(agent)
+
+
+def left(world: World) -> bool:
+    """Whether the ranks were told to leave."""
+    return any(order == Tell(Leave()) for order in world.agent(W1).orders)
+
+
+def steps(world: World) -> list[int]:
+    """Those of the evaluations so far."""
+    return [each.entry.step for each in world.evaluations]
+
+
+def kept(world: World) -> list[int]:
+    return [saved.step for saved in world.state.saving.saved()]
+
+
+def files(world: World) -> list[int]:
+    """The whole checkpoints on the driver's disk."""
+    return sorted(int(path.name.split("-")[1]) for path in world.folder.glob("step-*.pt"))
+
+
+# ---- Which is next
+
+
+def file(step: int, **more: Any) -> CheckpointFile:
+    return CheckpointFile(attempt=0, step=step, size=1, digest=f"{step:064}", **more)
+
+
+def test_the_newest_wins_and_the_skipped_are_counted() -> None:
+    agenda = Agenda()
+    agenda.note_kept(file(1))
+    assert agenda.begin().step == 1
+    for step in (2, 3, 4):
+        agenda.note_kept(file(step))
+    assert agenda.held == {file(1).identity, file(4).identity}
+    assert not agenda.can_begin
+    agenda.note_end(has_failed=False)
+    assert agenda.begin().step == 4
+    assert agenda.num_skipped == 2
+
+
+def test_each_nth_is_due_and_one_that_is_saved_again_counts_once() -> None:
+    agenda = Agenda(every=3)
+    due = []
+    for step in (1, 2, 2, 3, 3, 4, 5, 6, 7):
+        agenda.note_kept(file(step))
+        if agenda.can_begin:
+            due.append(agenda.begin().step)
+            agenda.note_end(has_failed=False)
+    assert due == [3, 6]
+
+
+def test_the_next_attempt_does_not_evaluate_again() -> None:
+    agenda = Agenda(every=5)
+    agenda.note_found(file(7, is_evaluated=True))
+    agenda.note_kept(file(7))
+    assert not agenda.is_outstanding
+    agenda = Agenda(every=5)
+    agenda.note_found(file(7))
+    assert agenda.begin().step == 7
+
+
+# ---- In a gang
+
+
+def test_metrics_arrive_under_the_checkpoints_step_and_rank_it_though_newer_ones_are_kept(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1, 2, 3)
+    assert (steps(world), kept(world)) == ([1], [1, 3])  # 2 has made room for 3
+    world.end_evaluation()
+    assert world.watcher.evaluated == [(1, {"held_out": 1.0})]
+    save(world, 4, 5)
+    world.end_evaluation()
+    assert (steps(world), kept(world)) == ([1, 3, 5], [1, 5])  # 3 is judged, and no better
+    assert files(world) == [1, 5]
+    assert world.watcher.checkpoints[-1][0].metrics == {"held_out": 1.0}
+    assert world.agent(W1).kept == [1, 5]
+
+
+def test_sharded_checkpoints_are_held_and_ranked_too(world_of: MakeWorld) -> None:
+    world = world_of()
+    for _ in range(3):
+        world.save_shards()
+    assert kept(world) == [100, 102]  # 101 is skipped
+    world.end_evaluation()
+    world.save_shards()
+    world.work()
+    world.end_evaluation()
+    world.work()
+    world.save_shards()
+    assert kept(world)[0] == 100
+    assert world.watcher.evaluated == [(100, {"held_out": 0.0}), (102, {"held_out": 2.0})]
+    assert world.watcher.checkpoints[-1][0].metrics["held_out"] == 0.0
+    assert Path(world.committer.vault.sharded[0].uri, "layout.json").is_file()
+
+
+def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1, 2)
+    error = ValueError("no data")
+    error.__cause__ = GangError("rank 0 of 1 failed on tcp://10.0.0.9:1 (host b): ValueError: no data")
+    world.end_evaluation(error)
+    world.end_evaluation(WorkerLostError("worker tcp://10.0.0.9:1 was lost"))
+    assert steps(world) == [1, 2]
+    assert kept(world) == [2]  # the failed one is held no more
+    [first, second] = [note for note in world.watcher.notes if "evaluation of the checkpoint" in note]
+    assert "step 1 failed, and the training goes on: rank 0 of 1 failed on tcp://10.0.0.9:1 (host b): Val" in first
+    assert "step 2 failed, and the training goes on: worker tcp://10.0.0.9:1 was lost" in second
+    assert world.watcher.reasons == []
+    deliver(world)
+    world.finish()
+    assert world.results == [0, 1]
+    assert "0 of 2 checkpoints evaluated; 2 failed" in world.watcher.notes[-1]
+
+
+def test_a_restart_of_the_training_leaves_the_evaluation_alone(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1)
+    world.leave(world.agent(W2), 1, -9)
+    world.obey_all()
+    world.wait(2.0)
+    assert world.evaluating is not None
+    world.end_evaluation()  # between the attempts
+    world.form()
+    assert len(world.starts) == 2
+    save(world, 2)
+    assert (steps(world), world.watcher.evaluated) == ([1, 2], [(1, {"held_out": 1.0})])
+
+
+def told(agent: Agent) -> list[tuple[int, Any]]:
+    """What rank 0 was told for its trackers."""
+    orders = [order.order for order in agent.orders if isinstance(order, Tell)]
+    records = [record for order in orders if isinstance(order, Evaluated) for record in order.records]
+    return [(record.step, record.metrics) for record in records]
+
+
+def test_trackers_in_rank_0_get_the_metrics_after_a_restart_and_before_the_end(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.state.observers.for_rank = lambda: [b"a tracker"]  # type: ignore[method-assign]
+    save(world, 1)
+    world.leave(world.agent(W2), 1, -9)
+    world.obey_all()
+    world.end_evaluation()
+    world.wait(2.0)
+    assert told(world.agent(W1)) == []  # no rank is there
+    world.form()
+    assert told(world.agent(W1)) == [(1, {"held_out": 1.0})]
+    world.agent(W1).orders.clear()
+    save(world, 2)
+    deliver(world)
+    assert not left(world)
+    world.end_evaluation()
+    assert told(world.agent(W1)) == [(2, {"held_out": 2.0})]
+    assert left(world)
+
+
+def test_the_end_waits_for_the_last_checkpoint_and_its_evaluation(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.save(world.agent(W1), 1)
+    deliver(world)
+    world.obey_all()
+    assert world.agent(W1).ranks  # the checkpoint has yet to arrive
+    world.upload(world.agent(W1))
+    world.obey_all()
+    assert world.agent(W1).ranks
+    world.end_evaluation()
+    world.finish()
+    assert world.results == [0, 1]
+    assert world.watcher.notes[-1] == "train: 1 of 1 checkpoints evaluated"
+
+
+def test_the_end_waits_no_longer_than_the_timeout(world_of: MakeWorld) -> None:
+    world = world_of(Evaluate(evaluate, timeout=30.0))
+    save(world, 1, 2)
+    world.wait(20.0)
+    deliver(world)
+    world.wait(15.0)
+    assert steps(world) == [1]
+    assert world.evaluations[0].is_cancelled  # after 30 s of its own
+    world.end_evaluation()
+    assert steps(world) == [1, 2]
+    assert not left(world)
+    world.wait(20.0)
+    assert left(world)
+    world.obey_all()
+    assert world.results == [0, 1]
+    assert "step 2 was given up: it had not ended 30 s after the training" in world.watcher.notes[-1]
+    assert any("step 1 failed" in note and "longer than 30 s" in note for note in world.watcher.notes)
+    world.evaluator.end()
+    assert world.evaluations[1].is_cancelled
+
+
+def test_without_a_worker_the_newest_waits_for_one_and_the_end_not_for_long(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.cluster.can_evaluate = False
+    save(world, 1, 2)
+    assert steps(world) == []
+    world.cluster.can_evaluate = True
+    world.wait(3.0)
+    assert steps(world) == [2]
+    world.end_evaluation()
+    world.cluster.can_evaluate = False
+    save(world, 3)
+    deliver(world)
+    world.wait(MAX_LACK / 2)
+    assert not left(world)
+    world.wait(MAX_LACK)
+    assert left(world)
+    world.obey_all()
+    assert "step 3 was given up: no worker was there for it" in world.watcher.notes[-1]
+
+
+def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=5.0)
+    save(world, 1, 2)
+    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.obey_all()
+    world.wait(20.0)  # and nobody hangs
+    world.obey_all()
+    assert world.agent(W1).brought == []
+    world.end_evaluation()
+    world.obey_all()
+    assert world.agent(W1).brought == []
+    world.end_evaluation()
+    world.obey_all()
+    [arrived] = world.agent(W1).brought
+    assert arrived.value is not None
+    assert arrived.value.step == 1
+    assert world.watcher.reasons == []
+
+
+def test_sigterm_ends_the_evaluation_too(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1)
+    world.feed(world.state.request_stop, "the task was told to end")
+    assert world.evaluations[0].is_cancelled
+    world.end_evaluation()
+    save(world, 2)
+    assert steps(world) == [1]
+
+
+def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None:
+    world = world_of()
+    deliver(world)
+    world.finish()
+    assert "no checkpoint was kept, so none was evaluated" in world.watcher.notes[-1]
+
+
+def test_the_manifest_names_what_was_evaluated_and_older_versions_can_read_what_was_not(tmp_path: Path) -> None:
+    plain, judged = file(1), manifest.evaluated(file(2, metrics={"loss": 1.0}), {"held_out": 0.5})
+    content = manifest.content_of([judged, plain], [])
+    assert content.count(b"is_evaluated") == 1
+    named = manifest.named_in(content)
+    assert named is not None
+    assert [(each.is_evaluated, dict(each.metrics)) for each in named[0]] == [
+        (True, {"loss": 1.0, "held_out": 0.5}),
+        (False, {}),
+    ]
+
+
+def test_the_metrics_reach_storage(tmp_path: Path) -> None:
+    own = str(tmp_path / "own")
+    paths = StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own)
+    world = World(tmp_path, evaluate=Evaluate(evaluate), keep=BEST, storage=paths)
+    world.form()
+    save(world, 1)
+    world.work()
+    world.end_evaluation()
+    world.work()
+    named = manifest.read(paths.files, own)
+    assert named is not None
+    [stored] = named[0]
+    assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
+
+
+# ---- The function
+
+
+def test_the_function_gets_the_inputs_that_it_names() -> None:
+    def train(data: str, *more: int, target: float, rate: float = 0.5, **rest: str) -> None:
+        pass
+
+    inputs = arguments_of(train, ("here", 1, 2), {"target": 3.0, "note": "x"})
+    assert inputs == {"data": "here", "target": 3.0, "rate": 0.5, "note": "x"}
+    assert names_of_evaluation(evaluate, inputs, "train") == ["target", "rate"]
+    assert names_of_evaluation(evaluate, ["target"], "train") == ["target"]
+    assert call_in_rank(evaluate, ["target"], target=2.0, data="here") == {"held_out": 0.2}
+
+
+@pytest.mark.parametrize("returned", [None, 0.5, {"held_out": "low"}, {1: 0.5}])
+def test_what_is_no_metric_is_refused(returned: Any) -> None:
+    with pytest.raises(TypeError, match=r"lambda.* returned \(.*\): must be"):
+        call_in_rank(lambda: returned, [])
+    assert call_in_rank(lambda: {"held_out": torch.tensor(0.5)}, []) == {"held_out": 0.5}
+
+
+def test_bad_settings_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"function='x'.*workers=-1.*every=0.*timeout=0"):
+        Evaluate("x", workers=-1, every=0, timeout=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Gang\(evaluate=<function.*must be None or an Evaluate"):
+        Gang(evaluate=evaluate)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Gang\(evaluate\.workers=2\): must be less than workers, which is 2"):
+        Gang(workers=2, evaluate=Evaluate(evaluate, workers=2))
+    with pytest.raises(
+        ValueError, match=r"min_workers=3\): must be at most workers less the 1 of evaluate, which is 2"
+    ):
+        Gang(workers=3, min_workers=3, evaluate=Evaluate(evaluate))
+    with pytest.raises(
+        ValueError, match=r"gang\.evaluate\.workers=2.*less than workers\.number_of_workers, which is 2"
+    ):
+        DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(evaluate=Evaluate(evaluate, workers=2)))
+    with pytest.raises(ValueError, match=r"SpawnDDP\(gang\.evaluate=.*an Evaluate with workers=0"):
+        SpawnDDP(gang=Gang(evaluate=Evaluate(evaluate)))
+
+
+def train(target: float) -> None:
+    """Stands for a training."""
+
+
+def test_bad_calls_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"dispatch\.run\(gang\.evaluate=.*an Evaluate with workers=0"):
+        dispatch.run(None, train, 1.0, gang=Gang(evaluate=Evaluate(evaluate)))
+    with pytest.raises(ValueError, match=r"must have arguments that are inputs of train, by name\. goal is not: the"):
+        dispatch.run(None, train, 1.0, gang=Gang(evaluate=Evaluate(other, workers=0)))
+    with pytest.raises(TypeError, match="is a coroutine function"):
+        dispatch.run(None, train, 1.0, gang=Gang(evaluate=Evaluate(waits, workers=0)))
+
+
+def other(goal: float) -> dict[str, float]:
+    return {"held_out": goal}
+
+
+async def waits() -> dict[str, float]:
+    return {}
+
+
+# ---- Displays
+
+
+class NoRun(Run):
+    label = "a tracker"
+
+
+class Futures(Logged):
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+
+def test_a_late_record_leaves_the_newest_step_as_it_is() -> None:
+    log, story, tracker = Log(), Story(), Tracker(NoRun())
+    values = {"rank": 0, "num_steps": 10, "time": 0.0}
+    newest = LogRecord(**values, step=9, metrics={"loss": 0.5})  # type: ignore[arg-type]
+    late = LogRecord(**values, step=2, metrics={"held_out": 0.7}, is_evaluation=True)  # type: ignore[arg-type]
+    for observer in (log, story, tracker):
+        observer.logged(newest)
+        observer.logged(late)
+    assert story.record == newest
+    assert story.metrics.newest == {"loss": 0.5, "held_out": 0.7}
+    assert [chart.by_step for chart in story.charts if "held_out" in chart.by_step] == [{"held_out": [(2.0, 0.7)]}]
+    assert (Futures(log).step, Futures(log).metrics) == (9, {"loss": 0.5, "held_out": 0.7})
+    assert [record.step for record in log.records] == [9, 2]
+    log.restarting("a rank was lost", 2)
+    assert [record.step for record in log.records] == [2]  # the checkpoint is what the restart begins with
+    assert tracker._newest == newest

@@ -1,0 +1,168 @@
+"""Real gangs evaluate checkpoints beside real trainings: on a worker of their own, or beside the ranks of a task."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import Client
+from flytekit import task
+
+from flytekitplugins.daskpytorch import (
+    Evaluate,
+    Gang,
+    Keep,
+    LogRecord,
+    Observer,
+    Shape,
+    SpawnDDP,
+    current_rank,
+    dispatch,
+)
+from flytekitplugins.daskpytorch.node import fork_client
+from processes import dask_cluster, nothing_left_behind, until
+
+NUM_STEPS = 8
+KEEP = Keep(last=1, best=1, metric="distance")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank_left() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+        fork_client.shutdown()
+
+
+class Seen(Observer):
+    """Keeps what a gang has told."""
+
+    workers: ClassVar[set[str]] = set()
+    texts: ClassVar[list[str]] = []
+    evaluated: ClassVar[list[LogRecord]] = []
+
+    def placed(self, shape: Shape) -> None:
+        self.workers.update(node.worker for node in shape.nodes)
+
+    def noted(self, text: str) -> None:
+        self.texts.append(text)
+
+    def logged(self, record: LogRecord) -> None:
+        if record.is_evaluation:
+            self.evaluated.append(record)
+
+
+# ---- A cluster, sharded checkpoints, and a kill on each side
+
+
+def is_kept(step: int) -> bool:
+    return any(kept.step >= step for kept in current_rank().checkpoint.list())
+
+
+def train(folder: str) -> tuple[int, int | None, float]:
+    """Add up the steps. Rank 1 is killed once, at step 5."""
+    rank, state = current_rank(), {"sum": torch.zeros(1)}
+    first = rank.checkpoint.load_sharded(state) or 0
+    for step in range(first + 1, NUM_STEPS + 1):
+        share = torch.ones(1)
+        dist.all_reduce(share)
+        state["sum"] += step * share / rank.world_size
+        rank.checkpoint.save_sharded(state, step)
+        rank.checkpoint.flush()
+        until(functools.partial(is_kept, step), f"the checkpoint of step {step}")
+        Path(folder, f"trained-{step}").touch()
+        if step == 5 and first == 0:
+            until(Path(folder, "evaluated").exists, "an evaluation")
+            if rank.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60.0)
+    best = rank.checkpoint.load_sharded(state, best=True)
+    return first, best, state["sum"].item()
+
+
+def evaluate(folder: str) -> dict[str, float]:
+    """The distance from step 4's sum. The first evaluation goes on until the training has, and is killed."""
+    state = {"sum": torch.zeros(1)}
+    step = current_rank().checkpoint.load_sharded(state)
+    assert current_rank().world_size == 1
+    if step == 1:
+        until(Path(folder, "trained-3").exists, "the training, which goes on meanwhile")
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(folder, "evaluated").touch()
+    return {"distance": abs(state["sum"].item() - 10.0)}
+
+
+def test_a_kill_on_either_side_costs_an_evaluation_or_a_restart_and_the_best_is_right(tmp_path: Path) -> None:
+    gang = Gang(
+        keep=KEEP, evaluate=Evaluate(evaluate), observers=(Seen,), checkpoint_uri=str(tmp_path / "kept"), backend="gloo"
+    )
+    with dask_cluster(tmp_path, 3) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, train, str(tmp_path), gang=gang)
+        results = futures.result(300.0)
+        everybody = set(client.scheduler_info(n_workers=-1)["workers"])
+    [failure] = [text for text in Seen.texts if "evaluation of the checkpoint of step 1 failed" in text]
+    assert "SIGKILL" in failure
+    [other] = everybody - Seen.workers
+    assert other in failure
+    assert len(Seen.workers) == 2
+    evaluated = {record.step: record.metrics["distance"] for record in futures.records if record.is_evaluation}
+    assert {step: abs(step * (step + 1) / 2 - 10.0) for step in evaluated} == evaluated
+    assert 1 not in evaluated
+    assert NUM_STEPS in evaluated  # the end has waited
+    best = min(evaluated, key=evaluated.__getitem__)
+    assert len(results) == 2
+    for first, loaded, total in results:
+        assert (first, loaded, total) == (5, best, best * (best + 1) / 2)
+    assert futures.best_checkpoint is not None
+    assert futures.best_checkpoint.step == best
+    assert any("rank 1" in text and "SIGKILL" in text and "starting again" in text for text in Seen.texts)
+    assert re.search(r"\d of 8 checkpoints evaluated; .*1 failed", Seen.texts[-1])
+
+
+# ---- A task on its own node, whole checkpoints, and one rank beside the others
+
+
+class SeenInTask(Seen):
+    evaluated: ClassVar[list[LogRecord]] = []
+    texts: ClassVar[list[str]] = []
+
+
+def score(target: float, unit: str = "steps") -> dict[str, Any]:
+    rank = current_rank()
+    state = rank.checkpoint.load()
+    print(f"rank {rank.rank} of {rank.world_size} scores in {unit}")
+    assert rank.checkpoint.loaded is not None
+    return {"distance": (state["weight"] - target).abs(), "of": rank.checkpoint.loaded.step}
+
+
+BESIDE = Gang(keep=KEEP, evaluate=Evaluate(score, workers=0), observers=(SeenInTask,))
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=BESIDE), enable_deck=True)
+def spawned(target: float, num_steps: int) -> tuple[int, float]:
+    rank = current_rank()
+    for step in range(1, num_steps + 1):
+        weight = torch.full((1,), step / 2)
+        dist.all_reduce(weight)
+        rank.checkpoint.save({"weight": weight}, step)
+        rank.checkpoint.flush()
+    rank.checkpoint.load(best=True)
+    assert rank.checkpoint.loaded is not None
+    return rank.checkpoint.loaded.step, rank.checkpoint.loaded.metrics["distance"]
+
+
+def test_a_task_on_one_node_evaluates_beside_its_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert spawned(target=1.25, num_steps=2) == (1, 0.25)
+    records = [(record.step, record.metrics) for record in SeenInTask.evaluated]
+    assert records == [(1, {"distance": 0.25, "of": 1.0}), (2, {"distance": 0.75, "of": 2.0})]
+    assert "2 of 2 checkpoints evaluated" in SeenInTask.texts[-1]
+    shown = capfd.readouterr()
+    assert "(evaluation of step 1) rank 0 of 1 scores in steps" in shown.out + shown.err
