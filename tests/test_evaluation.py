@@ -141,6 +141,7 @@ def test_metrics_arrive_under_the_checkpoints_step_and_rank_it_though_newer_ones
     assert (steps(world), kept(world)) == ([1, 3, 5], [1, 5])  # 3 is judged, and no better
     assert files(world) == [1, 5]
     assert world.watcher.checkpoints[-1][0].metrics == {"held_out": 1.0}
+    world.obey_all()
     assert world.agent(W1).kept == [1, 5]
 
 
@@ -148,8 +149,9 @@ def test_sharded_checkpoints_are_held_and_ranked_too(world_of: MakeWorld) -> Non
     world = world_of()
     for _ in range(3):
         world.save_shards()
-    assert kept(world) == [100, 102]  # 101 is skipped
     world.end_evaluation()
+    world.work()
+    assert kept(world) == [100, 102]  # 101 was skipped
     world.save_shards()
     world.work()
     world.end_evaluation()
@@ -304,6 +306,15 @@ def test_sigterm_ends_the_evaluation_too(world_of: MakeWorld) -> None:
     world.end_evaluation()
     save(world, 2)
     assert steps(world) == [1]
+
+
+def test_sigterm_ends_the_wait_for_an_evaluation(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1)
+    deliver(world)
+    assert not left(world)
+    world.feed(world.state.request_stop, "the task was told to end")
+    assert left(world)
 
 
 def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None:

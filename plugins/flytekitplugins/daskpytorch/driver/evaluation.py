@@ -115,8 +115,8 @@ class Agenda:
 
     @property
     def is_outstanding(self) -> bool:
-        """True while an evaluation runs or waits, or its metrics are being stored."""
-        return self.running is not None or self.waiting is not None or bool(self.settling)
+        """True while an evaluation runs or waits, or its metrics are being stored, unless all were given up."""
+        return not self.is_closed and bool(self.held or self.settling)
 
 
 class Runner(Protocol):
