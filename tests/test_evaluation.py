@@ -400,6 +400,12 @@ def test_bad_calls_are_refused_before_anything_starts() -> None:
         dispatch.run(None, train, 1.0, gang=Gang(evaluate=Evaluate(evaluate)))
     with pytest.raises(ValueError, match=r"must have arguments that are inputs of train, by name\. goal is not: the"):
         dispatch.run(None, train, 1.0, gang=Gang(evaluate=Evaluate(other, workers=0)))
+    with pytest.raises(
+        ValueError, match=r"dispatch\.map\(gang\.evaluate=.*left out; evaluate a model in its own function"
+    ):
+        dispatch.map(None, train, [1.0], gang=Gang(evaluate=Evaluate(evaluate)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dispatch\.gang\(gang\.evaluate=.*left out; a call of the gang can"):
+        dispatch.gang(None, gang=Gang(evaluate=Evaluate(evaluate, workers=0)))
     with pytest.raises(TypeError, match="is a coroutine function"):
         dispatch.run(None, train, 1.0, gang=Gang(evaluate=Evaluate(waits, workers=0)))
 

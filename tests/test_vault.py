@@ -22,8 +22,8 @@ from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
-from flytekitplugins.daskpytorch.driver.saving import MAX_RETRIES, Fetches
 from flytekitplugins.daskpytorch.driver.previous import MAX_READ_ATTEMPTS
+from flytekitplugins.daskpytorch.driver.saving import MAX_RETRIES, Fetches
 from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile

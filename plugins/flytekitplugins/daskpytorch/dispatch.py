@@ -192,7 +192,8 @@ def gang(
     problems.unless(client is None or nproc is None, "nproc", "None with a client: see Gang(ranks_per_worker=...)")
     has_number = settings.ranks_per_worker != "auto"
     problems.unless(nproc is None or not has_number, "nproc", "None with Gang(ranks_per_worker=...)")
-    problems.unless(settings.evaluate is None, "gang.evaluate", "left out; a call of the gang can evaluate, too")
+    if isinstance(gang, Gang):
+        problems.check("gang.evaluate", checks.left_out("; a call of the gang can evaluate, too"))
     problems.unless(not is_debugging(settings), "gang", "without debug mode, in which dispatch.run calls functions")
     _check_without_client(problems, client, gang)
     problems.raise_any()
