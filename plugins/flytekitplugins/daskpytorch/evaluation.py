@@ -66,3 +66,25 @@ class Evaluate:
             "timeout": checks.SECONDS,
         }
         checks.Problems("Evaluate", self, rules).raise_any()
+
+
+def check_workers(
+    problems: checks.Problems, evaluate: Evaluate | None, least: int | None, number: int, name: str, prefix: str = ""
+) -> None:
+    """Note problems if there are too few workers for a gang's `evaluate` and `min_workers`.
+
+    Args:
+        problems: Problems of the owner, which has the gang's settings as attributes.
+        evaluate: The gang's evaluation, or None.
+        least: The gang's `min_workers`.
+        number: Number of workers, from 1 up.
+        name: Name of the setting with this number.
+        prefix: Text before the names of the gang's settings, such as `gang.`.
+    """
+    num_kept = evaluate.workers if evaluate is not None else 0
+    if num_kept >= number:
+        problems.unless(False, f"{prefix}evaluate.workers", f"less than {name}, which is {number}")
+    else:
+        less = f" less the {num_kept} of evaluate" if num_kept else ""
+        is_few = (least or 1) <= number - num_kept
+        problems.unless(is_few, f"{prefix}min_workers", f"at most {name}{less}, which is {number - num_kept}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.evaluation import Evaluate
+from flytekitplugins.daskpytorch.evaluation import Evaluate, check_workers
 from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Gang:
         problems = checks.Problems("Gang", self, rules)
         are_valid = all(rules[name](getattr(self, name)) is None for name in ("workers", "min_workers", "evaluate"))
         if are_valid and self.workers is not None:
-            check_workers(problems, self, self.workers, "workers")
+            check_workers(problems, self.evaluate, self.min_workers, self.workers, "workers")
         problems.raise_any()
         object.__setattr__(self, "environment", dict(self.environment))  # `os.environ` itself cannot be pickled
 
@@ -351,25 +351,6 @@ class Wandb:
             "dir": checks.optional(checks.path_or("a folder's path")),
         }
         checks.Problems("Wandb", self, rules).raise_any()
-
-
-def check_workers(problems: checks.Problems, gang: Gang, number: int, name: str, prefix: str = "") -> None:
-    """Note problems if there are too few workers for a gang's `evaluate` and `min_workers`.
-
-    Args:
-        problems: Problems of the owner, which has the gang's settings as attributes.
-        gang: Settings of the gang, each valid by itself.
-        number: Number of workers, from 1 up.
-        name: Name of the setting with this number.
-        prefix: Text before the names of the gang's settings, such as `gang.`.
-    """
-    num_kept = gang.evaluate.workers if gang.evaluate is not None else 0
-    if num_kept >= number:
-        problems.unless(False, f"{prefix}evaluate.workers", f"less than {name}, which is {number}")
-    else:
-        less = f" less the {num_kept} of evaluate" if num_kept else ""
-        is_few = (gang.min_workers or 1) <= number - num_kept
-        problems.unless(is_few, f"{prefix}min_workers", f"at most {name}{less}, which is {number - num_kept}")
 
 
 def is_local() -> bool:

@@ -7,8 +7,7 @@ present phase is a method:
        │          │                          │
        └──────────┴── results, or an error ◀─┘
 
-The module starts no threads, reads only the given clock, and waits only for storage, at the very end. Tests can replay
-a whole gang.
+Tests can replay a gang: the module starts no threads, reads only the given clock, and waits for storage only at last.
 """
 
 import contextlib

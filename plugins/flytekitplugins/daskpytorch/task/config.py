@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, Rule
-from flytekitplugins.daskpytorch.settings import Gang, Wandb, check_workers
+from flytekitplugins.daskpytorch.evaluation import check_workers
+from flytekitplugins.daskpytorch.settings import Gang, Wandb
 
 ON_OWN_NODE = checks.must_be(
     "None or an Evaluate with workers=0, since there is one node",
@@ -129,7 +130,8 @@ class GangOnDask(OnDask):
         own = {"gang.workers": checks.left_out("; workers.number_of_workers is the number")}
         problems = Problems(type(self).__name__, self, self._rules_of_pods() | own)
         if checks.COUNT(self.workers.number_of_workers) is None:
-            check_workers(problems, self.gang, self.workers.number_of_workers, "workers.number_of_workers", "gang.")
+            number, name = self.workers.number_of_workers, "workers.number_of_workers"
+            check_workers(problems, self.gang.evaluate, self.gang.min_workers, number, name, "gang.")
         problems.raise_any()
 
 
