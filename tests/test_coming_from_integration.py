@@ -38,6 +38,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with nothing_left_behind():
         fork_client.shutdown()
         monkeypatch.setattr(fork_client, "_imported_ahead", ["torch._dynamo"])  # once, and not by each optimizer
+        import_module("flytekitplugins.daskpytorch.dispatch")  # needs the class itself
         in_process = partial(distributed.Client, processes=False, dashboard_address=None)
         monkeypatch.setattr(distributed, "Client", in_process)
         yield
