@@ -391,7 +391,9 @@ def test_files_that_change_after_their_first_look_are_found_once(
         (tmp_path / f"{name}.py").write_text("x = 1\n")
     importlib.import_module("daskpytorch_early")
     files = project_module.SourceFiles()
+    assert not files.take_new()
     importlib.import_module("daskpytorch_late")
+    assert files.take_new()
     assert files.changed() == []
     for name in ("daskpytorch_early", "daskpytorch_late"):
         (tmp_path / f"{name}.py").write_text("x = 1 + 1\n")

@@ -6,6 +6,7 @@ Schedulers, workers and ranks are real.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -34,6 +35,7 @@ from flytekitplugins.daskpytorch import (
     current_rank,
     dispatch,
 )
+from flytekitplugins.daskpytorch.protocol import code
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
@@ -115,6 +117,21 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         again.close()
         with pytest.raises(GangError, match="this gang is closed"):
             again.call(total, 1)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_modules_that_the_driver_imports_later_travel_with_the_call(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
+) -> None:
+    name = f"daskpytorch_later_{is_elsewhere}".lower()
+    (tmp_path / f"{name}.py").write_text("def value(): return __file__\n")
+    with Client(cluster.address) as client, dispatch.gang(client) as gang:
+        assert gang.call(total, torch.ones(1)).result()[0][1] == 2.0
+        monkeypatch.syspath_prepend(str(tmp_path))
+        if is_elsewhere:
+            monkeypatch.setattr(code, "running_kernel", lambda: "another")
+        places = gang.call(importlib.import_module(name).value).result()
+    assert [place == str(tmp_path / f"{name}.py") for place in places] == [not is_elsewhere] * 2
 
 
 def test_in_a_task_with_a_cluster_of_its_own() -> None:

@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS, Arrived
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.attempt import Attempt
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+    from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.observer import Observers
     from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
@@ -52,6 +53,8 @@ class Call:
     """Name of the function."""
     call: bytes
     """The pickled call, without the memory in `large`."""
+    code: Code | None = None
+    """The project's sources. None if the ranks have all modules that the driver has imported."""
     large: SharedMemory | None = None
     keeps: bool = False
     """True if the ranks keep their return values."""
@@ -165,7 +168,8 @@ class Calls:
             arriving = Arrived(attempt.number, LARGE_ARGUMENTS - call.number, address)
             for peer in attempt.carriers:
                 peer.send(Bring(arriving))
-        attempt.tell(Tell(NextCall(number=call.number, call=call.call, large=address, keeps=call.keeps)))
+        order = NextCall(number=call.number, call=call.call, code=call.code, large=address, keeps=call.keeps)
+        attempt.tell(Tell(order))
 
     def _have_left(self, call: Call, attempt: Attempt) -> None:
         """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""

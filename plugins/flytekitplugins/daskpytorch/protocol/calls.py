@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.payload import Address
 
@@ -15,6 +16,8 @@ class NextCall:
     """Number of the call in its gang, from 1."""
     call: bytes = field(repr=False)
     """The pickled call, without the memory in `large`."""
+    code: Code | None = field(default=None, repr=False)
+    """The project's sources, if the driver has imported more modules since the gang's start. None otherwise."""
     large: Address | None = None
     """The driver's shared memory with the call's large arguments. None without large arguments."""
     keeps: bool = False

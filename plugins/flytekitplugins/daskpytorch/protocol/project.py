@@ -112,16 +112,20 @@ class SourceFiles:
         self._num_modules = 0
         self._states: dict[Path, tuple[int, int] | None] = {}
         """Path of a file -> time of its last change in nanoseconds, and its size in bytes. None: no such file."""
-        self.changed()
+        self.take_new()
+
+    def take_new(self) -> bool:
+        """Add the files of modules that have been imported since the last call. Return True if there are any."""
+        if len(sys.modules) == self._num_modules:
+            return False
+        self._num_modules, main = len(sys.modules), sys.modules["__main__"]
+        places = map(_place_in_project, (each for each in _modules_not_installed() if each is not main))
+        new = {root / relative for root, relative in filter(None, places)} - self._states.keys()
+        self._states |= {path: _state_of(path) for path in new}
+        return bool(new)
 
     def changed(self) -> list[Path]:
-        """Return the paths of files that have changed since the last call. The first call returns none."""
-        if len(sys.modules) != self._num_modules:
-            self._num_modules = len(sys.modules)
-            for module in _modules_not_installed():
-                file = _attributes(module).get("__file__")
-                if isinstance(file, str) and file.endswith(".py") and module is not sys.modules["__main__"]:
-                    self._states.setdefault(Path(file), _state_of(Path(file)))
+        """Return the paths of files that have changed since their first look or the last call."""
         found = {path: state for path, known in self._states.items() if (state := _state_of(path)) != known}
         self._states |= found
         return sorted(found)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import queue
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall, values
-from flytekitplugins.daskpytorch.protocol.code import unpack_call
+from flytekitplugins.daskpytorch.protocol.code import place_code, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
+from flytekitplugins.daskpytorch.rank import sources
 from flytekitplugins.daskpytorch.rank.interrupter import Interrupter, num_collectives
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
@@ -29,6 +32,7 @@ class Server:
     def __init__(
         self,
         link: GangLink,
+        folder: Path,
         stop_signal: StopSignal,
         completed: Callable[[Any], Any],
         failure_of: Callable[[BaseException], Failure],
@@ -38,12 +42,14 @@ class Server:
 
         Args:
             link: Link to the driver.
+            folder: Folder of this rank alone, for sources of later calls. Need not exist.
             stop_signal: The rank's signal to stop. After a call in which the signal has fired, the rank returns.
             completed: Runs a coroutine that a function has returned to its end.
             failure_of: Makes the report of an exception.
             ending_forks: Context that ends each process that a call has forked.
         """
         self._link = link
+        self._folder = folder
         self.interrupter = Interrupter(link)
         self._stop_signal = stop_signal
         self._completed = completed
@@ -92,14 +98,11 @@ class Server:
 
     def _call(self, order: NextCall) -> Any:
         large = self._link.large(LARGE_ARGUMENTS - order.number) if order.large is not None else ()
-        try:
-            call = unpack_call(order.call, large, self._present)
-        except ModuleNotFoundError as error:
-            error.add_note(
-                "The driver's modules travel at the gang's start. If the driver has imported this one later, begin a "
-                "new gang."
-            )
-            raise
+        if order.code is not None:
+            self._folder.mkdir(exist_ok=True)
+            sources.enter(place_code(order.code, self._folder))
+            importlib.invalidate_caches()
+        call = unpack_call(order.call, large, self._present)
         with ending_as_program():
             returned = self._completed(call.function(*call.args, **call.kwargs))
             _wait_for_gpu()

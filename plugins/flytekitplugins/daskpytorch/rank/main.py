@@ -116,7 +116,8 @@ def _server(order: RankOrder, link: GangLink, session: Session) -> Server:
     from flytekitplugins.daskpytorch.rank.calls import Server
 
     explained = functools.partial(_explained, order, link)
-    return Server(link, session.rank.stop_signal, completed, explained, _ending_forks)
+    folder = Path(order.scratch, f"sources-{order.place.local_rank}")
+    return Server(link, folder, session.rank.stop_signal, completed, explained, _ending_forks)
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:

@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.protocol.calls import Forget, kept_value
-from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
@@ -255,6 +255,7 @@ class StayingGang:
         self._refuse_if_over()
         with _packed_for(self):
             call, large = packed(function, args, kwargs)
+        code = pack_code() if self._sources.take_new() else None
         for path in self._sources.changed() if is_interactive() else ():  # a script is not edited while it runs
             say(
                 f"{path} has changed since the ranks have imported it, and they keep the old code. Begin a new gang, "
@@ -267,6 +268,7 @@ class StayingGang:
                 number=number,
                 name=name_of(function),
                 call=call,
+                code=code,
                 large=large,
                 keeps=keeps,
                 settle=functools.partial(_hand_over, self._pending.to_settle, number),
