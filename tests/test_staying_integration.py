@@ -134,6 +134,14 @@ def test_modules_that_the_driver_imports_later_travel_with_the_call(
     assert [place == str(tmp_path / f"{name}.py") for place in places] == [not is_elsewhere] * 2
 
 
+def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_is_there(cluster: Cluster) -> None:
+    settings = Gang(workers=3, min_workers=2)
+    with Client(cluster.address) as client, dispatch.gang(client, gang=settings) as gang:
+        futures = gang.call(total, torch.ones(1))
+        assert [result for _, result in futures.result()] == [2.0, 2.0]
+        assert len(futures) == 2
+
+
 def test_in_a_task_with_a_cluster_of_its_own() -> None:
     @task(task_config=DaskCluster(workers=WorkerGroup(number_of_workers=2)))
     def phases(size: int) -> float:

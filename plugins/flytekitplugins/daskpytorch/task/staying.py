@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.protocol.calls import Forget, kept_value
 from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.task import run as task_run
@@ -77,11 +77,17 @@ class _Pending(Observer):
     lock: threading.Lock = field(default_factory=threading.Lock)
     futures: dict[int, tuple[CallFutures, Call]] = field(default_factory=dict)
     """Futures of each call by its number, with the call."""
+    num_ranks: int = 0
+    """Number of ranks. 0 before the gang's start."""
     has_formed: threading.Event = field(default_factory=threading.Event)
     is_closed: bool = False
     end: BaseException | None = None
     """Error that has ended the gang. None before the gang's end."""
     to_settle: queue.SimpleQueue[tuple[int, Outcome] | None] = field(default_factory=queue.SimpleQueue)
+
+    def placed(self, shape: Shape) -> None:
+        """Note the number of ranks, which `min_workers` may have made smaller."""
+        self.num_ranks = shape.world_size
 
     def formed(self, seconds: float) -> None:
         """Note that the ranks wait for calls."""
@@ -139,7 +145,6 @@ class StayingGang:
         self._pending = pending = _Pending()
         self._calls = pending.calls
         self._numbers = itertools.count(1)
-        self._num_ranks = num_ranks
         self._uri = request.settings.checkpoint_uri
         self._sources = SourceFiles()
         asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
@@ -176,7 +181,7 @@ class StayingGang:
 
     def __repr__(self) -> str:
         state = "ended" if self._pending.end is not None else f"{len(self._pending.futures)} calls to do"
-        return f"<gang of {self._num_ranks} ranks: {state}>"
+        return f"<gang of {self._pending.num_ranks} ranks: {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -275,7 +280,7 @@ class StayingGang:
             )
             end = functools.partial(_end, self._supervisor, self._calls, asked)
             keep = (self, function, args, kwargs)
-            futures = CallFutures(self._supervisor.received, self._num_ranks, end, keep, conclude)
+            futures = CallFutures(self._supervisor.received, self._pending.num_ranks, end, keep, conclude)
             if self.is_open:
                 self._pending.futures[number] = (futures, asked)
                 self._calls.ask(asked)
