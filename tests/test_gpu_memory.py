@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,16 @@ import torch
 
 import fake_gpus
 from fake_gpus import SOUND
-from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch, results
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import gpu_memory, nvml
 from gangs import order_for
-from processes import nothing_left_behind
+from processes import SCRIPTS, nothing_left_behind, run_program
 
 GIB, MIB = 1 << 30, 1 << 20
-TORCHS = {"filename": "/usr/lib/python3/site-packages/torch/nn/modules/linear.py", "line": 134, "name": "forward"}
-MODELS = {"filename": "/home/ada/model.py", "line": 31, "name": "forward"}
-SCRIPTS = {"filename": "/home/ada/train.py", "line": 7, "name": "main"}
+OF_TORCH = {"filename": "/usr/lib/python3/site-packages/torch/nn/modules/linear.py", "line": 134, "name": "forward"}
+OF_MODEL = {"filename": "/home/ada/model.py", "line": 31, "name": "forward"}
+OF_SCRIPT = {"filename": "/home/ada/train.py", "line": 7, "name": "main"}
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 1 has a total capacity of 79.10 GiB of which 2.00 GiB is free."
 )
@@ -52,10 +52,12 @@ def snapshot() -> dict[str, Any]:
     """A snapshot as of `torch.cuda.memory._snapshot()`, of two devices."""
     return {
         "segments": [
-            segment(0, block(50 * GIB, SCRIPTS)),
-            segment(1, block(24 * GIB, TORCHS, MODELS, SCRIPTS), block(24 * GIB, TORCHS, MODELS, SCRIPTS)),
-            segment(1, block(1 * GIB, SCRIPTS), block(512 * MIB, state="inactive"), block(20 * MIB, state="inactive")),
-            segment(1, block(2 * GIB, TORCHS, state="active_awaiting_free")),
+            segment(0, block(50 * GIB, OF_SCRIPT)),
+            segment(1, block(24 * GIB, OF_TORCH, OF_MODEL, OF_SCRIPT), block(24 * GIB, OF_TORCH, OF_MODEL, OF_SCRIPT)),
+            segment(
+                1, block(1 * GIB, OF_SCRIPT), block(512 * MIB, state="inactive"), block(20 * MIB, state="inactive")
+            ),
+            segment(1, block(2 * GIB, OF_TORCH, state="active_awaiting_free")),
         ],
         "device_traces": [[], [{"action": "oom", "size": 6 * GIB, "device_free": 2 * GIB}]],
     }
@@ -180,25 +182,38 @@ def test_torch_has_the_private_names() -> None:
         torch_parts.record_memory()
 
 
-# ---- In a gang
+# ---- In a task
+
+FLOW = """
+import torch
+from flytekit import task
+from flytekitplugins.daskpytorch import SpawnDDP, current_rank
 
 
-def run_out_of_memory() -> None:
-    """Fail in rank 1 as on a GPU, with a snapshot as torch makes it there."""
+def snapshot():  # as torch makes it on a GPU
+    frames = [{"filename": "/home/ada/train.py", "line": 7, "name": "main"}]
+    block = {"size": 2 << 30, "state": "active_allocated", "frames": frames}
+    return {"segments": [{"device": 0, "total_size": 3 << 30, "blocks": [block]}], "device_traces": []}
+
+
+@task(task_config=SpawnDDP(nproc=2), enable_deck=True)
+def train() -> None:
     if current_rank().rank == 1:
         torch.cuda.memory._snapshot = snapshot
-        raise torch.OutOfMemoryError(MESSAGE)
+        raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 79.10 GiB")
+"""
 
 
 @pytest.mark.timeout(200)
-def test_a_gang_out_of_memory_explains_itself_and_submits_the_snapshot(tmp_path: Path) -> None:
+def test_a_task_out_of_memory_explains_itself_and_its_deck_links_the_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(FLOW)
     with nothing_left_behind():
-        futures = dispatch.run(None, run_out_of_memory, gang=Gang(ranks_per_worker=2))
-        error = futures.exception()
-        results.DaskResultsHandler().process_results(tmp_path, futures, raise_errors=False)
-    assert isinstance(error, torch.OutOfMemoryError)
-    cause = error.__cause__
-    assert isinstance(cause, GangError)
-    assert (cause.rank, cause.kind) == (1, "memory")
-    assert "  48.0 GiB in 2: /home/ada/model.py:31 in forward\n" in str(cause)
-    assert pickle.loads((tmp_path / "profiles" / "rank-1-out-of-memory-0.pickle").read_bytes()) == snapshot()
+        done = run_program([SCRIPTS / "pyflyte", "run", "flow.py", "train"], cwd=tmp_path)
+    assert done.returncode != 0
+    assert "OutOfMemoryError: CUDA out of" in done.stdout
+    assert "  2.0 GiB in 1: /home/ada/train.py:7 in main" in done.stdout
+    deck = re.search(r"its Deck, to be opened and reloaded: (\S+)", done.stderr)
+    assert deck is not None
+    link = re.search(r'<a href="file://(\S+/profiles/rank-1-out-of-memory-0\.pickle)"', Path(deck[1]).read_text())
+    assert link is not None
+    assert pickle.loads(Path(link[1]).read_bytes())["segments"][0]["total_size"] == 3 << 30
