@@ -135,14 +135,14 @@ class Dcp:
         held.put_back(state)
 
     def writer(self, uri: str) -> Any:
-        from torch.distributed.checkpoint import FileSystemWriter, FsspecWriter
+        from torch.distributed import checkpoint
 
-        return FsspecWriter(uri) if "://" in uri else FileSystemWriter(uri)
+        return checkpoint.FsspecWriter(uri) if "://" in uri else checkpoint.FileSystemWriter(uri)  # torch 2.15 has both
 
     def reader(self, uri: str) -> Any:
-        from torch.distributed.checkpoint import FileSystemReader, FsspecReader
+        from torch.distributed import checkpoint
 
-        return FsspecReader(uri) if "://" in uri else FileSystemReader(uri)
+        return checkpoint.FsspecReader(uri) if "://" in uri else checkpoint.FileSystemReader(uri)
 
 
 class Connector(Dcp):

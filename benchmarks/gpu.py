@@ -49,17 +49,21 @@ BENCHMARKS = Path(__file__).resolve().parent
 OURS = ("torch", "distributed", "flytekitplugins.daskpytorch")
 CHECKS = BENCHMARKS.parent / "tests" / "test_gpu_integration.py"
 CHECKS_NEED = (*OURS, "pytest", "pytest_timeout")
-SPEED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("launch.py", "--rounds", "2", "--backend"), OURS),
-    (("recovery.py", "--rounds", "2", "--only", "rank", "torchrun"), OURS),
-    (("training.py", "--starts", "1"), OURS),
-    (("checkpoints.py", "--only", "disk"), OURS),
-    (("recipe.py", "--rounds", "2"), OURS),
-    (("decoding.py",), (*OURS, "PIL", "torchvision")),
-)
-"""Scripts with options, and the modules that each needs. The script launch.py gets the backend's name as well."""
+SPEED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "launch.py": ((), ("--rounds", "2")),
+    "recovery.py": (("--only", "rank", "torchrun"), ("--rounds", "2")),
+    "training.py": ((), ("--starts", "1")),
+    "checkpoints.py": (("--only", "disk"), ()),
+    "recipe.py": ((), ("--rounds", "2")),
+    "decoding.py": ((), ()),
+}
+"""Options of each benchmark: always, and only without --quick. The script launch.py gets the backend's name, too."""
+NEEDS = {"decoding.py": (*OURS, "PIL", "torchvision")}
+"""Modules that a benchmark needs, if they are more than `OURS`."""
 FAREWELL = 20.0
 """Seconds for a benchmark to end its processes after SIGTERM."""
+LINES = 40
+"""Number of lines of a failed benchmark's standard error that the report has."""
 RESERVE = 40.0
 """Seconds that a benchmark leaves to each of those after it."""
 CHECK_LIMIT = 150.0
@@ -176,7 +180,7 @@ def run(part: list[str], limit: float) -> Outcome:
     """Run one benchmark, and pass on its standard error."""
     print(f"---- {' '.join(part)}, at most {limit:.0f} s", file=sys.stderr, flush=True)
     began = time.monotonic()
-    last, left_out = deque(["it says nothing"], maxlen=1), list[str]()
+    last, left_out = deque[str](maxlen=LINES), list[str]()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, str(BENCHMARKS / part[0]), *part[1:]],
@@ -190,22 +194,29 @@ def run(part: list[str], limit: float) -> Outcome:
         try:
             code = process.wait(limit)
             talk.join(1)  # its processes may keep the standard error open
-            failure = f"exit code {code}: {last[0]}" if code else ""
+            failure = f"exit code {code}: {newest(last)}" if code else ""
         except subprocess.TimeoutExpired:
-            failure = f"not done within {limit:.0f} s; it was at: {last[0]}"
+            failure = f"not done within {limit:.0f} s; it was at: {newest(last)}"
         finally:
             put_down(process)
         output.seek(0)
         said = "\n".join([*left_out, output.read()])
+    said += f"\n```text\n{chr(10).join(last)}\n```\n" if failure else ""  # rounds that were done, too
     seconds = time.monotonic() - began
     return Outcome(command=f"python benchmarks/{shlex.join(part)}", seconds=seconds, failure=failure, output=said)
 
 
+def newest(lines: deque[str]) -> str:
+    """Return the newest line."""
+    return lines[-1] if lines else "it says nothing"
+
+
 def pass_on(lines: IO[str], last: deque[str], left_out: list[str]) -> None:
-    """Pass on the lines. Keep the last one, and those that name contestants without their packages."""
+    """Pass on the lines. Keep the last ones, and those that name contestants without their packages."""
     for line in lines:
         sys.stderr.write(line)
-        last.append(line.strip() or last[0])
+        if line.strip():
+            last.append(line.strip())
         if " is left out, since " in line:
             left_out.append(line.strip())
 
@@ -222,23 +233,25 @@ def put_down(process: subprocess.Popen[Any]) -> None:
 def speed(report: Report, deadline: float, *, quick: bool) -> None:
     """Run the benchmarks in turn."""
     has_gpus = bool(report.about["GPUs"])
-    chosen = [script for script, _ in SPEED if report.results[script[0]].outcome == "not run"]
+    is_quick = quick or not has_gpus
+    chosen = [script for script in SPEED if report.results[script].outcome == "not run"]
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(os.environ.setdefault(FILE, f"{folder}/figures"))
         figures.touch()
         for number, script in enumerate(chosen):
-            line = [*script, *(["nccl" if has_gpus else "gloo"] if script[0] == "launch.py" else [])]
-            line += ["--quick"] if quick or not has_gpus else []
+            always, usually = SPEED[script]
+            line = [script, *always, *(["--quick"] if is_quick else usually)]
+            line += ["--backend", "nccl" if has_gpus else "gloo"] if script == "launch.py" else []
             limit = deadline - time.monotonic() - RESERVE * (len(chosen) - number - 1)
             if limit < 1:
-                report.put(Result(part="speed", what=script[0], said="no time was left, see --minutes"))
+                report.put(Result(part="speed", what=script, said="no time was left, see --minutes"))
                 continue
             before = len(figures.read_text().splitlines())
             outcome = run(line, limit)
             rows = [json.loads(row) for row in figures.read_text().splitlines()[before:]]
             state = "failed" if outcome.failure else "passed"
             told = {"said": outcome.failure, "figures": rows, "text": outcome.output, "seconds": outcome.seconds}
-            report.put(Result(part="speed", what=script[0], outcome=state, **told))
+            report.put(Result(part="speed", what=script, outcome=state, **told))
 
 
 # ---- Checks
@@ -365,7 +378,7 @@ def is_installed(name: str) -> bool:
 
 def planned(report: Report, part: str) -> None:
     """Add all parts to the report, and name at once what a part lacks."""
-    wanted = {name[0]: ("speed", needs) for name, needs in SPEED if part != "checks"}
+    wanted = {script: ("speed", NEEDS.get(script, OURS)) for script in SPEED if part != "checks"}
     wanted |= {"tests": ("checks", CHECKS_NEED)} if part != "speed" else {}
     for what, (kind, needs) in wanted.items():
         lacking = [name for name in needs if not is_installed(name)]

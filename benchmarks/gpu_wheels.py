@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "flytekitplugins_daskpytorch"
-TOOLS = ("pip", "pytest", "pytest-timeout", "pillow", "torchcodec>=0.16")
-"""Packages for the checks and the speed beside those of the plugin itself. pip installs the wheels there."""
+TOOLS = ("pip", "pytest", "pytest-timeout", "pillow", "torchcodec>=0.16", "aiohttp", "decorator")
+"""Packages beside those of the plugin. pip installs the wheels there. flytekit needs the last two by way of gcsfs."""
 NOT_THERE = ("torch", "torchvision", "triton", "adlfs", "cryptography", "gcsfs", "s3fs")
 """Packages that the wheels lack, with their own requirements. The machine has the first three. It has no network, so it
 needs neither buckets nor keys."""
@@ -108,6 +108,9 @@ def python_with(wheels: Path, folder: Path) -> Path:
     others = [str(wheel) for wheel in sorted(wheels.glob("*.whl")) if wheel != pip]
     command = [str(python), f"{pip}/pip", *how, *others]
     subprocess.run(command, check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    torchrun = folder / "bin" / "torchrun"  # that of the machine would start ranks without the wheels
+    torchrun.write_text(f"#!{python}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
+    torchrun.chmod(0o755)
     mark.write_text(content)
     return python
 

@@ -67,7 +67,8 @@ def test_both_files_have_all_results_after_each_of_them(tmp_path: Path) -> None:
 
 def test_what_a_part_lacks_is_named_before_any_part_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "CHECKS_NEED", ("torch", "no_such_module"))
-    monkeypatch.setattr(gpu, "SPEED", ((("a.py",), ("no.such", "other_missing")), (("b.py", "--quick"), ("torch",))))
+    monkeypatch.setattr(gpu, "SPEED", {"a.py": ((), ()), "b.py": ((), ())})
+    monkeypatch.setattr(gpu, "NEEDS", {"a.py": ("no.such", "other_missing")})
     report = Report(tmp_path / "gpu.md")
     gpu.planned(report, "both")
     assert {what: (each.outcome, each.said.partition(":")[0]) for what, each in report.results.items()} == {
@@ -184,6 +185,8 @@ def test_a_child_of_the_wheels_python_finds_their_packages_and_those_of_the_mach
     import torch
 
     assert ran.stdout.split() == ["wheels", torch.__file__]
+    command = [python.parent / "torchrun", "--standalone", "--no-python", python, "-c", "import made_here"]
+    assert subprocess.run(command, capture_output=True, check=False, timeout=200).returncode == 0
     before = (venv / "bin").stat().st_mtime_ns
     assert gpu_wheels.python_with(wheels, venv) == python
     assert (venv / "bin").stat().st_mtime_ns == before  # made once
