@@ -109,6 +109,7 @@ def test_passes_at_last():
 """
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_or_ends_its_process_does_not_keep_the_others_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

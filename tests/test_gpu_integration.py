@@ -42,6 +42,9 @@ SECONDS = 120.0
 STATE_SIZE = {"cpu": 8 << 20, "cuda": 1 << 30}
 """Bytes of the saved state, for each rank of a sharded one."""
 Run = Callable[..., "RunFutures"]
+ON_CPU = pytest.param("cpu", marks=pytest.mark.slow)
+"""For checks whose subject other tests have on the CPU; `gpu.py` runs them, too."""
+slow_on_cpu = pytest.mark.parametrize("device", [ON_CPU, "cuda"], indirect=True)
 only_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
@@ -83,6 +86,7 @@ def run(device: str) -> Iterator[Run]:
 # ---- Before the training
 
 
+@slow_on_cpu
 def test_the_doctor_finds_no_problem(device: str) -> None:
     command = [sys.executable, "-m", "flytekitplugins.daskpytorch", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
@@ -136,6 +140,7 @@ if __name__ == "__main__":
 """
 
 
+@slow_on_cpu
 def test_ranks_of_a_driver_that_has_used_its_device_start_afresh(device: str, tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     command = [sys.executable, "driver.py", device]
@@ -316,8 +321,8 @@ def compare_saved(device: str, way: str) -> bool:
 @pytest.mark.parametrize(
     ("device", "way", "can_lock"),
     [
-        ("cpu", "save", True),
-        ("cpu", "save_sharded", True),
+        pytest.param("cpu", "save", True, marks=pytest.mark.slow),
+        pytest.param("cpu", "save_sharded", True, marks=pytest.mark.slow),
         ("cuda", "save", True),
         ("cuda", "save_sharded", True),
         ("cuda", "save_sharded", False),
@@ -427,6 +432,7 @@ def wait_in_vain(device: str) -> None:
     number.item()
 
 
+@slow_on_cpu
 def test_a_collective_that_never_ends_is_told_and_its_process_ends(
     run: Run, device: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -461,8 +467,8 @@ def usages() -> list[RankUsage]:
     return USAGES
 
 
-def capture_for_seconds(device: str) -> bool:
-    """Capture a graph for so long that the rank's usage is sampled meanwhile, and replay it."""
+def capture_for_seconds(device: str) -> tuple[bool, float, float]:
+    """Capture a graph for so long that the rank's usage is sampled meanwhile, and replay it: the result, and when."""
 
     def work(values: torch.Tensor) -> torch.Tensor:
         return torch.tanh(values @ values / 64)
@@ -472,18 +478,21 @@ def capture_for_seconds(device: str) -> bool:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        began = time.time()
         result = work(values)
         time.sleep(3.0)
         result = work(result)
+        ended = time.time()
     graph.replay()
     torch.cuda.synchronize()
-    return torch.allclose(result, wanted)
+    return torch.allclose(result, wanted), began, ended
 
 
 @only_cuda
 def test_a_usage_sample_during_the_capture_of_a_graph_does_no_harm(run: Run, usages: list[RankUsage]) -> None:
-    assert all(run(capture_for_seconds, observers=(Usages,)).result())
-    assert usages
+    for is_right, began, ended in run(capture_for_seconds, observers=(Usages,)).result():
+        assert is_right
+        assert any(began < usage.time < ended for usage in usages)
 
 
 def compile_and_train(device: str, seconds: float) -> bool:
@@ -500,9 +509,11 @@ def compile_and_train(device: str, seconds: float) -> bool:
     return torch.allclose(compiled(batch), model(batch), atol=1e-3)
 
 
+@slow_on_cpu
 def test_a_compiled_model_trains_beside_the_usage_samples(run: Run, device: str, usages: list[RankUsage]) -> None:
-    assert all(run(compile_and_train, 20.0 if device == "cuda" else 2.5, observers=(Usages,)).result())
-    assert usages
+    results = run(compile_and_train, 20.0 if device == "cuda" else 2.5, observers=(Usages,)).result()
+    assert all(results)
+    assert len(usages) >= 2 * len(results)  # one during the training, and one at its end
 
 
 def use_device(device: str, seconds: float) -> int:
@@ -515,10 +526,11 @@ def use_device(device: str, seconds: float) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else held.nbytes
 
 
+@slow_on_cpu
 def test_the_deck_has_each_ranks_use_of_its_gpu(
     run: Run, device: str, usages: list[RankUsage], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    futures = run(use_device, 5.0 if device == "cuda" else 2.5, observers=(Usages,))
+    futures = run(use_device, 5.0, observers=(Usages,))
     held = futures.result()
     page = futures.report(tmp_path / "page.html").read_text()
     assert {usage.rank for usage in usages} == set(range(len(held)))
