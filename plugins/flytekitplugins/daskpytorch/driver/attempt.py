@@ -15,6 +15,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
+from flytekitplugins.daskpytorch.driver.slow_rank import SlowRankWatch
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
@@ -147,6 +148,8 @@ class Attempt:
     """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
     """Time to ask all ranks for their stacks, after a failure that a collective may have caused. Infinite: not set."""
+    slow_rank: SlowRankWatch = field(init=False)
+    """Times at which the ranks enter collectives."""
     stillness: Stillness | None = None
     """Time of each rank's last progress. None until the process group is formed."""
     hangs_at: float = 0.0
@@ -165,6 +168,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.began_at = self.clock()
         self.prompts = Prompts(self.clock)
+        self.slow_rank = SlowRankWatch({rank: node.host for rank, (_, node) in self.places.items()})
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:

@@ -244,10 +244,8 @@ class GangState:
                 self.observers.tell("logged", report)
             case RankUsage() | reports.Spent() | reports.GoodputWanted():
                 self._account_for(peer, attempt, rank, report)
-            case reports.Hint(kind, text):
-                self.observers.hint(kind, f"rank {rank} {text}")
-            case reports.Noted(text):
-                self.observers.note(f"rank {rank} {text}")
+            case reports.Entered() | reports.Hint() | reports.Noted():
+                self._tell_user(attempt, rank, report)
             case CheckpointFile():
                 self.saving.note_saved(peer, attempt, rank, report)
             case WrittenShards() | reports.ShardsNotWritten():
@@ -288,6 +286,16 @@ class GangState:
                 attempt.note_failure(rank, report)
             case _:
                 assert_never(report)
+
+    def _tell_user(self, attempt: Attempt, rank: int, said: reports.Entered | reports.Hint | reports.Noted) -> None:
+        match said:
+            case reports.Hint(kind, text):
+                self.observers.hint(kind, f"rank {rank} {text}")
+            case reports.Noted(text):
+                self.observers.note(f"rank {rank} {text}")
+            case reports.Entered():
+                if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
+                    self.observers.hint("slow rank", found)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         attempt.prompts.leave(rank, steps=steps)

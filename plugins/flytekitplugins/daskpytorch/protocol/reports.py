@@ -70,6 +70,26 @@ class GoodputWanted:
     """Number of the rank's request. All ranks get the same goodput for the same number."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entered:
+    """Times at which the rank has entered its newest collectives of the default process group."""
+
+    window: int
+    """Number of the ten seconds since the epoch at whose beginning all ranks read their flight recorders."""
+    time: float
+    """Seconds since the epoch at which the report was made, on the rank's clock."""
+    times: Mapping[int, float]
+    """Number of a collective -> seconds since the epoch at which the rank entered the collective."""
+    is_partial: bool
+    """True if the rank also exchanges messages with single ranks, as in pipelines, which have late ranks by design."""
+    num_steps: int
+    """Number of the rank's optimizer steps so far."""
+    data: float
+    """Seconds of waiting for a data loader so far."""
+    line: str
+    """Line of the user's code at which the main thread was found most often. Empty if no line stands out."""
+
+
 @dataclass(frozen=True)
 class Hint:
     """Hint to the user about a likely mistake in the function. Shown once for each kind."""
@@ -175,6 +195,7 @@ ShortReport = (
     | RankUsage
     | Spent
     | GoodputWanted
+    | Entered
     | Hint
     | Noted
     | Held

@@ -38,6 +38,28 @@ def recall() -> Recalled | None:
     return Recalled(groups=groups, collectives=collectives, members=members)
 
 
+def entered() -> tuple[dict[int, float], bool] | None:
+    """Return when this rank has entered its newest collectives of the default group. Safe in any thread.
+
+    Returns:
+        Number of each collective -> seconds since the epoch, and True if the rank also sends or receives messages of
+        single ranks. None if torch's flight recorder is off or cannot be read, or if ranks count differently.
+    """
+    try:
+        if not process_group.are_numbers_comparable():
+            return None
+        groups = torch_parts.groups()
+        has_nccl = any("nccl" in name for group in groups for name in torch_parts.names_of_backends(group))
+        records = torch_parts.flight_records(has_nccl=has_nccl, stacks=False)
+        entries = [entry for each in records for entry in pickle.loads(each).get("entries", ())]  # noqa: S301
+        world = "the default group (nccl)" if has_nccl else "the default group (gloo)"
+        calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world]
+        times = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls[-MAX_COLLECTIVES:]}
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
+        return None
+    return (times, any(entry["is_p2p"] for entry in entries)) if times else None
+
+
 def call_before_abort(report: Callable[[], None]) -> None:
     """Call `report` before an uncaught C++ exception aborts the process.
 

@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.rank import (
     usage,
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.entries import MAX_WORLD_SIZE, Entries
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from flytekitplugins.daskpytorch.rank.usage import Gauge
@@ -78,11 +79,14 @@ class Session:
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
         profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
+        looks = [profiler.draw_flame_graphs]
+        if order.job.settings.hints and 1 < place.world_size <= MAX_WORLD_SIZE:
+            looks.append(Entries(link.ledger, link.send).look)
         with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),
                 usage.watched(link.ledger),
-                gauge.reporting(place.world_size, link.send, profiler.draw_flame_graphs),
+                gauge.reporting(place.world_size, link.send, looks),
             ):
                 yield
             link.send(reports.Spent(link.ledger.close(), is_last=True))

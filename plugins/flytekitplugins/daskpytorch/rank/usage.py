@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,7 +191,7 @@ class Gauge:
 
     @contextlib.contextmanager
     def reporting(
-        self, world_size: int, send: Callable[[RankUsage], None], look: Callable[[], None] = lambda: None
+        self, world_size: int, send: Callable[[RankUsage], None], looks: Iterable[Callable[[], None]] = ()
     ) -> Iterator[None]:
         """Send a usage sample every two seconds during the block, in a thread. Ranks of large gangs send fewer samples.
 
@@ -200,7 +200,7 @@ class Gauge:
         Args:
             world_size: Number of ranks in the gang.
             send: Reports a sample.
-            look: Function to call every two seconds.
+            looks: Functions to call every two seconds.
         """
         every, is_over, has_sent = (
             max(1, round(world_size / MAX_SAMPLES / INTERVAL)),
@@ -210,10 +210,11 @@ class Gauge:
 
         def go_on() -> None:
             for turn in itertools.count(1):
-                if is_over.wait(INTERVAL):
+                if is_over.wait(INTERVAL - time.time() % INTERVAL):  # all ranks at the same moments
                     return
                 with optional("Reading what this rank uses"):
-                    look()
+                    for look in looks:
+                        look()
                     if turn % every == 0:
                         send(self.read())
                         has_sent.set()

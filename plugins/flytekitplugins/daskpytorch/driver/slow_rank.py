@@ -1,0 +1,150 @@
+"""Finds a rank that enters collectives later than all others, for which the gang waits. Runs in the driver.
+
+In synchronous training, each step takes as long on every rank as on the slowest one. The ranks differ only in the times
+at which they enter a collective. Every ten seconds, each rank reports these times for the newest collectives of the
+default process group. A rank counts as slow if the others have waited for this rank in each of the last windows.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from flytekitplugins.daskpytorch.protocol.reports import Entered
+
+NUM_WINDOWS = 3
+"""Number of windows in a row in which the gang has to wait for the same rank."""
+MIN_COLLECTIVES = 10
+"""Minimum number of collectives in these windows together."""
+MIN_SHARE = 0.1
+"""Minimum share of each window's time that the gang waits for the rank."""
+MIN_LATENESS, MIN_LATENESS_BETWEEN_HOSTS = 0.005, 0.02
+"""Minimum number of seconds by which the rank is late. The clocks of several hosts are compared less exactly."""
+MIN_REGULARITY = 0.2
+"""Minimum share of the collectives in which the rank is late. A model with many buckets has several for each step."""
+DOMINANCE = 4.0
+"""Minimum wait for the rank, as a multiple of the wait for any other rank."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Waits of the gang during the collectives that all ranks have reported for one window."""
+
+    seconds: float
+    """Time between the first and the last of the collectives."""
+    num_collectives: int
+    waits: Mapping[int, float]
+    """Seconds that all other ranks waited for a rank."""
+    lateness: Mapping[int, Sequence[float]]
+    """Seconds by which a rank came after the last of the others, for each collective that it was the last to enter."""
+
+    def guilty(self, least: float) -> int | None:
+        """Return the rank for which the gang has waited. None: no rank stands out.
+
+        Args:
+            least: Minimum number of seconds by which the rank is late.
+        """
+        first, *others = sorted(self.waits, key=self.waits.__getitem__, reverse=True)
+        late = [seconds for seconds in self.lateness[first] if seconds >= least]
+        is_slow = (
+            self.waits[first] >= MIN_SHARE * self.seconds
+            and self.waits[first] >= DOMINANCE * max((self.waits[rank] for rank in others), default=0.0)
+            and len(late) >= MIN_REGULARITY * self.num_collectives
+        )
+        return first if is_slow and late else None
+
+
+class SlowRankWatch:
+    """Watches the times at which the ranks of one attempt enter collectives."""
+
+    def __init__(self, hosts: Mapping[int, str]) -> None:
+        """Begin an attempt.
+
+        Args:
+            hosts: Name of each rank's host. Ranks of one host share a clock.
+        """
+        self._hosts = hosts
+        self._least = MIN_LATENESS if len(set(hosts.values())) == 1 else MIN_LATENESS_BETWEEN_HOSTS
+        self._offsets: dict[str, float] = {}
+        """Host -> smallest difference between the driver's clock at a report's arrival and the rank's at its departure.
+        The smallest has the shortest delay, so that the hosts' values differ by as much as the clocks do."""
+        self._reported: dict[int, Entered] = {}
+        """Newest report of each rank."""
+        self._newest: dict[int, Entered] = {}
+        """Newest reports of all ranks for the same window."""
+        self._began: Mapping[int, Entered] = {}
+        """Reports at the beginning of the first window."""
+        self._seen = 0
+        """Number of the newest collective that was judged."""
+        self._windows: deque[tuple[_Window, Mapping[int, Entered]]] = deque(maxlen=NUM_WINDOWS)
+
+    def hear(self, rank: int, entered: Entered, arrived_at: float) -> str | None:
+        """Note a rank's report. Return a text about the slow rank, if the report completes the proof.
+
+        Args:
+            rank: The reporting rank.
+            entered: The report.
+            arrived_at: Time of the arrival, in seconds since the epoch.
+        """
+        host, delay = self._hosts[rank], arrived_at - entered.time
+        self._offsets[host] = min(delay, self._offsets.get(host, delay))
+        self._reported[rank] = entered
+        if len(self._reported) < len(self._hosts) or len({each.window for each in self._reported.values()}) > 1:
+            return None
+        before, newest = self._newest, self._reported
+        self._newest, self._reported = newest, {}
+        window = self._window(newest)
+        has_trained = all(rank in before and each.num_steps > before[rank].num_steps for rank, each in newest.items())
+        if window is None or not has_trained:  # warm-up, an evaluation, or a step that takes longer
+            return None
+        if not self._windows:
+            self._began = before
+        self._windows.append((window, newest))
+        return self._verdict()
+
+    def _window(self, reported: Mapping[int, Entered]) -> _Window | None:
+        """Return the waits in the collectives that all ranks have newly reported. None: fewer than two, or unknown."""
+        if any(each.is_partial for each in reported.values()):
+            return None
+        numbers = sorted(set.intersection(*(set(each.times) for each in reported.values())))
+        numbers = [number for number in numbers if number > self._seen]
+        if len(numbers) < 2:
+            return None
+        self._seen = numbers[-1]
+        offsets = {rank: self._offsets[self._hosts[rank]] for rank in reported}
+        rows = [{rank: each.times[number] + offsets[rank] for rank, each in reported.items()} for number in numbers]
+        waits: dict[int, float] = dict.fromkeys(reported, 0.0)
+        lateness: dict[int, list[float]] = defaultdict(list)
+        ends_at = min(rows[0].values())
+        for row in rows:
+            *_, second, last = sorted(row, key=row.__getitem__)
+            lateness[last].append(row[last] - row[second])
+            waits[last] += max(0.0, row[last] - max(row[second], ends_at))
+            ends_at = max(ends_at, row[last])
+        return _Window(max(rows[-1].values()) - min(rows[0].values()), len(numbers), waits, lateness)
+
+    def _verdict(self) -> str | None:
+        windows = [window for window, _ in self._windows]
+        rank, *others = {window.guilty(self._least) for window in windows}
+        if rank is None or others or len(windows) < NUM_WINDOWS:
+            return None
+        if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES:
+            return None
+        late = median(seconds for window in windows for seconds in window.lateness[rank])
+        share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
+        doing = "".join(f" {each}." for each in self._doings(rank))
+        return (
+            f"rank {rank} ({self._hosts[rank]}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
+            f"the others, and the gang waits {100 * share:.0f} % of its time for it.{doing}"
+        )
+
+    def _doings(self, rank: int) -> Iterator[str]:
+        """Yield sentences about what the slow rank does while the others wait."""
+        begun, newest = self._began.get(rank), self._windows[-1][1][rank]
+        if begun is not None and newest.time > begun.time:
+            share = (newest.data - begun.data) / (newest.time - begun.time)
+            if share >= MIN_SHARE:
+                yield f"It waits for its data loader {100 * share:.0f} % of its time"
+        lines = [each[rank].line for _, each in self._windows if each[rank].line]
+        if lines and lines.count(lines[-1]) == len(lines):
+            yield f"Its main thread was mostly at {lines[-1]}"

@@ -1,0 +1,71 @@
+"""Reports when this rank enters collectives, so that the driver finds a slow rank. Runs in a rank."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+from flytekitplugins.daskpytorch.protocol.reports import Entered
+from flytekitplugins.daskpytorch.rank import flight_recorder
+from flytekitplugins.daskpytorch.rank.usage import INTERVAL, Ledger
+
+WINDOW = 10.0
+"""Seconds between two reports. All ranks report at the same times, since a flight recorder forgets within a second."""
+MAX_WORLD_SIZE = 500
+"""Maximum number of ranks of a gang whose ranks report. Larger gangs read what their ranks use at different times."""
+MIN_SAMPLES = 0.5
+"""Minimum share of a window's samples at a line, for a report that names the line."""
+LIBRARIES = ("site-packages", "dist-packages", "/lib/python3", "<")
+
+
+class Entries:
+    """Reads the flight recorder every ten seconds, and the line at which the main thread is every two seconds."""
+
+    def __init__(self, ledger: Ledger, send: Callable[[Entered], None]) -> None:
+        """Begin in the thread that runs the user's function.
+
+        Args:
+            ledger: Account of the rank's time.
+            send: Reports the times.
+        """
+        self._ledger, self._send = ledger, send
+        self._thread = threading.get_ident()
+        self._lines: Counter[str] = Counter()
+
+    def look(self) -> None:
+        """Note the main thread's line, and report at the beginning of each ten seconds. Called every two seconds."""
+        now = time.time()
+        if (frame := sys._current_frames().get(self._thread)) is not None:  # noqa: SLF001 - Python documents it
+            self._lines[_line_of(frame)] += 1
+        if now % WINDOW >= INTERVAL:
+            return
+        lines, self._lines = self._lines, Counter()
+        if (found := flight_recorder.entered()) is None:
+            return
+        [(line, count)] = lines.most_common(1) or [("", 0)]
+        times, is_partial = found
+        self._send(
+            Entered(
+                window=int(now // WINDOW),
+                time=time.time(),
+                times=times,
+                is_partial=is_partial,
+                num_steps=self._ledger.num_steps,
+                data=self._ledger.seconds()["data"],
+                line=line if count >= MIN_SAMPLES * lines.total() else "",
+            )
+        )
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """Return file, line and function of the innermost frame that is the user's own. Empty without such a frame."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in LIBRARIES) and "/flytekitplugins/" not in file:
+            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return ""
