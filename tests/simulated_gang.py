@@ -243,6 +243,8 @@ class Watcher(Observer):
         self.resumed: list[int | None] = []
         self.checkpoints: list[Sequence[SavedCheckpoint]] = []
         self.num_formed = 0
+        self.kinds: list[str] = []
+        """Kinds of the failures after which the gang restarted."""
         self.evaluated: list[tuple[int, Mapping[str, Any]]] = []
         """Steps and metrics of evaluations."""
         self.wish: StoppedEarlyError | None = None
@@ -255,6 +257,9 @@ class Watcher(Observer):
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
         self.checkpoints.append(checkpoints)
+
+    def failed(self, kind: str) -> None:
+        self.kinds.append(kind)
 
     def restarting(self, reason: str, step: int | None) -> None:
         self.reasons.append(reason)

@@ -1234,6 +1234,7 @@ def test_gpu_that_has_failed_is_tried_again_where_no_other_is_there_and_costs_a_
     world = on_gpus(world_of(max_restarts=1), ("GPU-a",), ("GPU-b",))
     end_by_gpu(world, W2, 1)
     assert gpus_of(world) == {W1: ["0"], W2: ["0"]}
+    assert world.watcher.kinds == ["lost"]
     end_by_gpu(world, W2, 1)
     error = raised(world)
     assert isinstance(error, WorkerLostError)

@@ -83,7 +83,7 @@ def happen(figures: GangFigures) -> None:
     figures.accounted(Goodput(total=3.0, starting=1.0, stepping=2.0))
     work = {"num_steps": 8, "seconds": {}, "cpu": 0.9, "memory": 3 * 2**30}
     figures.used(RankUsage(rank=1, time=0.0, gpu_memory=2**30, gpu_utilization=0.25, **work))
-    figures.restarting("rank 1 was lost", 6)
+    figures.failed("lost")
 
 
 def train(name: str, folder: str) -> None:
@@ -133,7 +133,7 @@ def test_each_figure_has_its_name_unit_and_labels(port: int) -> None:
         ("daskpytorch_step", ("",)): 7.0,
         ("daskpytorch_steps", ("",)): 10.0,
         ("daskpytorch_metric", ("", "loss")): 0.5,
-        ("daskpytorch_restarts_total", ("",)): 1.0,
+        ("daskpytorch_restarts_total", ("", "lost")): 1.0,
         ("daskpytorch_forming_seconds", ("",)): 1.5,
         ("daskpytorch_goodput_seconds", ("", "starting")): 1.0,
         ("daskpytorch_goodput_seconds", ("", "stepping")): 2.0,

@@ -43,7 +43,7 @@ FIGURES = {
         Figure(name="step", help="Step of rank 0's newest log record."),
         Figure(name="steps", help="Total number of steps, if the training logs the number."),
         Figure(name="metric", help="Newest value of each metric that rank 0 logs.", label="metric"),
-        Figure(name="restarts", help="Restarts of the gang.", is_counter=True),
+        Figure(name="restarts", help="Restarts of the gang by kind of failure.", label="kind", is_counter=True),
         Figure(name="forming", help="Duration of the newest start, until all ranks have met.", unit="seconds"),
         Figure(name="goodput", help="Time of the gang by its use.", unit="seconds", label="use"),
         Figure(name="checkpoint_step", help="Step of the newest checkpoint that is safe."),
@@ -73,7 +73,6 @@ class GangFigures(Observer):
     def begins(self, training: Training) -> None:
         """Note the gang's labels."""
         self.labels = (training.name, "" if training.index is None else str(training.index))
-        self._set("restarts", 0)
 
     def placed(self, shape: Shape) -> None:
         """Note the number of ranks, of which a restart may have other ones."""
@@ -89,7 +88,8 @@ class GangFigures(Observer):
         """Note the step and metrics of rank 0."""
         if record.rank != 0:
             return
-        self._set("step", record.step)
+        if not record.is_evaluation:
+            self._set("step", record.step)
         if record.num_steps is not None:
             self._set("steps", record.num_steps)
         for name, value in record.numbers.items():
@@ -119,9 +119,9 @@ class GangFigures(Observer):
             if name != "total":
                 self._set("goodput", seconds, name)
 
-    def restarting(self, reason: str, step: int | None) -> None:
+    def failed(self, kind: str) -> None:
         """Count a restart."""
-        self._set("restarts", self._values["restarts", ""] + 1)
+        self._set("restarts", self._values.get(("restarts", kind), 0) + 1, kind)
 
     def samples(self) -> Iterator[Sample]:
         """Yield all values that are known now."""

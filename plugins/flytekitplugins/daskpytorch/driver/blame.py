@@ -185,10 +185,12 @@ class AttemptFailure:
     cause: str
     """Cause without the rank, by which two failures are compared. Exceptions count by type and raising line, since
     their text may hold a time or address."""
-    position: tuple[int | None, int | None]
+    position: tuple[int | None, int | None] = (None, None)
     """Newest logged or saved step, and number of signs of life since then. None: unknown."""
     is_infrastructure: bool
     """True if a worker, node or other infrastructure was lost. False if the function failed."""
+    kind: Kind = "preempted"
+    """Kind of the failure, as in `GangError.kind`. Default: a worker was told to end."""
     is_exception: bool = False
     """True for an exception of the function, unless it reads like the loss of a peer."""
     is_final: bool = False
@@ -211,6 +213,7 @@ class AttemptFailure:
             cause=cause if failure is None or root_failure.gpu_fault else f"{failure.type_name} at {failure.place}",
             position=root_failure.position,
             is_infrastructure=root_failure.is_infrastructure,
+            kind=kind_of(root_failure),
             is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
             is_final=failure.is_final if failure is not None else root_failure.is_deadlock,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,

@@ -370,6 +370,7 @@ class Brain:
         if trace and failure.cause not in {each.cause for each in self._policy.failures}:
             self._observers.note(f"rank {root_failure.rank} raised\n{trace}")
         self._policy.note(failure)
+        self._observers.tell("failed", failure.kind)
         self._agents.faulty_gpus |= attempt.faulty_gpus
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
@@ -379,12 +380,11 @@ class Brain:
         Raises:
             PreemptedError: The request ends the gang, or no restarts are left.
         """
-        failure = AttemptFailure(
-            what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True
-        )
+        failure = AttemptFailure(what=request.reason, cause=request.reason, is_infrastructure=True)
         if request.ends_gang or self._policy.refusal(failure) is not None:
             raise self._preempted(request)
         self._policy.note(failure)
+        self._observers.tell("failed", failure.kind)
         return failure.what
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:

@@ -228,6 +228,9 @@ class Observer:
     def debugging(self, rank: int | None) -> None:
         """Called with a rank whose debugger takes the terminal, or None when the debugger gives the terminal back."""
 
+    def failed(self, kind: str) -> None:
+        """Called before `restarting` after a failure, with its kind as in `GangError.kind`."""
+
     def restarting(self, reason: str, step: int | None) -> None:
         """Called at a restart, with the reason and the checkpoint's step. None: the gang starts from the beginning."""
 
