@@ -94,6 +94,7 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
             gang.call(fails_on, 1).result()
         assert isinstance(caught.value.__cause__, GangError)
         assert caught.value.__cause__.rank == 1
+        assert caught.value.__cause__.step is None  # that of an earlier call says nothing
         futures = gang.call(fails_on, 0)
         assert isinstance(futures[0].exception(), ZeroDivisionError)
         assert futures[1].result() == 2  # the module's state

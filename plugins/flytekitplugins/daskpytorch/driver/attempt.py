@@ -295,6 +295,7 @@ class Attempt:
         self.at_rest.clear()
         self.call_failures.clear()
         self.standing.clear()
+        self.steps.clear()
         self.note_sign_of_life()
 
     def note_call_failure(self, rank: int, failure: Failure) -> None:

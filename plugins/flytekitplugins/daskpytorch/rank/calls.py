@@ -80,6 +80,7 @@ class Server:
 
     def _run(self, order: NextCall) -> None:
         self._link.progress.move()  # the time before was no standstill
+        self._link.progress.step = None
         value, failure = None, None
         try:
             with self.interrupter.interruptible(order.number), self._ending_forks():
