@@ -181,7 +181,7 @@ class Wrong(TorchDispatchMode):
 def test_the_kernel_has_a_known_result() -> None:
     assert gpu_check.fault_of_kernel(CPU) == ""
     with Wrong():
-        assert gpu_check.fault_of_kernel(CPU) == "a small kernel computed 1 of 1048576 numbers wrongly"
+        assert gpu_check.fault_of_kernel(CPU) == "a small kernel computed 1 of 262144 numbers wrongly"
 
 
 def test_a_kernel_that_fails_is_the_gpus_fault() -> None:

@@ -38,8 +38,8 @@ RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 """Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
 FABRIC_COMPLETE = 3
 """State of a GPU that has ended its attempt to join its NVLink fabric."""
-NUM_NUMBERS = 1 << 20
-"""Number of elements that the small kernel computes: 4 MiB."""
+NUM_NUMBERS = 1 << 18
+"""Number of elements that the small kernel computes: 1 MiB, enough for each part of a large GPU to compute some."""
 KERNEL_LOG = "/dev/kmsg"
 XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:]+)[^)]*\): (\d+)", re.IGNORECASE)
 """Pattern of the kernel's log lines about a GPU's errors: the GPU's PCI address, and the error's number."""
@@ -202,10 +202,12 @@ def _next_record(file: int) -> str:
 
 def fault_of_kernel(device: torch.device) -> str:
     """Run a small kernel with a known result on a device. Return its fault in words, or "" for the right result."""
+    import numpy as np
     import torch
 
     try:
-        wrong = int((_mixed(device).cpu() != _mixed(torch.device("cpu"))).sum())
+        computed, numbers = _computed(device), np.arange(NUM_NUMBERS, dtype=np.int32)
+        wrong = int((computed.numpy() != (numbers * 3 + 1) ^ numbers).sum())
         if device.type == "cuda":  # the user's function finds no memory of this check
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -214,12 +216,15 @@ def fault_of_kernel(device: torch.device) -> str:
     return f"a small kernel computed {wrong} of {NUM_NUMBERS} numbers wrongly" if wrong else ""
 
 
-def _mixed(device: torch.device) -> torch.Tensor:
-    """Return whole numbers, which every device computes alike. Matrix products would first load cuBLAS for 0.1 s."""
+def _computed(device: torch.device) -> torch.Tensor:
+    """Return whole numbers that a device has computed, and free their memory on the device.
+
+    Whole numbers are alike on all devices. Matrix products would first load cuBLAS, which takes 0.1 s.
+    """
     import torch
 
     numbers = torch.arange(NUM_NUMBERS, dtype=torch.int32, device=device)
-    return (numbers * 3 + 1) ^ numbers
+    return ((numbers * 3 + 1) ^ numbers).cpu()
 
 
 def in_thread(act: Callable[[], T]) -> Future[T]:
