@@ -319,10 +319,20 @@ def test_ctrl_c_in_a_program_ends_the_call_and_the_gang_goes_on(tmp_path: Path, 
 
 
 NOTEBOOK = """
+import sys, threading
 from IPython.core.interactiveshell import InteractiveShell
 from pathlib import Path
 
 shell = InteractiveShell.instance()
+shell.kernel = object()  # as a notebook's has
+threads, write = set(), sys.stderr.write
+
+def noted(text):
+    if "here is" in text:
+        threads.add(threading.current_thread().name)
+    return write(text)
+
+sys.stderr.write = noted
 
 def run(cell):
     shell.run_cell(cell).raise_error()
@@ -343,6 +353,7 @@ run("import sys; sys.path.insert(0, '.'); import helper")
 run("print(gang.call(helper.value).result())")
 Path("helper.py").write_text("def value(): return 'newer'\\n")
 run("print(gang.call(helper.value).result())")
+print(sorted(threads))
 failed = shell.run_cell("%%ranks\\n1 / 0")
 print(type(failed.error_in_exec).__name__)
 run("gang.close()")
@@ -372,5 +383,6 @@ def test_in_a_notebook_changed_cells_travel_and_ranks_run_cells(tmp_path: Path) 
     assert "[rank 1] here is 1\n" in done.stderr
     assert shown[6:8] == ["['old', 'old']", "['old', 'old']"], done.stdout
     assert "helper.py has changed since the ranks have imported it" in done.stderr
+    assert shown[8] == "['MainThread']"  # whose output is the cell's
     assert "ZeroDivisionError" in shown
     assert "%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)" in shown[-1]

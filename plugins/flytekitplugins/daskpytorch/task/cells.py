@@ -17,7 +17,9 @@ def load(shell: Any) -> None:
         ast.parse(cell)  # a syntax error needs no rank
         if (gang := StayingGang.newest()) is None:
             raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
-        for rank, value in enumerate(gang.call(run_cell, cell, kept_of(gang, shell.user_ns)).result()):
+        with gang.output_here():
+            values = gang.call(run_cell, cell, kept_of(gang, shell.user_ns)).result()
+        for rank, value in enumerate(values):
             if value is not None:
                 print(f"[rank {rank}] {value}")
 

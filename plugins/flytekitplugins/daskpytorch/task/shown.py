@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import notebook
+from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
 from flytekitplugins.daskpytorch.display.training import amounts
 from flytekitplugins.daskpytorch.process.system import optional
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.display.machine import MachineLog
-    from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
     from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.task.local_runs import LocalRun
     from flytekitplugins.daskpytorch.task.results import TaskResults
@@ -58,6 +58,22 @@ class Shown:
                 table = notebook.show_live(functools.partial(_table_of, self.recorder), is_over.wait)
                 return functools.partial(_end, is_over, table)
         return is_over.set
+
+    @contextlib.contextmanager
+    def output_here(self) -> Iterator[None]:
+        """In a notebook, show all lines of the block after the block, in the cell that runs now.
+
+        A kernel may show a line in the cell that has started the line's thread: the gang's first cell.
+        """
+        if not isinstance(self.display, ProgressDisplay) or not notebook.is_notebook():
+            yield
+            return
+        board = self.display.board
+        board.hold(is_held=True)
+        try:
+            yield
+        finally:
+            board.hold(is_held=False)
 
     def places(self) -> dict[str, str]:
         """Return places of the training's checkpoints, log files and tracker pages, by name such as `checkpoints`.

@@ -239,6 +239,10 @@ class StayingGang:
         futures.result()
         return kept
 
+    def output_here(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a notebook shows the ranks' output in the cell that runs now."""
+        return self._shown.output_here() if self._shown is not None else contextlib.nullcontext()
+
     def close(self) -> None:
         """End all ranks. Calls that have not ended are cancelled."""
         with self._pending.lock:
