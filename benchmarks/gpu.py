@@ -194,9 +194,9 @@ def run(part: list[str], limit: float) -> Outcome:
         try:
             code = process.wait(limit)
             talk.join(1)  # its processes may keep the standard error open
-            failure = f"exit code {code}: {newest(last)}" if code else ""
+            failure = f"exit code {code}: {(last or ['it says nothing'])[-1]}" if code else ""
         except subprocess.TimeoutExpired:
-            failure = f"not done within {limit:.0f} s; it was at: {newest(last)}"
+            failure = f"not done within {limit:.0f} s; it was at: {(last or ['it says nothing'])[-1]}"
         finally:
             put_down(process)
         output.seek(0)
@@ -204,11 +204,6 @@ def run(part: list[str], limit: float) -> Outcome:
     said += f"\n```text\n{chr(10).join(last)}\n```\n" if failure else ""  # rounds that were done, too
     seconds = time.monotonic() - began
     return Outcome(command=f"python benchmarks/{shlex.join(part)}", seconds=seconds, failure=failure, output=said)
-
-
-def newest(lines: deque[str]) -> str:
-    """Return the newest line."""
-    return lines[-1] if lines else "it says nothing"
 
 
 def pass_on(lines: IO[str], last: deque[str], left_out: list[str]) -> None:
@@ -259,61 +254,43 @@ def speed(report: Report, deadline: float, *, quick: bool) -> None:
 
 def checks(report: Report, deadline: float) -> None:
     """Run the checks. After one that hangs or ends the whole process, start again with the others."""
-    on = "cuda" if report.about["GPUs"] else ""
-    done: list[str] = []
-    while True:
-        running = ""
+    on, done, is_broken = "cuda" if report.about["GPUs"] else "", list[str](), True
+    while is_broken and time.monotonic() < deadline:
+        is_broken = False
         for event in _events(on, done, deadline):
-            if "planned" in event:
-                for what in event["planned"]:
-                    report.put(Result(part="checks", what=what))
-            elif "begins" in event:
-                running = event["begins"]
-            elif "ended" in event:
-                ended = event["ended"]
+            report.results.pop("tests", None)
+            for what in event.get("planned", ()):
+                report.put(Result(part="checks", what=what))
+            if ended := event.get("ended"):
                 done.append(ended["what"])
-                report.put(Result(part="checks", text=ended.pop("all"), **ended))
-                running = ""
-            else:
-                what, seconds = running or "the checks", event["seconds"]
-                done.append(what)
-                report.put(Result(part="checks", what=what, outcome="failed", said=event["broke"], seconds=seconds))
-        report.results.pop("tests", None)
-        if not running or time.monotonic() > deadline:
-            return
+                report.put(Result(part="checks", **ended))
+            is_broken = event.get("is_broken", False)
 
 
 def _events(on: str, done: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of one process that runs checks, and at its end why the process broke, if it did."""
+    """Yield the events of one process that runs checks, and at its end the check that broke the process, if one did."""
     with nothing_left("gpu-checks") as folder:
-        file = folder / "events"
-        file.touch()
+        (file := folder / "events").touch()
         told = [str(CHECKS), str(file), str(CHECK_LIMIT), f"--on={on}", "--done", *done]
         command = [sys.executable, str(BENCHMARKS / "gpu_checks.py"), *told]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-        began, num_read = time.monotonic(), 0
+        began, limit, num_read, running, code = time.monotonic(), START_LIMIT, 0, "", None
         try:
-            while True:
-                code = process.poll()
-                lines = file.read_text().splitlines(keepends=True)
-                for line in lines[num_read:]:
-                    if line.endswith("\n"):
-                        num_read, began = num_read + 1, time.monotonic()
-                        yield json.loads(line)
-                if code is not None:
-                    break
-                limit = CHECK_LIMIT + FAREWELL if num_read else START_LIMIT
-                if time.monotonic() > min(began + limit, deadline):
-                    yield {"broke": "not done in time", "seconds": time.monotonic() - began}
-                    return
+            while code is None and time.monotonic() < min(began + limit, deadline):
                 time.sleep(0.1)
+                code = process.poll()
+                lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                for event in map(json.loads, lines[num_read:]):
+                    running = event.get("begins", "" if "ended" in event else running)
+                    yield event
+                if lines[num_read:]:
+                    began, limit, num_read = time.monotonic(), CHECK_LIMIT + FAREWELL, len(lines)
         finally:
             put_down(process)
-        if code not in (0, 1, 5):  # 1: a check has failed, 5: there are no checks
-            yield {
-                "broke": f"the process of the checks ended with exit code {code}",
-                "seconds": time.monotonic() - began,
-            }
+    if code not in (0, 1, 5):  # 1: a check has failed, 5: there are no checks
+        said = "not done in time" if code is None else f"the process of the checks ended with exit code {code}"
+        ended = {"what": running or "the checks", "outcome": "failed", "said": said}
+        yield {"is_broken": bool(running), "ended": ended | {"seconds": time.monotonic() - began}}
 
 
 # ---- The command

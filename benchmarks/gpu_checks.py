@@ -29,7 +29,7 @@ class Notes:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Write that a test begins."""
-        self._result = {"what": nodeid.rpartition("::")[2], "outcome": "passed", "seconds": 0.0, "said": "", "all": ""}
+        self._result = {"what": nodeid.rpartition("::")[2], "outcome": "passed", "seconds": 0.0, "said": "", "text": ""}
         self._write({"begins": self._result["what"]})
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -39,7 +39,7 @@ class Notes:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             said = crash.message if crash is not None else report.longreprtext
-            result.update(outcome="failed", said=said, all=f"{result['all']}{report.longreprtext}\n")
+            result.update(outcome="failed", said=said, text=f"{result['text']}{report.longreprtext}\n")
         elif report.skipped:
             result.update(outcome="skipped", said=report.longrepr[2].removeprefix("Skipped: "))
         if report.when == "teardown":
