@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from flytekitplugins.daskpytorch import Gang, dispatch
 from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
-from flytekitplugins.daskpytorch.rank import gpu_check, gpu_memory, nvml
+from flytekitplugins.daskpytorch.rank import gpu_check, gpu_memory, main, nvml
+from flytekitplugins.daskpytorch.rank.link import GangLink
 from gangs import order_for
 from processes import SCRIPTS, nothing_left_behind, run_program
 
@@ -151,6 +155,24 @@ def test_other_errors_cost_nothing(order: RankOrder, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: pytest.fail("a snapshot was made"))
     assert explained(RuntimeError("CUDA out of luck"), order) == ([], {})
     assert explained(MemoryError(), order) == ([], {})
+    monkeypatch.setitem(sys.modules, "torch", None)  # each import of torch fails
+    assert explained(ImportError("libcudart.so.12"), order) == ([], {})
+
+
+def test_the_failures_time_is_before_its_explanation(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks fail while a rank explains its error, and the driver blames the earliest failure."""
+    times: list[float] = []
+
+    def timed() -> dict[str, Any]:
+        times.append(time.time())
+        return snapshot()
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", timed)
+    ours, agents = Pipe()
+    with ours, agents:
+        failure = main._explained(order, GangLink(ours, order), torch.OutOfMemoryError(MESSAGE))
+    assert "48.0 GiB in 2" in failure.traceback
+    assert failure.time <= times[0]
 
 
 @pytest.mark.timeout(60)

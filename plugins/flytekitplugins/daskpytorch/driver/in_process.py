@@ -227,7 +227,7 @@ class _Agent(OwnNode, Connection):
             self._post(self._state.cancel)
             raise
         except BaseException as error:
-            link.send(failure_of(error, link, is_final=False))
+            link.send(failure_of(error, time.time(), link, is_final=False))
             raise
         finally:
             link.observers.tell("close", exitcode or int(session.rank.stop_signal.has_fired))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -72,8 +73,9 @@ def explain(error: BaseException, order: RankOrder, submit: Callable[[str, str, 
 
 def _out_of_memory(error: BaseException) -> BaseException | None:
     """Return torch's error of a GPU without memory: the error itself, or the first such cause. None without one."""
-    import torch
-
+    torch = sys.modules.get("torch")  # not imported here: a failed import of torch may be the error
+    if torch is None:
+        return None
     cause: BaseException | None = error
     for _ in range(10):  # a chain of causes may be a circle
         if cause is None or isinstance(cause, torch.OutOfMemoryError):

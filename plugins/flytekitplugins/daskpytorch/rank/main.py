@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from importlib import import_module
@@ -105,10 +106,11 @@ def main(channel: Connection) -> int:
 
 def _explained(order: RankOrder, link: GangLink, error: BaseException, *, is_final: bool = False) -> Failure:
     """Return the report of an exception, with notes for the user."""
+    at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
     gpu_memory.explain(error, order, link.submit)
-    return failure_of(error, link, is_final=is_final)
+    return failure_of(error, at, link, is_final=is_final)
 
 
 def _server(order: RankOrder, link: GangLink, session: Session) -> Server:

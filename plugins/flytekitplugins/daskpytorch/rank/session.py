@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -177,11 +176,15 @@ def completed(returned: Any) -> Any:
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
-def failure_of(error: BaseException, link: GangLink, *, is_final: bool) -> Failure:
+def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: bool) -> Failure:
     """Return the report of an exception that ended the rank.
 
-    `is_final`: True if a restart would fail in the same way.
+    Args:
+        error: The exception.
+        at: Time of the exception, in Unix seconds. The driver takes the earliest failure of ranks for the cause.
+        link: Link to the driver.
+        is_final: True if a restart would fail in the same way.
     """
     position = link.progress.step, link.progress.num_moves_since
-    failure = Failure.of(error, time.time(), position, is_final=is_final)
+    failure = Failure.of(error, at, position, is_final=is_final)
     return replace(failure, recalled=flight_recorder.recall()) if failure.is_consequence else failure
