@@ -322,6 +322,38 @@ def test_sigterm_ends_the_wait_for_an_evaluation(world_of: MakeWorld) -> None:
     assert left(world)
 
 
+def test_sigterm_ends_the_wait_for_a_checkpoint_that_would_be_evaluated(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.save(world.agent(W1), 1)
+    deliver(world)
+    assert not left(world)
+    world.feed(world.state.request_stop, "the task was told to end")
+    assert left(world)
+
+
+def test_ctrl_c_ends_the_evaluation_and_begins_no_other(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1, 2)
+    world.feed(world.state.cancel)
+    assert world.evaluations[0].is_cancelled
+    assert steps(world) == [1]
+
+
+def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWorld) -> None:
+    world = world_of(Evaluate(evaluate, timeout=30.0), keep=Keep(last=1))
+    save(world, 1, 2, 3)
+    assert files(world) == [1, 3]
+    world.evaluator.release()
+    assert files(world) == [3]
+
+
+def test_a_rank_that_waits_for_the_best_alone_counts_as_silent(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=5.0)
+    world.report(world.agent(W2), 1, Wanted(1, None))
+    world.wait(20.0)
+    assert world.state.attempt is None or world.state.attempt.hang is not None
+
+
 def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None:
     world = world_of()
     deliver(world)

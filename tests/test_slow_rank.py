@@ -81,6 +81,24 @@ def test_clocks_of_several_hosts_are_allowed_for() -> None:
     assert not told(reports_of(slow(0.0), clocks=clocks, num_windows=6), hosts="abc")
 
 
+def test_a_clock_that_is_set_names_nobody() -> None:
+    """After two windows, host c's clock is set back by 60 ms."""
+
+    def reports() -> Iterable[tuple[int, Entered, float]]:
+        for rank, report, at in reports_of(slow(0.0), num_windows=10):
+            off = 0.06 if rank == 2 and report.window <= 2 else 0.0
+            times = {number: entered + off for number, entered in report.times.items()}
+            yield rank, replace(report, time=report.time + off, times=times), at
+
+    assert not told(reports(), hosts="abc")
+
+
+def test_delays_of_messages_name_nobody() -> None:
+    chance = random.Random(2)
+    reports = ((rank, report, at + chance.uniform(0.0, 0.1)) for rank, report, at in reports_of(slow(0.0), 200))
+    assert not told(reports, hosts="abc")
+
+
 @pytest.mark.parametrize(
     ("why", "lateness"),
     [

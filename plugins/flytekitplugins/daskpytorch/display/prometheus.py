@@ -111,8 +111,8 @@ class _Port:
     thread: threading.Thread
 
 
-_ports: dict[int, _Port] = {}
-"""Open ports of this process, by number."""
+_ports: dict[tuple[str, int], _Port] = {}
+"""Open ports of this process, by address."""
 _lock = threading.Lock()
 """Lock of `_ports`."""
 
@@ -122,15 +122,15 @@ class _Scraped(GangFigures):
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
-        self._host, self._port = host, port
+        self._host, self._port = self._address = host, port
 
     def begins(self, training: Training) -> None:
         """Serve the figures, at a port that another gang may have opened."""
         super().begins(training)
         with _lock:
-            if self._port not in _ports:
-                _ports[self._port] = self._opened()
-            _ports[self._port].gangs.append(self)
+            if self._address not in _ports:
+                _ports[self._address] = self._opened()
+            _ports[self._address].gangs.append(self)
 
     def _opened(self) -> _Port:
         from prometheus_client import start_http_server
@@ -152,11 +152,11 @@ class _Scraped(GangFigures):
     def ended(self, error: Exception | None) -> None:
         """Serve the figures no longer. The last gang closes the port."""
         with _lock:
-            port = _ports[self._port]
+            port = _ports[self._address]
             port.gangs.remove(self)
             if port.gangs:
                 return
-            del _ports[self._port]
+            del _ports[self._address]
             port.server.shutdown()
             port.server.server_close()
         port.thread.join()

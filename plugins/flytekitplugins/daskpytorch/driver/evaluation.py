@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.committer import Committer
@@ -196,16 +196,6 @@ class Evaluator:
         self._lacks_since: float | None = None
         """Time since which no worker can evaluate. None: the last look found a worker."""
 
-    @classmethod
-    def without(cls, request: Request, launcher: AgentLauncher, committer: Committer, observers: Observers) -> Self:
-        """Return an evaluator of a gang without `Gang(evaluate=...)`, which does nothing."""
-
-        def refuse(*_: object) -> Runner:
-            raise RuntimeError("this gang's checkpoints are not evaluated")
-
-        bare = replace(request, evaluation=None)
-        return cls(bare, launcher, committer, observers, post=lambda _: None, make=refuse)
-
     @property
     def is_on(self) -> bool:
         """True with `Gang(evaluate=...)`."""
@@ -252,7 +242,7 @@ class Evaluator:
             more_come: True if the driver has yet to receive a checkpoint, which may be due.
         """
         agenda, settings, waited = self._agenda, self._settings, self._now() - since
-        if settings is None or not (agenda.is_outstanding or more_come):
+        if settings is None or agenda.is_closed or not (agenda.is_outstanding or more_come):
             return False
         lacks_worker = self._lacks_since is not None and agenda.running is None and not agenda.settling
         rest = (MAX_LACK if lacks_worker else settings.timeout) - waited
@@ -265,6 +255,14 @@ class Evaluator:
         self._agenda.close()
         if self._gang is not None:
             self._gang.cancel()
+
+    def release(self) -> None:
+        """Begin no other evaluation, and let the retention policy decide about the checkpoints of evaluations."""
+        self.close()
+        if self.is_on:
+            self._committer.vault.hold(())
+        if isinstance(running := self._agenda.running, ShardedCheckpoint):
+            self._committer.note_evaluated(running.uri, None, lambda: None)
 
     def end(self) -> None:
         """Cancel the running evaluation, and wait until its ranks have ended."""

@@ -46,7 +46,7 @@ class HangWatch:
         attempt: Attempt,
         timeout: float | Literal["auto"] | None,
         clock: Callable[[], float],
-        is_committing: Callable[[], bool],
+        is_slow: Callable[[], bool],
     ) -> None:
         """Begin to watch.
 
@@ -55,13 +55,13 @@ class HangWatch:
             timeout: Seconds without signs of life until the gang counts as hung. None turns off hang detection, but
                 deadlock detection stays on.
             clock: Returns seconds, and never goes back.
-            is_committing: Returns True while a sharded checkpoint is being committed. Commits suspend hang detection:
-                before its last save, a finished rank may wait for the commit.
+            is_slow: Returns True while a sharded checkpoint is being committed, or ranks wait for evaluations. Both
+                suspend hang detection: before its last save, a finished rank may wait for the commit.
         """
         self._attempt = attempt
         self._timeout = timeout
         self._now = clock
-        self._is_committing = is_committing
+        self._is_slow = is_slow
         self._is_looking = False
         """True while ranks have yet to answer the newest request for their stacks."""
         self._signal_at = self._answers_until = math.inf
@@ -117,7 +117,7 @@ class HangWatch:
         None while hang detection is suspended.
         """
         attempt = self._attempt
-        if self._timeout is None or attempt.stillness is None or attempt.prompts.debugged or self._is_committing():
+        if self._timeout is None or attempt.stillness is None or attempt.prompts.debugged or self._is_slow():
             return None
         if self._now() >= attempt.hangs_at:  # avoids a loop over all ranks
             least = LEFT_TIMEOUT if attempt.call_failures else LEAST_TIMEOUT
@@ -127,7 +127,7 @@ class HangWatch:
     def _all_stand(self) -> bool:
         """Return True if all running ranks stand still, and might wait for each other."""
         attempt = self._attempt
-        if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged or self._is_committing():
+        if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged or self._is_slow():
             return False
         num_ended = len(attempt.results) + len(attempt.failures) + len(attempt.exits) + len(attempt.at_rest)
         if attempt.has_delivered or len(attempt.standing) + num_ended < attempt.world_size:

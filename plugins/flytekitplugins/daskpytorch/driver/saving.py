@@ -72,6 +72,7 @@ class Saving:
     def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
         """Record that a whole checkpoint has arrived in the driver, or that its transfer has failed with `error`."""
         if error is None:
+            self._evaluator.note_kept(file)  # holds the file, before the next one may replace it
             self._fetches.note_end(file)
             self._count_as_kept(attempt, file)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
@@ -103,6 +104,7 @@ class Saving:
         """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.made is not None:
+            self._evaluator.note_kept(commit.made)
             self._count_as_kept(attempt, commit.made)
         else:
             self._observers.note(
@@ -123,7 +125,6 @@ class Saving:
             attempt.has_saved = True
             self._accountant.keep(entry.step)
         self._observers.tell("kept", entry.step)
-        self._evaluator.note_kept(entry)
         self.tell_kept(attempt)
 
     def tell_kept(self, attempt: Attempt | None) -> None:
@@ -202,7 +203,7 @@ class Saving:
         """
         if not attempt.wanted or self.is_busy or attempt.shards:
             return
-        if any(wanted.step is None for _, _, wanted in attempt.wanted):
+        if any(rank == 0 and wanted.step is None for _, rank, wanted in attempt.wanted):
             if self._best_wanted_since is None:
                 self._best_wanted_since = attempt.clock()
             if self._evaluator.is_awaited(self._best_wanted_since):

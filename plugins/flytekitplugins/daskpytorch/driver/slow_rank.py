@@ -37,6 +37,8 @@ class _Window:
     """Seconds that all other ranks waited for a rank."""
     lateness: Mapping[int, Sequence[float]]
     """Seconds by which a rank came after the last of the others, for each collective that it was the last to enter."""
+    clocks: Mapping[str, float]
+    """Seconds by which each host's clock is behind the driver's."""
 
     def guilty(self, least: float) -> int | None:
         """Return the rank for which the gang has waited. None: no rank stands out.
@@ -65,11 +67,8 @@ class SlowRankWatch:
         """
         self._hosts = hosts
         self._least = MIN_LATENESS if len(set(hosts.values())) == 1 else MIN_LATENESS_BETWEEN_HOSTS
-        self._offsets: dict[str, float] = {}
-        """Host -> smallest difference between the driver's clock at a report's arrival and the rank's at its departure.
-        The smallest has the shortest delay, so that the hosts' values differ by as much as the clocks do."""
-        self._reported: dict[int, Entered] = {}
-        """Newest report of each rank."""
+        self._reported: dict[int, tuple[Entered, float]] = {}
+        """Newest report of each rank, and the time of its arrival."""
         self._newest: dict[int, Entered] = {}
         """Newest reports of all ranks for the same window."""
         self._began: Mapping[int, Entered] = {}
@@ -86,23 +85,31 @@ class SlowRankWatch:
             entered: The report.
             arrived_at: Time of the arrival, in seconds since the epoch.
         """
-        host, delay = self._hosts[rank], arrived_at - entered.time
-        self._offsets[host] = min(delay, self._offsets.get(host, delay))
-        self._reported[rank] = entered
-        if len(self._reported) < len(self._hosts) or len({each.window for each in self._reported.values()}) > 1:
+        self._reported[rank] = entered, arrived_at
+        if len(self._reported) < len(self._hosts) or len({each.window for each, _ in self._reported.values()}) > 1:
             return None
-        before, newest = self._newest, self._reported
-        self._newest, self._reported = newest, {}
-        window = self._window(newest)
-        has_trained = all(rank in before and each.num_steps > before[rank].num_steps for rank, each in newest.items())
+        offsets = self._clocks()
+        before, self._newest = self._newest, {rank: each for rank, (each, _) in self._reported.items()}
+        self._reported = {}
+        window = self._window(self._newest, offsets)
+        has_trained = all(
+            rank in before and each.num_steps > before[rank].num_steps for rank, each in self._newest.items()
+        )
         if window is None or not has_trained:  # warm-up, an evaluation, or a step that takes longer
             return None
         if not self._windows:
             self._began = before
-        self._windows.append((window, newest))
+        self._windows.append((window, self._newest))
         return self._verdict()
 
-    def _window(self, reported: Mapping[int, Entered]) -> _Window | None:
+    def _clocks(self) -> Mapping[str, float]:
+        """Return how far each host's clock is behind the driver's, in seconds, with the shortest delay of a message."""
+        delays: dict[str, list[float]] = defaultdict(list)
+        for rank, (entered, arrived_at) in self._reported.items():
+            delays[self._hosts[rank]].append(arrived_at - entered.time)
+        return {host: min(found) for host, found in delays.items()}
+
+    def _window(self, reported: Mapping[int, Entered], clocks: Mapping[str, float]) -> _Window | None:
         """Return the waits in the collectives that all ranks have newly reported. None: fewer than two, or unknown."""
         if any(each.is_partial for each in reported.values()):
             return None
@@ -111,8 +118,10 @@ class SlowRankWatch:
         if len(numbers) < 2:
             return None
         self._seen = numbers[-1]
-        offsets = {rank: self._offsets[self._hosts[rank]] for rank in reported}
-        rows = [{rank: each.times[number] + offsets[rank] for rank, each in reported.items()} for number in numbers]
+        rows = [
+            {rank: each.times[number] + clocks[self._hosts[rank]] for rank, each in reported.items()}
+            for number in numbers
+        ]
         waits: dict[int, float] = dict.fromkeys(reported, 0.0)
         lateness: dict[int, list[float]] = defaultdict(list)
         ends_at = min(rows[0].values())
@@ -121,14 +130,14 @@ class SlowRankWatch:
             lateness[last].append(row[last] - row[second])
             waits[last] += max(0.0, row[last] - max(row[second], ends_at))
             ends_at = max(ends_at, row[last])
-        return _Window(max(rows[-1].values()) - min(rows[0].values()), len(numbers), waits, lateness)
+        return _Window(max(rows[-1].values()) - min(rows[0].values()), len(numbers), waits, lateness, clocks)
 
     def _verdict(self) -> str | None:
         windows = [window for window, _ in self._windows]
         rank, *others = {window.guilty(self._least) for window in windows}
         if rank is None or others or len(windows) < NUM_WINDOWS:
             return None
-        if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES:
+        if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES or not self._are_clocks_known():
             return None
         late = median(seconds for window in windows for seconds in window.lateness[rank])
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
@@ -137,6 +146,13 @@ class SlowRankWatch:
             f"rank {rank} ({self._hosts[rank]}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
             f"the others, and the gang waits {100 * share:.0f} % of its time for it.{doing}"
         )
+
+    def _are_clocks_known(self) -> bool:
+        """Return True if the difference between any host's clock and the first one's is the same in all windows."""
+        clocks = [window.clocks for window, _ in self._windows]
+        first = self._hosts[0]
+        differences = [[each[host] - each[first] for each in clocks] for host in clocks[0]]
+        return all(max(found) - min(found) <= self._least / 2 for found in differences)
 
     def _doings(self, rank: int) -> Iterator[str]:
         """Yield sentences about what the slow rank does while the others wait."""

@@ -50,7 +50,7 @@ class GangState:
         received: ReceivedResults,
         *,
         asked_at: float,
-        evaluator: Evaluator | None = None,
+        evaluator: Evaluator,
         clock: Callable[[], float] = time.monotonic,
         running_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class GangState:
             observers: The gang's observers.
             received: Results and return values of the ranks.
             asked_at: Time of the user's request, in seconds on `clock`.
-            evaluator: Evaluates the gang's checkpoints. None: no evaluation.
+            evaluator: Evaluates the gang's checkpoints.
             clock: Returns seconds, and never goes back.
             running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
                 `clock`.
@@ -78,7 +78,7 @@ class GangState:
         self.deadlines = Deadlines(request.settings.grace_period)
         self.accountant = Accountant(asked_at, clock)
         self.observers = observers
-        self.evaluator = evaluator or Evaluator.without(request, agents.launcher, committer, observers)
+        self.evaluator = evaluator
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
         self.evaluator.on_record = self._tell_trackers
         self.evaluator.on_metrics = lambda: self.saving.tell_kept(self.attempt)
@@ -103,6 +103,7 @@ class GangState:
     def cancel(self) -> None:
         """Note that the caller has cancelled the gang."""
         self.is_cancelled = True
+        self.evaluator.close()
 
     def interrupt(self) -> None:
         """Forward Ctrl-C to the rank whose debugger uses the terminal."""
@@ -295,7 +296,7 @@ class GangState:
                 self.observers.note(f"rank {rank} {text}")
             case reports.Entered():
                 if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
-                    self.observers.hint("slow rank", found)
+                    self.observers.hint(f"slow rank {rank}", found)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         attempt.prompts.leave(rank, steps=steps)

@@ -43,16 +43,17 @@ def entered() -> tuple[dict[int, float], bool] | None:
 
     Returns:
         Number of each collective -> seconds since the epoch, and True if the rank also sends or receives messages of
-        single ranks. None if torch's flight recorder is off or cannot be read, or if ranks count differently.
+        single ranks. None with NCCL, if torch's flight recorder is off or unreadable, or if ranks count differently.
     """
     try:
         if not process_group.are_numbers_comparable():
             return None
         groups = torch_parts.groups()
-        has_nccl = any("nccl" in name for group in groups for name in torch_parts.names_of_backends(group))
-        records = torch_parts.flight_records(has_nccl=has_nccl, stacks=False)
+        if any("nccl" in name for group in groups for name in torch_parts.names_of_backends(group)):
+            return None  # a rank calls NCCL's collectives ahead of its GPU, so that a late call is no wait
+        records = torch_parts.flight_records(has_nccl=False, stacks=False)
         entries = [entry for each in records for entry in pickle.loads(each).get("entries", ())]  # noqa: S301
-        world = "the default group (nccl)" if has_nccl else "the default group (gloo)"
+        world = "the default group (gloo)"
         calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world]
         times = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls[-MAX_COLLECTIVES:]}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch

@@ -210,12 +210,13 @@ class Gauge:
 
         def go_on() -> None:
             for turn in itertools.count(1):
-                if is_over.wait(INTERVAL - time.time() % INTERVAL):  # all ranks at the same moments
+                wait = INTERVAL - time.time() % INTERVAL  # all ranks at the same moments
+                if is_over.wait(wait if wait > INTERVAL / 2 else wait + INTERVAL):
                     return
                 with optional("Reading what this rank uses"):
                     for look in looks:
                         look()
-                    if turn % every == 0:
+                    if (turn + self._rank) % every == 0:  # not all ranks of a large gang at once
                         send(self.read())
                         has_sent.set()
 
