@@ -172,19 +172,29 @@ def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> No
     world = world_of()
     save(world, 1, 2)
     error = ValueError("no data")
-    error.__cause__ = GangError("rank 0 of 1 failed on tcp://10.0.0.9:1 (host b): ValueError: no data")
+    cause = "rank 0 of 1 failed on tcp://10.0.0.9:1 (host b): ValueError: no data"
+    error.__cause__ = GangError(f"{cause}\n\nNot started again", rank_traceback='File "score.py", line 7')
     world.end_evaluation(error)
     world.end_evaluation(WorkerLostError("worker tcp://10.0.0.9:1 was lost"))
     assert steps(world) == [1, 2]
     assert kept(world) == [2]  # the failed one is held no more
     [first, second] = [note for note in world.watcher.notes if "evaluation of the checkpoint" in note]
-    assert "step 1 failed, and the training goes on: rank 0 of 1 failed on tcp://10.0.0.9:1 (host b): Val" in first
+    assert first.endswith(f'step 1 failed, and the training goes on: {cause}\nFile "score.py", line 7')
     assert "step 2 failed, and the training goes on: worker tcp://10.0.0.9:1 was lost" in second
     assert world.watcher.reasons == []
     deliver(world)
     world.finish()
     assert world.results == [0, 1]
     assert "0 of 2 checkpoints evaluated; 2 failed" in world.watcher.notes[-1]
+
+
+def test_a_failure_that_returns_is_told_without_its_traceback(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1, 2)
+    for _ in range(2):
+        world.end_evaluation(GangError("rank 0 failed: no data", rank_traceback='File "score.py", line 7'))
+    told = [note for note in world.watcher.notes if "evaluation of the checkpoint" in note]
+    assert ["score.py" in note for note in told] == [True, False]
 
 
 def test_a_restart_of_the_training_leaves_the_evaluation_alone(world_of: MakeWorld) -> None:

@@ -166,3 +166,41 @@ def test_a_task_on_one_node_evaluates_beside_its_ranks(capfd: pytest.CaptureFixt
     assert "2 of 2 checkpoints evaluated" in SeenInTask.texts[-1]
     shown = capfd.readouterr()
     assert "(evaluation of step 1) rank 0 of 1 scores in steps" in shown.out + shown.err
+
+
+# ---- A later call
+
+
+class SeenLater(Seen):
+    evaluated: ClassVar[list[LogRecord]] = []
+    texts: ClassVar[list[str]] = []
+
+
+def count(num_steps: int) -> int:
+    rank = current_rank()
+    first = (rank.checkpoint.load() or {"weight": 0})["weight"]
+    for step in range(first + 1, num_steps + 1):
+        rank.checkpoint.save({"weight": step}, step)
+        rank.checkpoint.flush()
+    rank.checkpoint.load(best=True)
+    assert rank.checkpoint.loaded is not None
+    return rank.checkpoint.loaded.step
+
+
+def distance() -> dict[str, float]:
+    return {"distance": abs(current_rank().checkpoint.load()["weight"] - 1.0)}
+
+
+def test_a_later_call_evaluates_only_what_is_new(tmp_path: Path) -> None:
+    gang = Gang(
+        keep=KEEP,
+        evaluate=Evaluate(distance, workers=0),
+        observers=(SeenLater,),
+        checkpoint_uri=str(tmp_path),
+        key="count",
+    )
+    for num_steps in (2, 2, 3):
+        assert dispatch.run(None, count, num_steps, gang=gang).result(100.0) == [1]
+    assert [record.step for record in SeenLater.evaluated] == [1, 2, 3]
+    told = [text.partition(": ")[2] for text in SeenLater.texts if "evaluated" in text]
+    assert told == ["2 of 2 checkpoints evaluated", "1 of 1 checkpoints evaluated"]

@@ -81,6 +81,11 @@ class Agenda:
             self.waiting = entry
 
     @property
+    def has_seen(self) -> bool:
+        """True if the training has kept a checkpoint, or has started from one."""
+        return bool(self._seen)
+
+    @property
     def can_begin(self) -> bool:
         """True if a checkpoint waits, and none is being evaluated."""
         return self.waiting is not None and self.running is None
@@ -192,6 +197,8 @@ class Evaluator:
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
         """Time at which the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
+        self._last_detail = ""
+        """Traceback or log of the last failed evaluation."""
         self._try_at = 0.0
         self._lacks_since: float | None = None
         """Time since which no worker can evaluate. None: the last look found a worker."""
@@ -279,12 +286,13 @@ class Evaluator:
         agenda, settings = self._agenda, self._settings
         if settings is None:
             return
-        if not agenda.num_kept and not agenda.num_begun:
-            self._observers.hint(
-                "evaluate",
-                "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
-                "current_rank().checkpoint.save(state, step)",
-            )
+        if not agenda.num_found + agenda.num_kept:
+            if not agenda.has_seen:
+                self._observers.hint(
+                    "evaluate",
+                    "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
+                    "current_rank().checkpoint.save(state, step)",
+                )
             return
         num_done = agenda.num_begun - agenda.num_failed - (agenda.running is not None)
         text = f"{num_done} of {agenda.num_found + agenda.num_kept} checkpoints evaluated"
@@ -382,4 +390,7 @@ class Evaluator:
             return
         blamed = error.__cause__ if isinstance(error.__cause__, GangError) else error
         kind = "" if isinstance(blamed, GangError) else f"{type(blamed).__name__}: "
-        self._observers.note(f"{what}: {kind}{blamed}")
+        detail = (blamed.rank_traceback or blamed.log_tail or "").rstrip() if isinstance(blamed, GangError) else ""
+        is_new, self._last_detail = detail != self._last_detail, detail  # often each evaluation fails alike
+        heading = f"{what}: {kind}{str(blamed).partition(chr(10))[0]}"
+        self._observers.note(f"{heading}\n{detail}" if detail and is_new else heading)
