@@ -254,6 +254,12 @@ def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
     assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
 
 
+def test_the_script_with_figures_for_prometheus_runs(tmp_path: Path) -> None:
+    done = run_script("Prometheus(port=9400),", tmp_path)
+    assert "2 of 2 models have ended: 2 finished" in done.stderr
+    assert "is not called any more" not in done.stderr
+
+
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
     done = run_script("RankObserver", tmp_path)
     assert done.stdout == "lowest loss: 0.25, error: None\n"
