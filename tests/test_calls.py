@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.calls import LEAVE_TIME, Call, Calls, Outcome
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.calls import EndCall, Forget
+from flytekitplugins.daskpytorch.protocol.calls import EndCall, Forget, NextCall
+from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
 from flytekitplugins.daskpytorch.protocol.orders import Locate
 from flytekitplugins.daskpytorch.protocol.reports import Stands
@@ -41,14 +42,14 @@ class Staying(World):
             works(self, rank)
         return self
 
-    def ask(self) -> Call:
+    def ask(self, code: Code | None = None) -> Call:
         number = len(self.asked) + 1
 
         def settle(outcome: Outcome) -> None:
             assert number not in self.outcomes
             self.outcomes[number] = outcome
 
-        call = Call(number=number, name=f"f{number}", call=b"", settle=settle)
+        call = Call(number=number, name=f"f{number}", call=b"", code=code, settle=settle)
         self.asked.append(call)
         self.of_gang.ask(call)
         self.obey_all()
@@ -68,7 +69,7 @@ def world(tmp_path: Path) -> Staying:
     return Staying(tmp_path).begin()
 
 
-def told(world: World, kind: type) -> list[object]:
+def told(world: World, kind: type) -> list[Any]:
     """The orders of this kind that agents have not followed yet."""
     tells = [order.order for agent in world.agents for order in agent.orders if isinstance(order, Tell)]
     return [order for order in tells if isinstance(order, kind)]
@@ -276,6 +277,20 @@ def test_a_cancelled_call_that_waits_never_begins(world: Staying) -> None:
     world.end()
     assert world.of_staying.begun == [(0, 1), (1, 1)]
     assert told(world, EndCall) == []
+
+
+def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(world: Staying) -> None:
+    world.ask()
+    for dropped in [world.ask(Code(archive=b"", digest=digest)) for digest in ("older", "newer")]:
+        world.of_gang.interrupt(dropped)
+    for number in (4, 5):
+        world.ask()
+        for rank in (0, 1):
+            world.end_call(rank)
+        begun = told(world, NextCall)
+        assert [order.number for order in begun] == [number, number]
+        assert {order.code and order.code.digest for order in begun} == {"newer" if number == 4 else None}
+        world.obey_all()
 
 
 def test_a_call_that_all_ranks_leave_together_is_cancelled_and_the_gang_goes_on(world: Staying) -> None:

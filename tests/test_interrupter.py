@@ -117,3 +117,17 @@ def test_outside_of_calls_nothing_happens(rank: Rank) -> None:
     rank.order(5).join()
     signal.raise_signal(signal.SIGINT)
     assert rank.sent == [Halted(1, 5)]
+
+
+def test_an_interrupt_that_the_driver_has_not_ordered_is_the_calls_own(rank: Rank) -> None:
+    """As `signal.raise_signal` of a user's code, or Ctrl-C at a debugger's prompt."""
+    with rank.interrupter.interruptible(1):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        rank.link.is_sending = True
+        signal.raise_signal(signal.SIGINT)
+        rank.link.is_sending = False
+        with pytest.raises(KeyboardInterrupt):
+            rank.run()
+    assert rank.sent == []

@@ -54,7 +54,7 @@ class Call:
     call: bytes
     """The pickled call, without the memory in `large`."""
     code: Code | None = None
-    """The project's sources. None if the ranks have all modules that the driver has imported."""
+    """The project's sources. None if no module has been imported since the call before."""
     large: SharedMemory | None = None
     keeps: bool = False
     """True if the ranks keep their return values."""
@@ -84,13 +84,15 @@ class Calls:
         self.is_over = False
         """True once the ranks were told to return, so that no more calls begin."""
         self._waiting: deque[Call | Forget] = deque()
+        self._code: Code | None = None
+        """Newest sources that the ranks lack. The next call that begins carries them, since calls may be dropped."""
         self._is_closing = False
 
     # ---- from the caller's threads
 
     def ask(self, call: Call | Forget) -> None:
         """Queue a call, or the order to free a kept value, behind all earlier ones. Finalizers may call this method."""
-        self.post(partial(self._waiting.append, call))
+        self.post(partial(self._queue, call))
 
     def interrupt(self, call: Call) -> None:
         """End a running call by `KeyboardInterrupt` in all ranks, or drop a waiting call. Safe in signal handlers."""
@@ -101,6 +103,11 @@ class Calls:
         self.post(self._close)
 
     # ---- in the gang's thread
+
+    def _queue(self, call: Call | Forget) -> None:
+        if isinstance(call, Call):
+            self._code = call.code or self._code
+        self._waiting.append(call)
 
     def _close(self) -> None:
         self._is_closing = True
@@ -168,8 +175,8 @@ class Calls:
             arriving = Arrived(attempt.number, LARGE_ARGUMENTS - call.number, address)
             for peer in attempt.carriers:
                 peer.send(Bring(arriving))
-        order = NextCall(number=call.number, call=call.call, code=call.code, large=address, keeps=call.keeps)
-        attempt.tell(Tell(order))
+        code, self._code = self._code, None
+        attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
 
     def _have_left(self, call: Call, attempt: Attempt) -> None:
         """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""

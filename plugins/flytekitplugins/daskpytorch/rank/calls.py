@@ -7,14 +7,14 @@ import gc
 import importlib
 import queue
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall, values
-from flytekitplugins.daskpytorch.protocol.code import place_code, unpack_call
+from flytekitplugins.daskpytorch.protocol.code import Call, place_code, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
@@ -58,6 +58,8 @@ class Server:
         self._orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
         self._present: dict[str, Any] = {}
         """Content of `__main__` before the first call, which calls may not replace."""
+        self._bound: set[str] = set()
+        """Names of `__main__` that calls have bound to values that this rank keeps."""
 
     def put(self, order: CallOrder) -> None:
         """Queue an order for the main thread."""
@@ -68,7 +70,7 @@ class Server:
         self._present = dict(vars(sys.modules["__main__"]))
         while not isinstance(order := self._next(), Finish):
             if isinstance(order, Forget):
-                values.pop(order.number, None)
+                self._forget(order.number)
                 continue
             self._run(order)
             if self._stop_signal.has_fired:
@@ -83,6 +85,7 @@ class Server:
         self._link.progress.step = None
         value, failure = None, None
         try:
+            self._enter_code(order)  # also if the call was interrupted before its start: later calls need the sources
             with self.interrupter.interruptible(order.number), self._ending_forks():
                 returned = self._call(order)
             value = self._take(order, returned)
@@ -97,18 +100,40 @@ class Server:
         count = num_collectives()
         self._link.send(CallEnded(number=order.number, value=value, failure=failure, num_collectives=count))
 
-    def _call(self, order: NextCall) -> Any:
-        large = self._link.large(LARGE_ARGUMENTS - order.number) if order.large is not None else ()
+    def _enter_code(self, order: NextCall) -> None:
         if order.code is not None:
             self._folder.mkdir(exist_ok=True)
             sources.enter(place_code(order.code, self._folder))
             importlib.invalidate_caches()
-        call = unpack_call(order.call, large, self._present)
+
+    def _call(self, order: NextCall) -> Any:
+        large = self._link.large(LARGE_ARGUMENTS - order.number) if order.large is not None else ()
+        call = self._unpacked(order, large)
         with ending_as_program():
             returned = self._completed(call.function(*call.args, **call.kwargs))
             _wait_for_gpu()
             return returned
         return None  # the call has ended by `sys.exit()`
+
+    def _unpacked(self, order: NextCall, large: Sequence[memoryview]) -> Call:
+        """Unpickle a call. Note the names of `__main__` to which the pickle has bound values that this rank keeps.
+
+        A notebook's function that uses a reference as a global binds the reference's name.
+        """
+        main = vars(sys.modules["__main__"])
+        before = dict(main)
+        call = unpack_call(order.call, large, self._present)
+        kept = set(map(id, values.values()))
+        self._bound.update(name for name, value in main.items() if id(value) in kept and value is not before.get(name))
+        return call
+
+    def _forget(self, number: int) -> None:
+        """Free a kept value, also where a call's pickle has bound the value to a name of `__main__`."""
+        value, main = values.pop(number, None), vars(sys.modules["__main__"])
+        for name in list(self._bound):
+            if main.get(name, self) is value:
+                self._bound.remove(name)
+                del main[name]
 
     def _take(self, order: NextCall, returned: Any) -> bytes | None:
         """Keep the return value, or send it to the driver. Return the pickle that the report of the end carries."""

@@ -86,15 +86,23 @@ class Interrupter:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _heed(self, _: int, frame: FrameType | None) -> None:
-        """Handle SIGINT, but never in the middle of a message to the agent. Outside calls, SIGINT has no effect."""
-        if (number := self._running) is None or self._has_halted.is_set():
+        """Handle SIGINT, but never in the middle of a message to the agent. Outside calls, SIGINT has no effect.
+
+        A SIGINT without the driver's order is a debugger's or the user's own, and raises `KeyboardInterrupt` at once.
+        """
+        if (number := self._running) is None:
+            return
+        is_ordered = self._last_ended >= number
+        if is_ordered and self._has_halted.is_set():
             return
         if self._link.is_sending:
             again = threading.Timer(RETRY_WAIT, self._signal, (number,))
             again.daemon = True
             again.start()
-        else:
+        elif is_ordered:
             self._halt(frame)
+        else:
+            raise KeyboardInterrupt
 
     def _halt(self, frame: FrameType | None) -> None:
         self._has_halted.set()

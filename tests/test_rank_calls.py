@@ -1,0 +1,119 @@
+"""A rank runs the calls of a gang that stays, and keeps no more between them than its caller refers to."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pickle
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from flytekitplugins.daskpytorch.protocol import calls
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, EndCall, Finish, Forget, NextCall
+from flytekitplugins.daskpytorch.protocol.code import pack_call, pack_code
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.rank import process_group
+from flytekitplugins.daskpytorch.rank.calls import Server
+
+
+class Value:
+    """What a rank keeps."""
+
+    made: ClassVar[list[weakref.ref[Value]]] = []
+
+    def __init__(self) -> None:
+        self.made.append(weakref.ref(self))
+
+
+class Reference:
+    """As a driver's reference to what the ranks have kept of call 1."""
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return calls.kept_value, (1,)
+
+
+class Rank:
+    """This thread as a rank, whose driver has ordered all beforehand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sent: list[Any] = []
+        link: Any = SimpleNamespace(
+            ledger=SimpleNamespace(spending=lambda _: nullcontext()),
+            progress=SimpleNamespace(move=lambda: None, step=None),
+            is_sending=False,
+            send=self.sent.append,
+            send_returned=pickle.dumps,
+        )
+        stop: Any = SimpleNamespace(has_fired=False)
+        self.server = Server(link, folder, stop, lambda value: value, lambda error: Failure.of(error, 0.0), nullcontext)
+
+    def serve(self, *orders: CallOrder) -> list[CallEnded]:
+        self.sent.clear()
+        for order in (*orders, Finish()):
+            self.server.put(order)
+        self.server.serve()
+        return [report for report in self.sent if isinstance(report, CallEnded)]
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    handler = signal.getsignal(signal.SIGINT)
+    for name in ("path", "path_hooks"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setattr(process_group, "are_numbers_comparable", lambda: False)
+    monkeypatch.setattr(calls, "values", calls.values)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    yield Rank(tmp_path / "of-rank")
+    signal.signal(signal.SIGINT, handler)
+    calls.values.clear()
+
+
+def of_notebook(cell: str, **names: object) -> bytes:
+    """The call of `f`, which a cell of a notebook in another process defines, with these variables."""
+    ours, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        namespace = vars(sys.modules["__main__"])
+        exec(cell, namespace)
+        namespace.update(names)
+        return pack_call(namespace["f"], (), {})
+    finally:
+        sys.modules["__main__"] = ours
+
+
+def test_sources_that_came_with_an_interrupted_call_are_there_for_the_next(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "daskpytorch_of_a_call.py"
+    module.write_text("def value(): return 7\n")
+    with monkeypatch.context() as of_driver:
+        of_driver.syspath_prepend(str(tmp_path))
+        function = importlib.import_module(module.stem).value
+        code, call = pack_code(), pack_call(function, (), {})
+    monkeypatch.delitem(sys.modules, module.stem)
+    module.unlink()  # this host is another than the driver's
+    rank.server.interrupter.order(EndCall(1))
+    rank.server.interrupter.order(EndCall(1, 0))
+    first, second = rank.serve(NextCall(number=1, call=call, code=code), NextCall(number=2, call=call))
+    assert first.failure is not None
+    assert first.failure.type_name == "KeyboardInterrupt"
+    assert second.failure is None, second.failure
+    assert second.value == pickle.dumps(7)
+    monkeypatch.delitem(sys.modules, module.stem)
+
+
+def test_a_kept_value_that_a_cells_function_uses_by_name_is_freed_with_its_reference(rank: Rank) -> None:
+    load = NextCall(number=1, call=pack_call(Value, (), {}), keeps=True)
+    use = NextCall(number=2, call=of_notebook("def f(): return type(kept).__name__, other", kept=Reference(), other=5))
+    _, used = rank.serve(load, use, Forget(1))
+    assert used.value == pickle.dumps(("Value", 5))
+    gc.collect()
+    assert Value.made[-1]() is None
+    assert vars(sys.modules["__main__"])["other"] == 5
