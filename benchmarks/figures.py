@@ -25,6 +25,8 @@ from typing import Any
 
 FILE = "BENCHMARK_FIGURES"
 """Environment variable with the file to which `report` appends figures, one line of JSON each."""
+MISSING = "–"
+"""In the place of the version of a package that is not installed."""
 HEAD = ("| what | here | peer | ratio | goal |", "|---|---|---|---|---|")
 PACKAGES = (
     "flytekitplugins-daskpytorch",
@@ -158,11 +160,11 @@ def machine() -> str:
 
 
 def version_of(package: str) -> str:
-    """Return a package's version, or a dash if it is not installed."""
+    """Return a package's version, or `MISSING`."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "–"
+        return MISSING
 
 
 def cpu_model() -> str:

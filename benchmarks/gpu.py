@@ -37,18 +37,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import gpu_wheels
-from figures import FILE, machine
+from figures import FILE, MISSING, machine, version_of
 from running import nothing_left
 
 BENCHMARKS = Path(__file__).resolve().parent
-OURS = ("torch", "distributed", "flytekitplugins.daskpytorch")
+OURS = ("torch", "distributed", "flytekitplugins-daskpytorch")
 CHECKS = BENCHMARKS.parent / "tests" / "test_gpu_integration.py"
-CHECKS_NEED = (*OURS, "pytest", "pytest_timeout")
+CHECKS_NEED = (*OURS, "pytest", "pytest-timeout")
 SPEED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "launch.py": ((), ("--rounds", "2")),
     "recovery.py": (("--only", "rank", "torchrun"), ("--rounds", "2")),
@@ -58,8 +57,8 @@ SPEED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "decoding.py": ((), ()),
 }
 """Options of each benchmark: always, and only without --quick. The script launch.py gets the backend's name, too."""
-NEEDS = {"decoding.py": (*OURS, "PIL", "torchvision")}
-"""Modules that a benchmark needs, if they are more than `OURS`."""
+NEEDS = {"decoding.py": (*OURS, "pillow", "torchvision")}
+"""Packages that a benchmark needs, if they are more than `OURS`."""
 FAREWELL = 20.0
 """Seconds for a benchmark to end its processes after SIGTERM."""
 LINES = 40
@@ -345,20 +344,12 @@ def facts() -> dict[str, Any]:
     return json.loads(asked.stdout.splitlines()[-1]) | {"machine": machine()}
 
 
-def is_installed(name: str) -> bool:
-    """Return True if this Python finds a module."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # a package above the module is missing
-        return False
-
-
 def planned(report: Report, part: str) -> None:
     """Add all parts to the report, and name at once what a part lacks."""
     wanted = {script: ("speed", NEEDS.get(script, OURS)) for script in SPEED if part != "checks"}
     wanted |= {"tests": ("checks", CHECKS_NEED)} if part != "speed" else {}
     for what, (kind, needs) in wanted.items():
-        lacking = [name for name in needs if not is_installed(name)]
+        lacking = [name for name in needs if version_of(name) == MISSING]
         said = f"needs {', '.join(lacking)}: pip install, or --wheels DIR" if lacking else ""
         report.put(Result(part=kind, what=what, outcome="skipped" if lacking else "not run", said=said))
 
