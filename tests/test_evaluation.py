@@ -19,12 +19,7 @@ from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.tracker import Run, Tracker
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.evaluation import MAX_LACK, Agenda
-from flytekitplugins.daskpytorch.driver.evaluation_request import (
-    arguments_of,
-    names_of_evaluation,
-    request_of_evaluation,
-)
-from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.evaluation_request import arguments_of, names_of_evaluation
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -399,17 +394,6 @@ def test_the_metrics_reach_storage(tmp_path: Path) -> None:
 
 
 # ---- The function
-
-
-@pytest.mark.parametrize(("workers", "check"), [(1, "quick"), (0, "off")])
-def test_the_memory_of_a_training_is_no_fault_of_a_gpu_beside_its_ranks(workers: int, check: str) -> None:
-    def judge() -> dict[str, float]:
-        return {}
-
-    gang = Gang(evaluate=Evaluate(judge, workers=workers))
-    request = request_of_evaluation(request_for(judge, (), {}, gang), {})
-    assert request is not None
-    assert request.settings.gpu_check == check
 
 
 def test_the_function_gets_the_inputs_that_it_names() -> None:

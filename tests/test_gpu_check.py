@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,10 @@ from gangs import order_for
 
 Describe = Callable[..., None]
 CPU = torch.device("cpu")
+ABSENT = (1 << 31) - 1
+"""Process ID that no process has."""
+NAMED = "import sys; open('/proc/self/comm', 'w').write(sys.argv[1]); print(flush=True); sys.stdin.read()"
+"""Program with the name that its argument gives, up to the end of its input."""
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +81,9 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
         ({"slowdowns": 0x8 | 0x40}, "its clocks are slowed down by hardware and heat before any work"),
         ({"slowdowns": 0x80}, "its clocks are slowed down by its power supply before any work"),
         ({"used": 30 << 30, "pid": 812}, None),
-        ({"used": 60 << 30}, "other processes hold 60.0 of 80.0 GiB of its memory"),
-        ({"used": 60 << 30, "pid": 812}, "other processes hold 60.0 of 80.0 GiB of its memory (process 812)"),
-        ({"used": 60 << 30, "pid": os.getppid(), "pid_memory": 50 << 30}, None),  # as a Dask worker's
-        (
-            {"used": 60 << 30, "pid": os.getppid(), "pid_memory": 1 << 30},
-            "other processes hold 59.0 of 80.0 GiB of its memory",
-        ),
+        ({"used": 60 << 30}, None),  # by processes of other containers, or by the own Dask worker
+        ({"used": 60 << 30, "pid": ABSENT, "pid_memory": 60 << 30}, None),
+        ({"used": 60 << 30, "pid": os.getppid(), "pid_memory": 60 << 30}, None),  # as a Dask worker's
         ({"code": 15}, "NVML's nvmlDeviceGetHandleByUUID says: GPU is lost (code 15)"),
         ({"code": 16}, "NVML's nvmlDeviceGetHandleByUUID says: GPU requires a reset (code 16)"),
         ({"code": 4}, None),  # no permission
@@ -91,6 +93,25 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
 def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, int | None], fault: str | None) -> None:
     driver(**answers)
     assert gpu_check.faults_of("1") == ([] if fault is None else [fault])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "size", "is_fault"), [("simulate", 60, True), ("simulate", 30, False), ("rank 3/8", 60, False)]
+)
+def test_only_processes_outside_the_gangs_may_not_hold_the_memory(
+    driver: Describe, name: str, size: int, is_fault: bool
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", NAMED, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        driver(used=70 << 30, pid=other.pid, pid_memory=size << 30, slowdowns=0x8)  # slowed down by the process's work
+        text = f"other processes hold {size}.0 of 80.0 GiB of its memory (process {other.pid})"
+        assert gpu_check.faults_of("1") == ([text] if is_fault else [])
+        driver(used=70 << 30, pid=other.pid)  # of unknown size
+        assert gpu_check.faults_of("1") == []
+        assert other.stdin is not None
+        other.stdin.close()
 
 
 def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
@@ -124,8 +145,8 @@ def test_a_gpu_or_driver_that_nvml_does_not_know_passes(driver: Describe, monkey
 def test_a_fault_that_has_passed_at_the_second_look_does_not_count(
     driver: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as the memory of a process that is ending."""
-    driver(used=70 << 30)
+    """Such as clocks that heat slows down."""
+    driver(slowdowns=0x40)
     monkeypatch.setattr(time, "sleep", lambda _: driver())
     assert gpu_check.faults_of("GPU-1") == []
 

@@ -34,7 +34,6 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
         of.settings,
         evaluate=None,
         workers=None,
-        gpu_check=of.settings.gpu_check if asked.workers else "off",  # beside the training, whose memory is no fault
         min_workers=None,
         max_restarts=0,
         hang_timeout=None if of.settings.hang_timeout is None else "auto",

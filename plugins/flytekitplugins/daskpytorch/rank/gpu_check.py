@@ -6,11 +6,12 @@ treats the GPU as failed: the gang starts again without the GPU if `min_workers`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +34,9 @@ PAUSE = 1.0
 """Seconds until a second look at a GPU with a fault. Short faults do not count, such as the memory of a process that
 is ending."""
 MAX_SHARE_OF_OTHERS = 0.5
-"""Maximum share of a GPU's memory, from 0 to 1, that other processes may hold before the rank begins."""
+"""Maximum share of a GPU's memory, from 0 to 1, that processes outside the gangs may hold before the rank begins."""
+RANK_NAME = re.compile(r"rank \d+/")
+"""Pattern of the name that `main` gives to each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 """Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
 FABRIC_COMPLETE = 3
@@ -148,22 +151,38 @@ def read_faults(state: GpuState) -> Iterator[str]:
         fabric == FABRIC_COMPLETE and code != nvml.SUCCESS
     ):  # CUDA itself refuses a fabric that is incomplete (error 802)
         yield f"it could not join its NVLink fabric (code {code})"
-    if causes := [cause for bit, cause in nvml.SLOWDOWNS.items() if (state.slowdowns or 0) & bit]:
+    others = _names_of_others(state)
+    causes = [cause for bit, cause in nvml.SLOWDOWNS.items() if (state.slowdowns or 0) & bit]
+    if causes and not others:  # the work of another process may heat the GPU
         yield f"its clocks are slowed down by {' and '.join(causes)} before any work"
-    yield from _of_memory(state)
+    yield from _of_memory(state, {pid for pid, name in others.items() if not RANK_NAME.match(name)})
 
 
-def _of_memory(state: GpuState) -> Iterator[str]:
-    """Yield a fault if processes other than the rank and its ancestors, such as a Dask worker, hold much memory."""
-    used, total = state.memory or (0, 0)
-    if used <= MAX_SHARE_OF_OTHERS * total:
-        return
+def _names_of_others(state: GpuState) -> dict[int, str]:
+    """Return the processes on a GPU by process ID, with their names, without this rank and its ancestors.
+
+    An ancestor is a Dask worker, for example. A process that does not exist here is left out: NVML may list processes
+    of other containers by process IDs that mean nothing here.
+    """
     own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-    used -= sum(size for pid, size in state.processes.items() if pid in own)
-    if used > MAX_SHARE_OF_OTHERS * total:
-        named = ", ".join(f"process {pid}" for pid in state.processes if pid not in own)
-        shown = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory"
-        yield f"other processes hold {shown}{f' ({named})' if named else ''}"
+    names: dict[int, str] = {}
+    for pid in state.processes.keys() - own:
+        with contextlib.suppress(psutil.Error):
+            names[pid] = psutil.Process(pid).name()
+    return names
+
+
+def _of_memory(state: GpuState, strangers: Collection[int]) -> Iterator[str]:
+    """Yield a fault if processes outside the gangs hold much memory, as the sizes that NVML knows prove.
+
+    The GPU's memory in use proves nothing: a container lists neither the processes of others, nor always its own
+    Dask worker. Ranks of other gangs share the GPU by the user's choice.
+    """
+    _, total = state.memory or (0, 0)
+    held = sum(state.processes[pid] for pid in strangers)
+    if 0 < MAX_SHARE_OF_OTHERS * total < held:
+        named = ", ".join(f"process {pid}" for pid in sorted(strangers))
+        yield f"other processes hold {held / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory ({named})"
 
 
 def xids_of(address: str, log: str) -> list[str]:
