@@ -44,7 +44,7 @@ def make(folder: Path, python: str, machine: str, without: Sequence[str]) -> str
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    _do(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    _do("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
     [own] = folder.glob(f"{PACKAGE}-*.whl")
     with tempfile.TemporaryDirectory() as scratch:
         asked, left_out, pinned = (Path(scratch, name) for name in ("asked.in", "left_out.txt", "pinned.txt"))
@@ -57,7 +57,7 @@ def make(folder: Path, python: str, machine: str, without: Sequence[str]) -> str
         tags = [f"--platform=manylinux_2_{minor}_{machine}" for minor in range(NEWEST, OLDEST - 1, -1)]
         tags += [f"--platform=manylinux{old}_{machine}" for old in ("2014", "2010", "1")]
         how = ["--quiet", "--no-deps", "--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
-        _do(sys.executable, "-m", "pip", "download", *how, *tags, "--dest", str(folder), "--requirement", str(pinned))
+        _do("pip", "download", *how, *tags, "--dest", str(folder), "--requirement", str(pinned))
     return size_of(folder)
 
 
@@ -75,13 +75,15 @@ def size_of(folder: Path) -> str:
     return said
 
 
-def _do(*command: str) -> None:
+def _do(module: str, *options: str) -> None:
+    """Run pip or uv as a module of this Python."""
     try:
-        subprocess.run(command, check=True)
-    except FileNotFoundError:
-        raise SystemExit(f"there is no {command[0]}: pip install '.[dev]'") from None
+        subprocess.run([sys.executable, "-m", module, *options], check=True)
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"{' '.join(command)[:300]} failed with exit code {error.returncode}, see above") from None
+        raise SystemExit(
+            f"{module} {' '.join(options)[:300]} failed with exit code {error.returncode}, see above. The extra "
+            "dev has uv: pip install '.[dev]'"
+        ) from None
 
 
 def python_with(wheels: Path, folder: Path) -> Path:
