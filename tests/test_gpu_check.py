@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -122,8 +123,30 @@ def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
 
 
 def test_a_driver_that_does_not_work_is_the_gpus_fault(driver: Describe) -> None:
-    driver(others={"*": {"code": 18}})
-    assert gpu_check.faults_of("GPU-1") == ["NVML's nvmlInit_v2 says: driver/library version mismatch (code 18)"]
+    driver(others={"*": {"code": 11}})
+    assert gpu_check.faults_of("GPU-1") == ["NVML's nvmlInit_v2 says: the driver finds an interrupt problem (code 11)"]
+
+
+@pytest.mark.parametrize(("code", "cause"), [(9, "the driver is not loaded"), (18, "driver/library version mismatch")])
+def test_a_library_that_does_not_suit_the_driver_is_no_fault(
+    driver: Describe, caplog: pytest.LogCaptureFixture, code: int, cause: str
+) -> None:
+    driver(ecc=3, others={"*": {"code": code}})
+    assert gpu_check.faults_of("GPU-1") == []
+    assert nvml.usage("GPU-1") == (None, None)
+    [record] = caplog.records
+    assert f"cannot be used here: {cause} (code {code})" in record.getMessage()
+
+
+def test_usage_initialises_nvml_once_for_each_process(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = ctypes.c_int.in_dll(ctypes.CDLL(nvml.LIBRARY), "num_inits")
+    driver(busy=25, used=50)
+    before = count.value
+    assert {nvml.usage("GPU-1") for _ in range(3)} == {(50, 0.25)}
+    assert count.value == before + 1
+    monkeypatch.setattr(os, "getpid", lambda: ABSENT)  # as in a forked child
+    assert nvml.usage("GPU-1") == (50, 0.25)
+    assert count.value == before + 2
 
 
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:

@@ -200,6 +200,25 @@ def test_the_last_that_a_gauge_says_is_of_all_steps(ledger: Ledger, monkeypatch:
     assert last.num_steps == 7
 
 
+@pytest.mark.timeout(60)
+def test_a_gauge_that_hangs_does_not_keep_its_rank(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NVML hangs with some broken GPUs."""
+    monkeypatch.setattr(usage, "INTERVAL", 0.001)
+    monkeypatch.setattr(usage, "END_TIMEOUT", 0.1)
+    said: queue.SimpleQueue[RankUsage] = queue.SimpleQueue()
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def send(read: RankUsage) -> None:
+        said.put(read)
+        hangs.set()
+        may_go_on.wait()
+
+    with Gauge(0, ledger, 0).reporting(2, send):
+        hangs.wait()
+    assert said.qsize() == 1
+    may_go_on.set()
+
+
 def test_a_gauge_that_was_not_looked_at_says_nothing_at_the_end(ledger: Ledger) -> None:
     said: list[RankUsage] = []
     with Gauge(0, ledger, 0).reporting(2, said.append):

@@ -26,8 +26,8 @@ from flytekitplugins.daskpytorch.rank.nvml import GpuState, NvmlError
 if TYPE_CHECKING:
     import torch
 
-NVML_TIMEOUT = 30.0
-"""Timeout, in seconds, for NVML's answers. NVML initialises GPUs without persistence mode, which takes seconds."""
+NVML_TIMEOUT = 60.0
+"""Timeout, in seconds, for NVML's answers. NVML initialises all GPUs without persistence mode, in seconds for each."""
 KERNEL_TIMEOUT = 60.0
 """Timeout, in seconds, for the small kernel, which includes the time to make the CUDA context."""
 PAUSE = 1.0

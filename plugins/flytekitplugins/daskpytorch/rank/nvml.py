@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char, c_char_p, c_int, c_longlong, c_ubyte, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass, field
@@ -16,13 +19,14 @@ from typing import Any
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
 BROKEN = {
-    9: "the driver is not loaded",
     11: "the driver finds an interrupt problem",
     15: "GPU is lost",
     16: "GPU requires a reset",
-    18: "driver/library version mismatch",
 }
 """Return codes of NVML by which a GPU or its driver cannot be used. With other codes a value is unknown."""
+NO_DRIVER = {9: "the driver is not loaded", 18: "driver/library version mismatch"}
+"""Return codes of NVML by which the library cannot talk to the driver. CUDA, which has a library of its own, may work:
+an image may have an old NVML."""
 UNCORRECTED, SINCE_LOAD = 1, 0
 """Arguments of NVML: uncorrectable memory errors, and counters since the driver was loaded."""
 RECOVERY_FIELD = 230
@@ -32,6 +36,9 @@ SLOWDOWNS = {0x08: "hardware", 0x40: "heat", 0x80: "its power supply"}
 MAX_PROCESSES = 64
 UNKNOWN_SIZE = (1 << 64) - 1
 """Memory of a process whose size NVML does not know."""
+
+
+_logger = logging.getLogger(__name__)
 
 
 class NvmlError(Exception):
@@ -86,7 +93,8 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
     Args:
         uuid: The UUID, with or without the prefix `GPU-`.
     """
-    with contextlib.suppress(OSError, LookupError, NvmlError), _opened() as nvml:
+    with contextlib.suppress(OSError, LookupError, NvmlError):
+        nvml = _kept(LIBRARY, os.getpid())
         device, memory, rates = nvml.find(uuid), _Memory(), _Rates()
         has_memory = nvml.call("nvmlDeviceGetMemoryInfo", device, byref(memory))
         has_rates = nvml.call("nvmlDeviceGetUtilizationRates", device, byref(rates))
@@ -94,17 +102,43 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
     return None, None
 
 
-@contextlib.contextmanager
-def _opened() -> Iterator[_Nvml]:
-    """Load and initialise NVML for the block.
+@functools.lru_cache(maxsize=1)
+def _kept(library: str, pid: int) -> _Nvml:  # noqa: ARG001 - a forked child needs its own
+    """Load and initialise NVML once for this process. The initialisation takes long for a sample each two seconds.
+
+    Raises as `_open`.
+    """
+    return _open(library)
+
+
+def _open(library: str) -> _Nvml:
+    """Load and initialise NVML.
 
     Raises:
         OSError: NVML is not installed here, or may not be used.
         NvmlError: The driver cannot be used.
     """
-    nvml = _Nvml(ctypes.CDLL(LIBRARY))
+    nvml = _Nvml(ctypes.CDLL(library))
     if not nvml.call("nvmlInit_v2"):
         raise OSError("NVML could not be initialised")
+    return nvml
+
+
+@functools.cache
+def _warn(code: int) -> None:
+    _logger.warning(
+        "NVML (%s) cannot be used here: %s (code %d). This rank's GPU is checked and sampled without NVML. The image "
+        "may have a version of the library that the host's driver does not suit",
+        LIBRARY,
+        NO_DRIVER[code],
+        code,
+    )
+
+
+@contextlib.contextmanager
+def _opened() -> Iterator[_Nvml]:
+    """Load and initialise NVML for the block. Raises as `_open`."""
+    nvml = _open(LIBRARY)
     try:
         yield nvml
     finally:
@@ -168,6 +202,8 @@ class _Nvml:
         code = function(*arguments)
         if code in BROKEN:
             raise NvmlError(f"NVML's {name} says: {BROKEN[code]} (code {code})")
+        if code in NO_DRIVER:
+            _warn(code)
         return bool(code == SUCCESS)
 
     def find(self, uuid: str) -> c_void_p:

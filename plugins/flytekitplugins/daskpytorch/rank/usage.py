@@ -22,6 +22,8 @@ from flytekitplugins.daskpytorch.records import RankUsage
 
 INTERVAL = 2.0
 """Minimum number of seconds between two samples of a rank's processor, memory and GPU use."""
+END_TIMEOUT = 10.0
+"""Timeout, in seconds, for a rank's last usage sample."""
 MAX_SAMPLES = 200
 """Maximum number of usage samples per second that the driver gets from all ranks together."""
 
@@ -202,34 +204,33 @@ class Gauge:
             send: Reports a sample.
             looks: Functions to call every two seconds.
         """
-        every, is_over, has_sent = (
-            max(1, round(world_size / MAX_SAMPLES / INTERVAL)),
-            threading.Event(),
-            threading.Event(),
-        )
+        every = max(1, round(world_size / MAX_SAMPLES / INTERVAL))
+        has_returned, is_over = threading.Event(), threading.Event()
 
         def go_on() -> None:
+            has_sent = False
             for turn in itertools.count(1):
                 wait = INTERVAL - time.time() % INTERVAL  # all ranks at the same moments
                 if is_over.wait(wait if wait > INTERVAL / 2 else wait + INTERVAL):
-                    return
+                    break
                 with optional("Reading what this rank uses"):
                     for look in looks:
                         look()
                     if (turn + self._rank) % every == 0:  # not all ranks of a large gang at once
                         send(self.read())
-                        has_sent.set()
+                        has_sent = True
+            if has_sent and has_returned.is_set():
+                with optional("Reading what this rank uses"):
+                    send(self.read())
 
         thread = threading.Thread(target=go_on, name="daskpytorch-usage", daemon=True)
         thread.start()
         try:
             yield
+            has_returned.set()
         finally:
             is_over.set()
-        thread.join()
-        with optional("Reading what this rank uses"):
-            if has_sent.is_set():
-                send(self.read())
+        thread.join(END_TIMEOUT)  # NVML hangs with some broken GPUs
 
 
 def _of_gpu(index: int, uuid: str) -> tuple[int | None, float | None]:
