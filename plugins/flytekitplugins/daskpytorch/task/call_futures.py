@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display.logged import Log, Logged
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture
+from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class CallFutures(Logged, Futures[GangFuture]):
 
     def settle(self, outcome: Outcome) -> None:
         """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""
-        self._conclude()
+        with optional("ending the notebook's table of the call"):
+            self._conclude()
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
             if outcome.is_interrupted:
@@ -88,7 +90,8 @@ class CallFutures(Logged, Futures[GangFuture]):
 
     def fail(self, error: BaseException) -> None:
         """Settle all futures with the error that has ended the gang."""
-        self._conclude()
+        with optional("ending the notebook's table of the call"):
+            self._conclude()
         self._keep = None
         for future in reversed(self._futures):
             future.set_exception(error)
