@@ -283,8 +283,8 @@ class OfStaying:
     """Ranks, and the calls that they have begun."""
     freed: list[tuple[int, int]] = field(default_factory=list)
     """The same with the kept values that they have freed."""
-    num_collectives: dict[int, int] = field(default_factory=dict)
-    """Numbers of collectives with which ranks halt."""
+    halts_at: dict[int, int] = field(default_factory=dict)
+    """The numbers that ranks report when they halt."""
 
 
 class World:
@@ -557,7 +557,7 @@ class World:
                 case EndCall(number, at):
                     rank.to_end = number, at
                     if at is None:
-                        self.report(agent, rank.rank, Halted(number, self.of_staying.num_collectives.get(rank.rank, 1)))
+                        self.report(agent, rank.rank, Halted(number, self.of_staying.halts_at.get(rank.rank, 1)))
                 case Forget(number):
                     self.of_staying.freed.append((rank.rank, number))
                 case Finish():
@@ -581,16 +581,14 @@ class World:
         rank.call = number
         self.of_staying.begun.append((rank.rank, number))
 
-    def end_call(self, rank: int, error: Exception | None = None, num_collectives: int = 1) -> None:
+    def end_call(self, rank: int, error: BaseException | None = None) -> None:
         """A rank of a staying gang returns from its call, or raises."""
         [agent] = [agent for agent in self.connected() if rank in agent.ranks]
         number, agent.ranks[rank].call = agent.ranks[rank].call, None
         assert number is not None
         failure = Failure.of(error, self.clock()) if error is not None else None
         value = pickle.dumps((number, rank)) if error is None else None
-        self.report(
-            agent, rank, CallEnded(number=number, value=value, failure=failure, num_collectives=num_collectives)
-        )
+        self.report(agent, rank, CallEnded(number=number, value=value, failure=failure))
 
     def _stop_by_itself(self, agent: Agent) -> None:
         """Its ranks save, and return, at the call of `should_stop` that turns true."""

@@ -57,7 +57,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     handler, trace = signal.getsignal(signal.SIGINT), sys.gettrace()
     sys.settrace(None)
     made = Rank()
-    monkeypatch.setattr(module, "num_collectives", lambda: made.count)
+    monkeypatch.setattr(module, "newest_collective", lambda: made.count)
+    monkeypatch.setattr(module.process_group, "num_collectives", lambda: made.count)
     yield made
     signal.signal(signal.SIGINT, handler)
     sys.settrace(trace)

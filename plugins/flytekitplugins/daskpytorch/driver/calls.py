@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.attempt import Attempt
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.protocol.code import Code
+    from flytekitplugins.daskpytorch.protocol.failure import Recalled
     from flytekitplugins.daskpytorch.protocol.observer import Observers
     from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
 LEAVE_TIME = 10.0
 """Seconds that all ranks have to leave a call after Ctrl-C or `cancel`. Then the gang ends."""
+
+ANSWER_TIME = 5.0
+"""Timeout, in seconds, for the ranks' newest collectives after a call that has failed or was interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +70,12 @@ class Call:
     """Rank whose function has returned -> function that unpickles the return value."""
     is_interrupted: bool = False
     halted: dict[int, int] = field(default_factory=dict)
-    """Ranks that have halted in the interrupted call, with their numbers of collectives."""
+    """Ranks that have halted in the interrupted call, or have left it, with the numbers of their collectives."""
     at: int | None = None
-    """Number of collectives at which all ranks leave the interrupted call. None: some ranks have yet to halt."""
+    """Number of the collective after which all ranks leave the interrupted call. None: some ranks have yet to halt."""
+    compare_by: float | None = None
+    """Time (driver's clock, seconds) at which the ranks' newest collectives are compared at the latest, after an
+    exception or an interrupt. None before the order."""
     leave_by: float | None = None
     """Time (driver's clock, seconds) at which all ranks must have left the interrupted call. None before the order."""
 
@@ -138,7 +145,7 @@ class Calls:
     def note_halted(self, rank: int, said: Halted) -> None:
         """Record that a rank has halted in the present call, or waits in a collective."""
         if self.current is not None and said.number == self.current.number:
-            self.current.halted[rank] = said.num_collectives
+            self.current.halted[rank] = said.at
 
     def go_on(self, attempt: Attempt, observers: Observers, *, is_stopping: bool) -> None:
         """End the call that has ended in all ranks, begin the next one, or have the ranks return.
@@ -184,9 +191,8 @@ class Calls:
             call.leave_by = attempt.clock() + LEAVE_TIME
             attempt.tell(Tell(EndCall(call.number)))
             return
-        counts = call.halted | {rank: said.num_collectives for rank, said in call.ended.items()}
-        if call.at is None and len(counts) == attempt.world_size:
-            call.at = max(counts.values())
+        if call.at is None and len(call.halted) == attempt.world_size:
+            call.at = max(call.halted.values())
             attempt.tell(Tell(EndCall(call.number, call.at)))
         if attempt.clock() >= call.leave_by and not attempt.prompts.debugged:
             rank = min(attempt.places.keys() - call.ended.keys())
@@ -199,10 +205,13 @@ class Calls:
             )
 
     def _end(self, call: Call, attempt: Attempt, observers: Observers) -> None:
-        if (call.is_interrupted or attempt.call_failures) and (parted := _parted(call.ended)) is not None:
-            _break(call, attempt, *parted)
-            observers.note(f"the gang cannot go on: {parted[1]}")
-            return
+        if call.is_interrupted or attempt.call_failures:
+            if not _have_told(call, attempt):
+                return
+            if (parted := _parted(attempt.remembered)) is not None:
+                _break(call, attempt, *parted)
+                observers.note(f"the gang cannot go on: {parted[1]}")
+                return
         self.current = None
         errors = {rank: error_of(attempt.exit_in_call(rank), attempt.world_size) for rank in attempt.call_failures}
         cause = find_root_failure(map(attempt.exit_in_call, errors)).rank if errors else None
@@ -217,19 +226,27 @@ class Calls:
         call.settle(outcome)
 
 
-def _parted(ended: Mapping[int, CallEnded]) -> tuple[int, str] | None:
+def _have_told(call: Call, attempt: Attempt) -> bool:
+    """Ask the ranks for their newest collectives. Return True once all have answered, or the time for it is over."""
+    if call.compare_by is None:
+        call.compare_by = attempt.clock() + ANSWER_TIME
+        attempt.locate()
+    return attempt.have_answered(attempt.remembered) or attempt.clock() >= call.compare_by
+
+
+def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None:
     """Return a rank that has left a call elsewhere than the others, and a text. None if all may go on together.
 
-    After unequal numbers of collectives, the next collectives of two ranks would not meet.
+    The next collectives of two ranks meet if their newest collectives have the same number.
     """
-    counts = {rank: said.num_collectives for rank, said in ended.items()}
-    least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-    if counts[least] == counts[most]:
+    numbers = {rank: each.newest_of_all for rank, each in remembered.items() if each is not None}
+    known = {rank: number for rank, number in numbers.items() if number}
+    if len(set(known.values())) <= 1:
         return None
-    return (
-        least,
-        f"rank {least} had entered {counts[least]} collectives when it left the call, rank {most} {counts[most]}",
-    )
+    least = min(known, key=known.__getitem__)
+    most = max(known, key=known.__getitem__)
+    text = f"rank {least} had entered {known[least]} collectives when it left the call, rank {most} {known[most]}"
+    return least, text
 
 
 def _break(call: Call, attempt: Attempt, rank: int, text: str) -> None:

@@ -31,7 +31,7 @@ class EndCall:
     number: int
     """Number of the call."""
     at: int | None = None
-    """Number of collectives after which the rank leaves the call. None: halt, and report the number (`Halted`)."""
+    """Number of the collective after which the rank leaves the call. None: halt, and report a number (`Halted`)."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ class CallEnded:
     """Pickled return value. None if the value was sent in pieces, or the call has failed."""
     failure: Failure | None = None
     """The exception that the call has raised. None if the call has returned."""
-    num_collectives: int = 0
-    """Number of collectives in the default process group so far. 0 if the numbers of two ranks cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,9 @@ class Halted:
 
     number: int
     """Number of the call."""
-    num_collectives: int
-    """Number of collectives after which the rank can leave the call at the earliest."""
+    at: int
+    """Number of the collective in the default process group after which the rank can leave the call at the earliest. 0
+    if unknown."""
 
 
 values: dict[int, Any] = {}

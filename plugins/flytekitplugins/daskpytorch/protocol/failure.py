@@ -29,6 +29,8 @@ MAX_TEXT = 32 << 10
 MAX_PICKLED = 1 << 20
 """Maximum number of bytes of a pickled exception. The driver gets only the text of a larger exception, which may hold a
 batch."""
+DEFAULT_GROUP = "the default group"
+"""First words of the names of the default process group, which has a name for each backend."""
 CONSEQUENCES = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
     r"|remote process|store->|tcpstore|timed out (after|waiting)",
@@ -99,6 +101,12 @@ class Recalled:
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a gloo group with a timeout of 120 s or more -> the group's ranks. Empty if ranks may number the same
     collective differently."""
+
+    @property
+    def newest_of_all(self) -> int:
+        """Number of the newest collective of all ranks, in the default group. 0 if unknown."""
+        own = [each for each in self.collectives if each.group.startswith(DEFAULT_GROUP)]
+        return sum({each.group: each.number for each in own}.values())  # each backend numbers by itself
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import sources
-from flytekitplugins.daskpytorch.rank.interrupter import Interrupter, num_collectives
+from flytekitplugins.daskpytorch.rank.interrupter import Interrupter
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
@@ -97,8 +97,7 @@ class Server:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or a closed one
                 stream.flush()  # the output of a call comes before its end
-        count = num_collectives()
-        self._link.send(CallEnded(number=order.number, value=value, failure=failure, num_collectives=count))
+        self._link.send(CallEnded(number=order.number, value=value, failure=failure))
 
     def _enter_code(self, order: NextCall) -> None:
         if order.code is not None:

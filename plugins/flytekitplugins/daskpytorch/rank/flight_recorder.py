@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import DEFAULT_GROUP, MAX_COLLECTIVES, Collective, Recalled
 from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)
@@ -133,7 +133,7 @@ def _group_of(entry: Mapping[str, Any]) -> str:
 def _name(name: str, described: str, backend: str) -> str:
     backend = "nccl" if backend in torch_parts.NCCL_BACKENDS else backend
     if described == "default_pg":
-        return f"the default group ({backend})"
+        return f"{DEFAULT_GROUP} ({backend})"
     return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
 
 

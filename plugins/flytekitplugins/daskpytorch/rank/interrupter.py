@@ -1,7 +1,7 @@
 """Ends a call of a gang that stays by `KeyboardInterrupt`, at the same collective in each rank. Runs in a rank.
 
 A rank that leaves a call before a collective in which another rank waits would end the gang. So all ranks first halt,
-or wait in a collective. Then each rank runs on until it has entered as many collectives as the foremost rank.
+or wait in a collective. Then each rank runs on until it has entered the foremost rank's newest collective.
 
     EndCall ──▶ halt at the next line ──▶ Halted ──▶ EndCall(at) ──▶ run on ──▶ KeyboardInterrupt
 """
@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.calls import EndCall, Halted
-from flytekitplugins.daskpytorch.rank import process_group, standstill
+from flytekitplugins.daskpytorch.rank import flight_recorder, process_group, standstill
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 RETRY_WAIT = 0.01
@@ -39,7 +39,9 @@ class Interrupter:
         self._last_ended = 0
         """Number of the newest call that the driver has ordered to end. 0: none."""
         self._at: int | None = None
-        """Number of collectives after which the rank leaves the call. None before the driver's answer."""
+        """Number of the collective after which the rank leaves the call. None before the driver's answer."""
+        self._counted: int | None = None
+        """Number of operations of the default group at the newest look into the flight recorder."""
         self._has_halted, self._has_answer = threading.Event(), threading.Event()
 
     def order(self, order: EndCall) -> None:
@@ -59,7 +61,7 @@ class Interrupter:
             self._signal(order.number)
             # A backward pass may enter several collectives before the main thread's next line.
             count = int(not self._has_halted.wait(HALT_TIME) and _is_in_backward())
-        self._link.send(Halted(order.number, count + num_collectives()))
+        self._link.send(Halted(order.number, newest + count if (newest := newest_collective()) else 0))
 
     @contextlib.contextmanager
     def interruptible(self, number: int) -> Iterator[None]:
@@ -107,6 +109,7 @@ class Interrupter:
     def _halt(self, frame: FrameType | None) -> None:
         self._has_halted.set()
         self._has_answer.wait(MAX_HALT)
+        self._counted = None
         if self._is_there() or sys.gettrace() is not None:  # a debugger or a coverage tool traces already
             raise KeyboardInterrupt
         while frame is not None:
@@ -115,14 +118,19 @@ class Interrupter:
         sys.settrace(self._trace)
 
     def _trace(self, *_: object) -> Any:
-        """Raise `KeyboardInterrupt` at the first line at which the rank has entered enough collectives."""
+        """Raise `KeyboardInterrupt` at the first line after the collective that the driver has named."""
         if self._running is not None and self._is_there() and not self._link.is_sending:
             sys.settrace(None)
             raise KeyboardInterrupt
         return self._trace
 
     def _is_there(self) -> bool:
-        return self._at is None or num_collectives() >= self._at
+        if self._at is None:
+            return True
+        if (counted := process_group.num_collectives()) == self._counted:  # a look at each line would be slow
+            return False
+        self._counted = counted
+        return not 0 < newest_collective() < self._at
 
 
 def _is_in_backward() -> bool:
@@ -130,6 +138,10 @@ def _is_in_backward() -> bool:
     return "torch/autograd/" in frames.strip().partition("\n")[0]
 
 
-def num_collectives() -> int:
-    """Return the number of collectives in the default group so far. 0 if other ranks may count otherwise."""
-    return process_group.num_collectives() if process_group.are_numbers_comparable() else 0
+def newest_collective() -> int:
+    """Return the number of the newest collective in the default process group. 0 if unknown.
+
+    The group's own counter also counts messages between two ranks, which need not be equal in all ranks.
+    """
+    recalled = flight_recorder.recall() if process_group.are_numbers_comparable() else None
+    return recalled.newest_of_all if recalled is not None else 0
