@@ -53,7 +53,8 @@ class Evaluate:
     """Number of the cluster's workers that are kept for evaluations, each with as many ranks as a worker of the
     training. 0: one rank beside the ranks of the training, on their node or on one of their workers."""
     every: int = 1
-    """Number of kept checkpoints from one evaluation to the next. 1: each checkpoint is due."""
+    """Number of kept checkpoints from one evaluation to the next. 1: each checkpoint is due. Each attempt of a task
+    counts anew, and also evaluates the checkpoint from which it starts, unless that one was evaluated before."""
     timeout: float = 1800.0
     """Longest time of one evaluation, in seconds. After the training's end, the gang waits at most this long for
     unfinished evaluations. `load(best=True)` waits at most this long, too."""
