@@ -62,8 +62,9 @@ class Keep:
     best: int = 0
     """Number of best checkpoints, by `metric`, to keep besides the newest. The earlier wins a tie. 0: none."""
     metric: str | None = None
-    """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)`. Checkpoints whose
-    metric is missing or NaN are never among the best. None if `best` is 0."""
+    """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)` or returned by the
+    function of `Gang(evaluate=...)`. Checkpoints whose metric is missing or NaN are never among the best. None if
+    `best` is 0."""
     mode: Literal["min", "max"] = "min"
     """Direction of the metric: `min` if low values are best, `max` if high values are best."""
 
