@@ -9,6 +9,7 @@ This module imports only the standard library.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -106,10 +107,12 @@ def python_with(wheels: Path, folder: Path) -> Path:
     venv.EnvBuilder(symlinks=True, clear=True).create(folder)
     [packages] = folder.glob("lib/python3*/site-packages")
     (packages / "of_machine.pth").write_text("\n".join(_packages_here()))
-    how = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--ignore-installed", "--no-cache-dir"]
+    how = ["install", "--isolated", "--quiet", "--no-index", "--no-deps", "--ignore-installed"]
+    how += ["--no-compile", "--no-cache-dir"]
     others = [str(wheel) for wheel in sorted(wheels.glob("*.whl")) if wheel != pip]
     command = [str(python), f"{pip}/pip", *how, *others]
-    subprocess.run(command, check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    alone = {**os.environ, "PIP_CONFIG_FILE": os.devnull}  # images such as NVIDIA's constrain pip's versions
+    subprocess.run(command, check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL, env=alone)
     torchrun = folder / "bin" / "torchrun"  # that of the machine would start ranks without the wheels
     torchrun.write_text(f"#!{python}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
     torchrun.chmod(0o755)

@@ -169,7 +169,10 @@ def make_wheel(folder: Path, name: str, **files: str) -> None:
             wheel.writestr(file, text)
 
 
-def test_a_child_of_the_wheels_python_finds_their_packages_and_those_of_the_machine(tmp_path: Path) -> None:
+def test_a_child_of_the_wheels_python_finds_their_packages_and_those_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the machine's settings constrain pip."""
     bundled = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)
     if bundled is None:
         pytest.skip("this Python has no wheel of pip")
@@ -179,6 +182,8 @@ def test_a_child_of_the_wheels_python_finds_their_packages_and_those_of_the_mach
         gpu_wheels.python_with(wheels, venv)
     (wheels / bundled.name).write_bytes(bundled.read_bytes())
     make_wheel(wheels, gpu_wheels.PACKAGE, **{"made_here.py": "", "packaging.py": "of = 'wheels'"})
+    (tmp_path / "constraints").write_text(f"{gpu_wheels.PACKAGE}==99")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints"))
     python = gpu_wheels.python_with(wheels, venv)
     program = "import made_here, packaging, torch; print(packaging.of, torch.__file__)"
     started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True, env={{}})"
