@@ -594,6 +594,17 @@ class OutOfMemoryError(RuntimeError):
     """Named as torch names an error of too little memory on a GPU."""
 
 
+OF_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "1125899906842624 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def with_cause(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("exit_", "kind"),
     [
@@ -602,6 +613,9 @@ class OutOfMemoryError(RuntimeError):
         (rank_exit(0, error=RuntimeError("Connection closed by peer")), "exception"),
         (rank_exit(0, error=OutOfMemoryError("CUDA out of memory")), "memory"),
         (rank_exit(0, error=MemoryError()), "memory"),
+        (rank_exit(0, error=RuntimeError(OF_ALLOCATOR)), "memory"),
+        (rank_exit(0, error=RuntimeError("CUDA error: out of memory")), "memory"),
+        (rank_exit(0, error=with_cause(ValueError("too large a batch"), OutOfMemoryError("CUDA out of"))), "memory"),
         (rank_exit(0, error=DistBackendError("Cuda failure 2 'out of memory'")), "memory"),
         (rank_exit(0, -signal.SIGKILL, out_of_memory=True), "memory"),
         (rank_exit(0, -signal.SIGSEGV), "signal"),

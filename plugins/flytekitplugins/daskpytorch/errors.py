@@ -57,11 +57,11 @@ class GangError(RuntimeError):
         self.kind: Kind = kind or self._usual_kind
         """Kind of the failure:
 
-        - `exception`: the rank raised an exception
+        - `exception`: the rank raised an exception, such as a collective's error after a lost connection
         - `memory`: the rank was killed for memory, or raised an error of too little memory on the host or the GPU
         - `signal`: a signal ended the rank, such as SIGSEGV or SIGKILL
         - `exit`: the rank ended with an exit code of its own
-        - `lost`: the rank was lost with its worker, agent, GPU or network
+        - `lost`: the rank was lost with its worker, agent or GPU, or NCCL's watchdog aborted the rank
         - `hang`: ranks gave no sign of life
         - `desync`: the ranks called different collectives, or one rank left others in a collective
         - `preempted`: the task or a worker was told to end

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, Kind, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.failure import NCCL_MEMORY, Failure, RankExit, without_ours
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, without_ours
 
 REPEATED = "the same error came at the same step twice"
 """Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
 NO_RESTARTS = "max_restarts is 0"
 STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
 """Reason for no restart of a gang that stays, which has a limit of 0."""
-MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
-"""Names of exceptions of too little memory: Python's and torch's."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -162,8 +160,7 @@ def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind
 def _kind_of_exception(failure: Failure) -> Kind:
     if failure.type_name == SystemExit.__name__:
         return "exit"
-    is_of_memory = failure.type_name in MEMORY_TYPES or NCCL_MEMORY.search(failure.message) is not None
-    return "memory" if is_of_memory else "exception"
+    return "memory" if failure.is_of_memory else "exception"
 
 
 def from_user(error: Exception) -> Exception:

@@ -41,10 +41,15 @@ CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 """Types of errors that the same code raises again in each attempt. `q` in a debugger raises `BdbQuit`."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
 """Exceptions that end a loop, an event loop or a debugger without an error."""
-NCCL_MEMORY = re.compile(
-    r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (malloc|calloc|host alloc)", re.IGNORECASE
+MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
+"""Names of exceptions of too little memory: Python's and torch's."""
+MEMORY_TEXTS = re.compile(
+    r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (malloc|calloc|host alloc)|CUDA error: out of memory"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory",
+    re.IGNORECASE,
 )
-"""Texts of NCCL's errors if the rank's own GPU has too little memory. A lost peer raises the same error type."""
+"""Texts of errors of NCCL, CUDA and torch's CPU allocator if the rank's own GPU or host has too little memory. NCCL
+raises the same error type for a lost peer."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GROUP_FILES = re.compile(
     r"/(torch/(distributed|nn/parallel|autograd)|flytekitplugins/daskpytorch/(rank|protocol|node))/"
@@ -136,6 +141,8 @@ class Failure:
     """Line of the exception's text that reports a failed GPU. Empty for other exceptions."""
     exit_code: int = 1
     """Exit code with which Python would have ended."""
+    is_of_memory: bool = False
+    """True if the exception, or one of its causes, reports too little memory on the host or GPU."""
 
     @classmethod
     def of(
@@ -172,6 +179,7 @@ class Failure:
             gpu_fault=gpu_fault,
             position=position,
             exit_code=exit_code_of(error),
+            is_of_memory=any(map(_is_of_memory, _with_causes(error))),
             is_final=is_final or isinstance(error, CERTAIN_TYPES),
         )
 
@@ -322,7 +330,7 @@ def _is_of_group(error: BaseException) -> bool:
     Torch raises its own types, or a `RuntimeError` whose text names a lost connection. Any socket may raise an
     `OSError`, so the source file that made the call decides.
     """
-    if _is_memory_of_nccl(_text_of(error)):
+    if _is_of_memory(error):
         return False
     if type(error).__name__ in CONSEQUENCE_TYPES:
         return True
@@ -378,6 +386,5 @@ def _pickled(error: BaseException) -> bytes | None:
     return bytes(data) if len(data) <= MAX_PICKLED else None
 
 
-def _is_memory_of_nccl(text: str) -> bool:
-    """Return True if an error's text reports that NCCL found too little memory."""
-    return NCCL_MEMORY.search(text) is not None
+def _is_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ in MEMORY_TYPES or MEMORY_TEXTS.search(_text_of(error)) is not None
