@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.protocol.code import pack_call
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
@@ -228,6 +229,7 @@ def test_the_kernel_has_a_known_result() -> None:
         assert gpu_check.fault_of_kernel(CPU) == "a small kernel computed 1 of 262144 numbers wrongly"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel would not fail")
 def test_a_kernel_that_fails_is_the_gpus_fault() -> None:
     assert gpu_check.fault_of_kernel(torch.device("cuda")).startswith("a small kernel failed (")
 
@@ -253,6 +255,16 @@ def test_the_users_function_gets_the_gpus_index_and_its_exception_is_the_fault(d
         GpuCheck(order_with_gpu(**job)).compute(None)
     assert isinstance(error.value.__cause__, ArithmeticError)
     GpuCheck(order_for(**job)).compute(None)  # without a GPU
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_before_any_worker_comes() -> None:
+    lock = threading.Lock()
+
+    def check(index: int) -> None:
+        lock.acquire()
+
+    with pytest.raises(TypeError, match=r"pickle.*lock"):
+        request_for(print, (), {}, Gang(gpu_check=check))
 
 
 def test_nothing_is_checked_without_a_gpu_or_if_the_check_is_off(

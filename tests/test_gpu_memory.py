@@ -170,8 +170,9 @@ def test_the_failures_time_is_before_its_explanation(order: RankOrder, monkeypat
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", timed)
     ours, agents = Pipe()
     with ours, agents:
-        failure = main._explained(order, GangLink(ours, order), torch.OutOfMemoryError(MESSAGE))
+        failure = main._explained(order, GangLink(ours, order), torch.OutOfMemoryError(MESSAGE), 3)
     assert "48.0 GiB in 2" in failure.traceback
+    assert "profiles/rank-0-out-of-memory-call-3.pickle" in failure.traceback  # of call 3 of a gang that stays
     assert failure.time <= times[0]
 
 

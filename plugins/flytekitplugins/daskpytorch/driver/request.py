@@ -46,6 +46,8 @@ class Request:
     num_gpus: int = 0
     """Number of GPUs in each worker's or the task's limits. 0 if unknown."""
     settings: Gang
+    gpu_check: bytes | None = field(default=None, repr=False)
+    """The pickled function of `Gang(gpu_check=...)`. None without a function."""
     pass_local_rank: bool = False
     """True passes the argument `local_rank` to the function: the rank's index on its worker."""
     host: bytes | None = field(default=None, repr=False)
@@ -125,6 +127,7 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | N
         execution=pickle.dumps(in_ranks) if in_ranks is not None else None,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
+        gpu_check=packed_check(settings),
         observers=[make() for make in settings.observers],
     )
 
@@ -143,6 +146,15 @@ def packed(
         memory.close()  # now: picklers live until garbage collection, and keep their memory open
         memory = None
     return call, memory
+
+
+def packed_check(settings: Gang) -> bytes | None:
+    """Return the pickled function of `Gang(gpu_check=...)`. None without a function.
+
+    Raises:
+        TypeError: The function cannot be pickled.
+    """
+    return None if isinstance(settings.gpu_check, str) else pack_call(settings.gpu_check, (), {})
 
 
 def _memory() -> SharedMemory | None:

@@ -8,7 +8,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import placement
-from flytekitplugins.daskpytorch.protocol.code import Code, pack_call
+from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job, log_folder
@@ -49,7 +49,6 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
 
 def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:
     request, settings, saving = state.request, state.request.settings, state.saving
-    own_check = None if isinstance(settings.gpu_check, str) else pack_call(settings.gpu_check, (), {})
     return Job(
         gang=_id_of_gang(state),
         attempt=number,
@@ -64,7 +63,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
             evaluate=None,
             gpu_check="off" if settings.gpu_check == "off" else "quick",
         ),
-        gpu_check=own_check,
+        gpu_check=request.gpu_check,
         checkpoint=saving.newest,
         sharding=saving.sharding(),
         kept=saving.saved(),

@@ -35,7 +35,7 @@ class Server:
         folder: Path,
         stop_signal: StopSignal,
         completed: Callable[[Any], Any],
-        failure_of: Callable[[BaseException], Failure],
+        failure_of: Callable[[BaseException, int], Failure],
         ending_forks: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Prepare to serve calls.
@@ -45,7 +45,7 @@ class Server:
             folder: Folder of this rank alone, for sources of later calls. Need not exist.
             stop_signal: The rank's signal to stop. After a call in which the signal has fired, the rank returns.
             completed: Runs a coroutine that a function has returned to its end.
-            failure_of: Makes the report of an exception.
+            failure_of: Makes the report of an exception, of the call with this number.
             ending_forks: Context that ends each process that a call has forked.
         """
         self._link = link
@@ -91,7 +91,7 @@ class Server:
             value = self._take(order, returned)
         except BaseException as error:
             self.interrupter.leave()  # Ctrl-C may have come right at the end of the call
-            failure = self._failure_of(error)
+            failure = self._failure_of(error, order.number)
         if failure is not None:
             gc.collect()  # the traceback's frames hold tensors
         for stream in (sys.stdout, sys.stderr):

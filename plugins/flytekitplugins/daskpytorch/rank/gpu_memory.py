@@ -41,7 +41,9 @@ def record(order: RankOrder) -> None:
             torch_parts.record_memory()
 
 
-def explain(error: BaseException, order: RankOrder, submit: Callable[[str, str, bytes], None]) -> None:
+def explain(
+    error: BaseException, order: RankOrder, submit: Callable[[str, str, bytes], None], call: int | None = None
+) -> None:
     """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot of the memory.
 
     Other errors stay as they are.
@@ -50,6 +52,7 @@ def explain(error: BaseException, order: RankOrder, submit: Callable[[str, str, 
         error: The exception that ends the rank.
         order: The rank's order.
         submit: Sends the driver a result file: the handler's key, the file's path and its content.
+        call: Number of the call that raised the exception, in a gang that stays. None: a gang of one call.
     """
     if (cause := _out_of_memory(error)) is None:
         return
@@ -61,7 +64,8 @@ def explain(error: BaseException, order: RankOrder, submit: Callable[[str, str, 
         with optional("Reading torch's snapshot of the GPU's memory"):
             snapshot = torch_parts.memory_snapshot()
             notes += describe(snapshot, device)
-            path = f"profiles/rank-{place.rank}-out-of-memory-{order.job.attempt}.pickle"
+            number = f"{order.job.attempt}" if call is None else f"call-{call}"  # a gang that stays has one attempt
+            path = f"profiles/rank-{place.rank}-out-of-memory-{number}.pickle"
             if (data := pickled(snapshot)) is not None:
                 submit("", path, data)
                 notes.append(f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).")

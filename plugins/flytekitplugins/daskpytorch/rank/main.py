@@ -104,12 +104,14 @@ def main(channel: Connection) -> int:
     return 0
 
 
-def _explained(order: RankOrder, link: GangLink, error: BaseException, *, is_final: bool = False) -> Failure:
-    """Return the report of an exception, with notes for the user."""
+def _explained(
+    order: RankOrder, link: GangLink, error: BaseException, call: int | None = None, *, is_final: bool = False
+) -> Failure:
+    """Return the report of an exception, with notes for the user. `call`: its call's number in a gang that stays."""
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
-    gpu_memory.explain(error, order, link.submit)
+    gpu_memory.explain(error, order, link.submit, call)
     return failure_of(error, at, link, is_final=is_final)
 
 

@@ -222,7 +222,7 @@ class InRanks:
             yield stack.enter_context(shown.results.received())
 
     def _request(self, inputs: dict[str, Any], host: RankHost, observers: list[Observer]) -> Request:
-        from flytekitplugins.daskpytorch.driver.request import Request
+        from flytekitplugins.daskpytorch.driver.request import Request, packed_check
         from flytekitplugins.daskpytorch.protocol import code
 
         config = self.task_config
@@ -232,6 +232,7 @@ class InRanks:
             ranks_per_worker=self._num_ranks_per_worker(),
             num_gpus=self._num_gpus_to_find(),
             settings=config.gang,
+            gpu_check=packed_check(config.gang),
             host=pickle.dumps(host),
             environment=self._environment_of_ranks(),
             observers=observers,
