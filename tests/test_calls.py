@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.calls import LEAVE_TIME, Call, Calls, Outcome
+from flytekitplugins.daskpytorch.driver.received import Kept, Part
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.calls import EndCall, Forget, NextCall
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
 from flytekitplugins.daskpytorch.protocol.orders import Locate
+from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.reports import Stands
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 from test_deadlock import TIMEOUT, calls, remembers, waits, works
@@ -319,6 +323,22 @@ def test_a_call_that_all_ranks_leave_together_is_cancelled_and_the_gang_goes_on(
     world.ask()
     world.end()
     assert world.values(2) == {0: (2, 0), 1: (2, 1)}
+
+
+def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying) -> None:
+    world.of_gang.interrupt(world.ask())
+    world.obey_all()
+    kept = Kept(0, data=b"")
+    large = weakref.ref(kept)
+    piece = Piece("", None, b"", is_first=True, is_last=True)
+    world.report(world.agent(W1), 0, Part(0, piece, kept))
+    del kept
+    world.report(world.agent(W1), 0, CallEnded(number=1, value=None))
+    world.end_call(1, KeyboardInterrupt())
+    world.obey_all()
+    assert world.outcomes[1].is_interrupted
+    gc.collect()
+    assert large() is None
 
 
 def test_a_rank_that_does_not_leave_a_cancelled_call_in_time_ends_the_gang(world: Staying) -> None:

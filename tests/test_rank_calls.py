@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.protocol import calls
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import pack_call, pack_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.calls import Server
 
 
@@ -70,7 +69,6 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     handler = signal.getsignal(signal.SIGINT)
     for name in ("path", "path_hooks"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    monkeypatch.setattr(process_group, "are_numbers_comparable", lambda: False)
     monkeypatch.setattr(calls, "values", calls.values)
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     yield Rank(tmp_path / "of-rank")
@@ -109,6 +107,44 @@ def test_sources_that_came_with_an_interrupted_call_are_there_for_the_next(
     assert second.failure is None, second.failure
     assert second.value == pickle.dumps(7)
     monkeypatch.delitem(sys.modules, module.stem)
+
+
+def test_after_a_reload_copies_of_changed_sources_count_also_in_packages(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "daskpytorch_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    name = f"{package.name}.part"
+    sent = []
+    with monkeypatch.context() as of_driver:
+        of_driver.syspath_prepend(str(tmp_path))
+        for text in ("def value(): return 'old'", "def value(): return 'newer'"):
+            (package / "part.py").write_text(text)
+            module = importlib.import_module(name)
+            sent.append((pack_code(), pack_call(module.value, (), {})))
+    reload = pack_call(reload_named, (name,), {})
+    for each in (name, package.name):
+        monkeypatch.delitem(sys.modules, each)
+    (package / "part.py").unlink()  # this host is another than the driver's
+    (old, call), (newer, _) = sent
+    found = rank.serve(
+        NextCall(number=1, call=call, code=old),
+        NextCall(number=2, call=call, code=newer),
+        NextCall(number=3, call=reload),
+        NextCall(number=4, call=call),
+        NextCall(number=5, call=reload, code=old),
+        NextCall(number=6, call=call),
+    )
+    values = [each.value for each in found]
+    assert [pickle.loads(value) for value in values if value] == ["old", "old", None, "newer", None, "old"]
+    assert len(sys.path) == len(set(sys.path))
+    for each in (name, package.name):
+        monkeypatch.delitem(sys.modules, each)
+
+
+def reload_named(name: str) -> None:
+    importlib.reload(sys.modules[name])
 
 
 def test_a_kept_value_that_a_cells_function_uses_by_name_is_freed_with_its_reference(rank: Rank) -> None:

@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 
-Kind = Literal["exception", "memory", "signal", "exit", "lost", "hang", "desync", "preempted", "start"]
+Kind = Literal["exception", "memory", "signal", "exit", "lost", "hang", "desync", "preempted", "start", "closed"]
 """Kinds of a gang's failures, by which code can react. `GangError.kind` describes each."""
 
 
@@ -66,6 +66,7 @@ class GangError(RuntimeError):
         - `desync`: the ranks called different collectives, or one rank left others in a collective
         - `preempted`: the task or a worker was told to end
         - `start`: the gang could not start
+        - `closed`: a call came after `StayingGang.close`
         """
         self.rank = rank
         """Number of the rank to which the failure is attributed. None if no rank failed."""

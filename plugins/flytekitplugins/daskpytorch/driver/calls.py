@@ -66,8 +66,8 @@ class Call:
     """Called once in the gang's thread, when the call has ended in all ranks."""
     ended: dict[int, CallEnded] = field(default_factory=dict)
     """Reports of the ranks in which the call has ended."""
-    values: dict[int, Callable[[], Any]] = field(default_factory=dict)
-    """Rank whose function has returned -> function that unpickles the return value."""
+    received: ReceivedResults | None = None
+    """Buffer of the ranks' return values. None until the call has ended in a rank."""
     is_interrupted: bool = False
     halted: dict[int, int] = field(default_factory=dict)
     """Ranks that have halted in the interrupted call, or have left it, with the numbers of their collectives."""
@@ -131,13 +131,13 @@ class Calls:
         call = self.current
         if call is None or said.number != call.number:
             return
-        call.ended[rank] = said
+        call.ended[rank], call.received = said, received
         attempt.at_rest.add(rank)
         attempt.prompts.forget(rank)
         failure = said.failure
         if failure is None:
-            call.values[rank] = received.take_returned(rank, said.value)
-        elif failure.is_consequence:  # another rank, or the process group, is lost
+            return
+        if failure.is_consequence:  # another rank, or the process group, is lost
             attempt.note_failure(rank, failure)
         elif not (call.is_interrupted and failure.type_name == KeyboardInterrupt.__name__):
             attempt.note_call_failure(rank, failure)
@@ -216,7 +216,7 @@ class Calls:
         errors = {rank: error_of(attempt.exit_in_call(rank), attempt.world_size) for rank in attempt.call_failures}
         cause = find_root_failure(map(attempt.exit_in_call, errors)).rank if errors else None
         observers.tell("called", call.name, errors[cause] if cause is not None else None)
-        values = call.values
+        values = _taken(call)
         self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))
 
     @staticmethod
@@ -232,6 +232,17 @@ def _have_told(call: Call, attempt: Attempt) -> bool:
         call.compare_by = attempt.clock() + ANSWER_TIME
         attempt.locate()
     return attempt.have_answered(attempt.remembered) or attempt.clock() >= call.compare_by
+
+
+def _taken(call: Call) -> dict[int, Callable[[], Any]]:
+    """Take the return values of a call out of the gang's buffer. Nobody reads those of an interrupted call."""
+    if call.received is None:
+        return {}
+    if call.is_interrupted:
+        call.received.drop_returned()
+        return {}
+    returned = {rank: said.value for rank, said in call.ended.items() if said.failure is None}
+    return {rank: call.received.take_returned(rank, value) for rank, value in returned.items()}
 
 
 def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None:

@@ -28,8 +28,15 @@ class GangFuture(Future[Any]):
     `received` collects the files that ranks submit until the gang ends.
     """
 
-    def __init__(self, received: ReceivedResults, end: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        received: ReceivedResults,
+        end: Callable[[], bool] | None = None,
+        settler: threading.Thread | None = None,
+    ) -> None:
         super().__init__()
+        self._settler = settler
+        """Thread that settles this future and others, and runs their callbacks. None: unknown."""
         self.received = received
         self._end = end
         """Called at Ctrl-C while a thread waits for this future: ends the gang. Returns False if a rank's debugger gets
@@ -56,10 +63,20 @@ class GangFuture(Future[Any]):
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if self.done():
             return
+        refuse_wait_in(self._settler)
         with deferred(self._end) as is_ending:
             while not self.done() and (is_ending() or time.monotonic() < deadline):
                 with contextlib.suppress(TimeoutError):
                     super().exception(max(0.0, TURN if is_ending() else min(TURN, deadline - time.monotonic())))
+
+
+def refuse_wait_in(settler: threading.Thread | None) -> None:
+    """Raise RuntimeError in a callback of a future that this thread settles: the callback would wait for itself."""
+    if threading.current_thread() is settler:
+        raise RuntimeError(
+            "a callback of a call's future waits for its gang, and would wait for ever: callbacks run in the thread "
+            "that settles the gang's futures. Wait in the thread that makes the calls, or in one of your own"
+        )
 
 
 class Futures(Sequence[F]):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Never
 
 from flytekitplugins.daskpytorch.protocol.code import Sources
@@ -20,9 +21,10 @@ def enter(sources: Sources) -> None:
     If the sources are copies of the driver's files, warnings, stacks and tracebacks name the driver's files. `__file__`
     is the copy's path, so that the program finds neighbouring files.
     """
-    sys.path[:0] = sources.folders
+    sys.path[:] = [*sources.folders, *(folder for folder in sys.path if folder not in sources.folders)]
     if not sources.originals:
         return
+    _renew_packages(Path(sources.folders[0]))
 
     def find_in(path: str) -> FileFinder:
         if not Path(path).is_relative_to(sources.folders[0]):
@@ -33,6 +35,17 @@ def enter(sources: Sources) -> None:
     sys.path_hooks.insert(0, find_in)
     if sources.script is not None and (original := sources.originals.get(str(sources.script))):
         _remember(original, sources.script.read_bytes())
+
+
+def _renew_packages(folder: Path) -> None:
+    """Make imports of packages' submodules, and reloads, look first in the newest copies of the project's sources."""
+    for module in list(sys.modules.values()):
+        paths = vars(module).get("__path__") if isinstance(module, ModuleType) else None
+        if isinstance(paths, list):
+            below = [(Path(path), copy) for path in paths for copy in _copies if Path(path).is_relative_to(copy)]
+            newest = dict.fromkeys(str(folder / path.relative_to(copy)) for path, copy in below)
+            paths[:] = dict.fromkeys([*newest, *paths])
+    _copies.add(folder)
 
 
 def explain(error: BaseException, sources: Sources) -> None:
@@ -65,6 +78,10 @@ def explain(error: BaseException, sources: Sources) -> None:
             f"{folder}, and nothing else of its files. Import a script as a module instead of running it by its "
             "path, or put the file into the image or into storage that all hosts reach."
         )
+
+
+_copies: set[Path] = set()
+"""Folders of the copies of the driver's sources from which this rank imports."""
 
 
 class _Copied(SourceFileLoader):

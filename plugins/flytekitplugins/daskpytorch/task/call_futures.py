@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,12 @@ from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 if TYPE_CHECKING:
+    import threading
+
     from flytekitplugins.daskpytorch.driver.calls import Outcome
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+
+_logger = logging.getLogger(__name__)
 
 
 class CallFutures(Logged, Futures[GangFuture]):
@@ -26,7 +32,9 @@ class CallFutures(Logged, Futures[GangFuture]):
         self,
         received: ReceivedResults,
         num_ranks: int,
+        settler: threading.Thread,
         end: Callable[[], bool],
+        cancel: Callable[[], object],
         keep: object,
         conclude: Callable[[], object] | None,
     ) -> None:
@@ -35,16 +43,18 @@ class CallFutures(Logged, Futures[GangFuture]):
         Args:
             received: The gang's received results.
             num_ranks: Number of ranks.
-            end: Ends the call. Returns False if a rank's debugger gets the Ctrl-C.
+            settler: Thread that settles the futures.
+            end: Ends the call at Ctrl-C. Returns False if a rank's debugger gets the Ctrl-C.
+            cancel: Ends the call in any case.
             keep: Gang, function and arguments, which are referenced until the call's end.
             conclude: Ends the call's table in a notebook. Called before the futures are settled. None: no table.
         """
         self.log = self._log = Log()
-        self._end = end
+        self._cancel = cancel
         self._keep: object = keep
         self._conclude = conclude or (lambda: None)
         self._cause: int | None = None
-        self._futures = [GangFuture(received, end) for _ in range(num_ranks)]
+        self._futures = [GangFuture(received, end, settler) for _ in range(num_ranks)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
 
@@ -73,7 +83,10 @@ class CallFutures(Logged, Futures[GangFuture]):
 
     def cancel(self) -> bool:
         """End the call: by a `KeyboardInterrupt` in each rank if the call runs. Return False if it had ended."""
-        return not self.done() and self._end()
+        if self.done():
+            return False
+        self._cancel()
+        return True
 
     def settle(self, outcome: Outcome) -> None:
         """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""
@@ -81,12 +94,13 @@ class CallFutures(Logged, Futures[GangFuture]):
             self._conclude()
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
-            if outcome.is_interrupted:
-                future.set_exception(CancelledError("the call was cancelled"))
-            elif rank in outcome.errors:
-                future.set_exception(outcome.errors[rank])
-            else:
-                _load(future, rank, outcome.values[rank])
+            with _settled(future):
+                if outcome.is_interrupted:
+                    future.set_exception(CancelledError("the call was cancelled"))
+                elif rank in outcome.errors:
+                    future.set_exception(outcome.errors[rank])
+                else:
+                    _load(future, rank, outcome.values[rank])
 
     def fail(self, error: BaseException) -> None:
         """Settle all futures with the error that has ended the gang."""
@@ -94,7 +108,22 @@ class CallFutures(Logged, Futures[GangFuture]):
             self._conclude()
         self._keep = None
         for future in reversed(self._futures):
-            future.set_exception(error)
+            with _settled(future):
+                future.set_exception(error)
+
+
+@contextlib.contextmanager
+def _settled(future: GangFuture) -> Iterator[None]:
+    """Settle a future in the block. An error of the block is logged, and fails the future if that is not settled yet.
+
+    `concurrent.futures` lets a `SystemExit` or `KeyboardInterrupt` of a user's callback through.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _logger.exception("the future of a call, or a callback of the future, has raised an error")
+        if not future.done():
+            future.set_exception(raisable(error, "settling a future"))
 
 
 def _load(future: GangFuture, rank: int, load: Callable[[], Any]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.driver.calls import Call, Calls, Outcome
-from flytekitplugins.daskpytorch.driver.futures import TURN
+from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
 from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+    from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -106,21 +107,26 @@ class _Pending(Observer):
                 futures, _ = self.futures.pop(number)
             futures.settle(outcome)
             del futures, outcome, ended
+        self._fail_left()
 
     def note_end(self, error: BaseException | None) -> None:
         """Fail all calls that have not ended, with the error that has ended the gang. None: the gang was closed."""
+        self._last_error = error or CancelledError("the gang was closed")
         self.to_settle.put(None)
         self.settler.join()
+        self.has_formed.set()
+
+    def _fail_left(self) -> None:
         with self.lock:
-            self.end = error or CancelledError("the gang was closed")
+            self.end = self._last_error
             left, self.futures = self.futures, {}
         for futures, call in left.values():
             if call.large is not None:
                 call.large.close()
-            futures.fail(self.end)
-        self.has_formed.set()
+            futures.fail(self._last_error)
 
     def __post_init__(self) -> None:
+        self._last_error: BaseException = CancelledError("the gang was closed")
         self.settler = threading.Thread(target=self.settle_all, name="daskpytorch-calls", daemon=True)
 
 
@@ -234,6 +240,7 @@ class StayingGang:
             GangError: The gang has ended or failed. If a rank raised an exception, that exception is raised instead.
             TypeError: `call` would refuse the function or an argument.
         """
+        refuse_wait_in(self._pending.settler)
         futures, number = self._ask(function, args, kwargs, keeps=True)
         kept = Kept(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
         futures.result()
@@ -245,6 +252,7 @@ class StayingGang:
 
     def close(self) -> None:
         """End all ranks. Calls that have not ended are cancelled."""
+        refuse_wait_in(self._pending.settler)
         with self._pending.lock:
             self._pending.is_closed = True
             has_calls = bool(self._pending.futures)
@@ -261,49 +269,63 @@ class StayingGang:
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
         check_arguments(function, *args, **kwargs)
-        self._refuse_if_over()
+        if not self.is_open:
+            raise self._error_if_over()
         with _packed_for(self):
             call, large = packed(function, args, kwargs)
-        code = pack_code() if self._sources.take_new() else None
-        for path in self._sources.changed() if is_interactive() else ():  # a script is not edited while it runs
+        code = self._new_code()
+        with self._pending.lock:
+            if self.is_open:
+                number = next(self._numbers)
+                settle = functools.partial(_hand_over, self._pending.to_settle, number)
+                name = name_of(function)
+                asked = Call(number=number, name=name, call=call, code=code, large=large, keeps=keeps, settle=settle)
+                return self._queue(asked, (self, function, args, kwargs)), number
+        if large is not None:
+            large.close()
+        raise self._error_if_over()
+
+    def _queue(self, asked: Call, keep: object) -> CallFutures:
+        pending = self._pending
+        futures = CallFutures(
+            self._supervisor.received,
+            pending.num_ranks,
+            pending.settler,
+            end=functools.partial(_end, self._supervisor, self._calls, asked),
+            cancel=functools.partial(self._calls.interrupt, asked),
+            keep=keep,
+            conclude=self._shown.show_call() if self._shown is not None else None,
+        )
+        pending.futures[asked.number] = (futures, asked)
+        self._calls.ask(asked)
+        return futures
+
+    def _new_code(self) -> Code | None:
+        """Return the project's sources if modules were imported, or have changed, since the call before."""
+        changed = self._sources.changed() if is_interactive() else []  # a script is not edited while it runs
+        for path in changed:
             say(
                 f"{path} has changed since the ranks have imported it, and they keep the old code. Begin a new gang, "
                 "or have the ranks reload the module: gang.call(importlib.reload, module)"
             )
-        conclude = self._shown.show_call() if self._shown is not None else None
-        with self._pending.lock:
-            number = next(self._numbers)
-            asked = Call(
-                number=number,
-                name=name_of(function),
-                call=call,
-                code=code,
-                large=large,
-                keeps=keeps,
-                settle=functools.partial(_hand_over, self._pending.to_settle, number),
-            )
-            end = functools.partial(_end, self._supervisor, self._calls, asked)
-            keep = (self, function, args, kwargs)
-            futures = CallFutures(self._supervisor.received, self._pending.num_ranks, end, keep, conclude)
-            if self.is_open:
-                self._pending.futures[number] = (futures, asked)
-                self._calls.ask(asked)
-        self._refuse_if_over()
-        return futures, number
+        return pack_code() if self._sources.take_new() or changed else None
 
-    def _refuse_if_over(self) -> None:
-        """Raise the error of a call on a gang that has ended or is closed."""
-        if self._pending.is_closed:
-            raise GangError("this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)")
-        if (error := self._pending.end) is not None:
-            cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
-            where = " It goes on from the newest checkpoint: current_rank().checkpoint.load()." if self._uri else ""
-            why = str(cause).partition("\n")[0]
-            raise GangError(
-                f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), "
-                f"and call keep again.{where}",
-                kind=cause.kind if isinstance(cause, GangError) else None,
-            ) from error
+    def _error_if_over(self) -> GangError:
+        """Return the error of a call on a gang that has ended or is closed."""
+        error = self._pending.end
+        if self._pending.is_closed or error is None:
+            text = "this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)"
+            return GangError(text, kind="closed")
+        cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
+        where = " It goes on from the newest checkpoint: current_rank().checkpoint.load()." if self._uri else ""
+        why = str(cause).partition("\n")[0]
+        over = GangError(
+            f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), "
+            f"and call keep again.{where}",
+            kind=cause.kind if isinstance(cause, GangError) else None,
+        )
+        over.__cause__ = error
+        return over
 
 
 def _hand_over(to_settle: queue.SimpleQueue[tuple[int, Outcome] | None], number: int, outcome: Outcome) -> None:

@@ -1,0 +1,102 @@
+"""The futures of a call are settled whatever a callback does, and a wait that could never end is refused."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch.driver.calls import Call, Outcome
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.task.call_futures import CallFutures
+from flytekitplugins.daskpytorch.task.staying import _Pending
+
+WAIT = 20.0
+
+
+class Asked:
+    """Calls of a gang of two ranks, whose outcomes the test decides."""
+
+    def __init__(self) -> None:
+        self.pending = _Pending()
+        self.pending.settler.start()
+        self.ended: list[str] = []
+
+    def ask(self, number: int) -> CallFutures:
+        futures = CallFutures(
+            ReceivedResults(),
+            2,
+            self.pending.settler,
+            end=lambda: bool(self.ended.append("Ctrl-C")),
+            cancel=lambda: self.ended.append("cancel"),
+            keep=None,
+            conclude=None,
+        )
+        call = Call(number=number, name="f", call=b"", settle=lambda _: None)
+        self.pending.futures[number] = (futures, call)
+        return futures
+
+    def settle(self, number: int, **values: Callable[[], Any]) -> None:
+        loads = {rank: values.get(f"rank{rank}", lambda: "value") for rank in range(2)}
+        self.pending.to_settle.put((number, Outcome(values=loads)))
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    asked = Asked()
+    yield asked
+    asked.pending.note_end(None)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_callback_that_waits_for_its_own_call_or_a_later_one_gets_an_error(asked: Asked, has_ended: bool) -> None:
+    first, second = asked.ask(1), asked.ask(2)
+    errors: list[BaseException] = []
+
+    def wait_for_all(_: object) -> None:
+        for wait in (first.result, second.exception, second[1].result):
+            try:
+                wait(timeout=WAIT)
+            except (RuntimeError, TimeoutError) as error:
+                errors.append(error)
+
+    first[1].add_done_callback(wait_for_all)
+    if has_ended:
+        asked.pending.note_end(None)
+        assert isinstance(first.exception(timeout=WAIT), BaseException)
+    else:
+        asked.settle(1)
+        assert first.result(timeout=WAIT) == ["value", "value"]
+    assert ["would wait for ever" in str(error) for error in errors] == [True] * 3, errors
+
+
+def test_an_exit_in_a_callback_or_at_the_load_of_a_value_leaves_no_future_unsettled(asked: Asked) -> None:
+    first, second, third = asked.ask(1), asked.ask(2), asked.ask(3)
+    first[1].add_done_callback(lambda _: sys.exit())
+    asked.settle(1)
+    asked.settle(2, rank0=sys.exit)
+    asked.settle(3)
+    assert first.result(timeout=WAIT) == ["value", "value"]
+    assert isinstance(second.exception(timeout=WAIT), RuntimeError)
+    assert third.result(timeout=WAIT) == ["value", "value"]
+
+
+def test_cancel_ends_the_call_although_a_debugger_would_get_the_ctrl_c(asked: Asked) -> None:
+    futures = asked.ask(1)
+    assert futures.cancel()
+    assert asked.ended == ["cancel"]
+    asked.settle(1)
+    futures.result(timeout=WAIT)
+    assert not futures.cancel()
+
+
+def test_waiting_in_another_thread_than_the_settler_is_allowed(asked: Asked) -> None:
+    futures, seen = asked.ask(1), []
+    thread = threading.Thread(target=lambda: seen.append(futures.result(timeout=WAIT)))
+    thread.start()
+    asked.settle(1)
+    thread.join()
+    assert seen == [["value", "value"]]
