@@ -84,6 +84,8 @@ class _Pending(Observer):
     is_closed: bool = False
     end: BaseException | None = None
     """Error that has ended the gang. None before the gang's end."""
+    last_error: BaseException = field(default_factory=lambda: CancelledError("the gang was closed"))
+    """The error that `end` will be, once the calls that have ended are settled."""
     to_settle: queue.SimpleQueue[tuple[int, Outcome] | None] = field(default_factory=queue.SimpleQueue)
 
     def placed(self, shape: Shape) -> None:
@@ -111,22 +113,21 @@ class _Pending(Observer):
 
     def note_end(self, error: BaseException | None) -> None:
         """Fail all calls that have not ended, with the error that has ended the gang. None: the gang was closed."""
-        self._last_error = error or CancelledError("the gang was closed")
+        self.last_error = error or self.last_error
         self.to_settle.put(None)
         self.settler.join()
         self.has_formed.set()
 
     def _fail_left(self) -> None:
         with self.lock:
-            self.end = self._last_error
+            self.end = self.last_error
             left, self.futures = self.futures, {}
         for futures, call in left.values():
             if call.large is not None:
                 call.large.close()
-            futures.fail(self._last_error)
+            futures.fail(self.last_error)
 
     def __post_init__(self) -> None:
-        self._last_error: BaseException = CancelledError("the gang was closed")
         self.settler = threading.Thread(target=self.settle_all, name="daskpytorch-calls", daemon=True)
 
 
