@@ -356,6 +356,30 @@ def test_what_a_rank_had_open_is_closed_though_nobody_hears_of_its_end(tmp_path:
     assert not rank.open_outputs()
 
 
+def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_path: Path) -> None:
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    [[place]] = place_ranks([agent.describe_node("w", None)], 1)
+    said: list[messages.FromAgent] = []
+    with contextlib.closing(made):
+        rank = made._fork(place, 0)
+        [output] = rank.outputs
+        process = Path(f"/proc/self/fd/{output.descriptor}")
+
+        def say(message: messages.FromAgent) -> None:
+            said.append(message)
+            if len(said) < 3:
+                process.write_text(f"line {len(said)}\n")
+
+        made._say = say  # type: ignore[method-assign]
+        process.write_text("line 0\n")
+        made._tell_exit(rank, 1)
+    lines = [message.lines for message in said if isinstance(message, messages.Lines)]
+    assert lines == [["line 0"], ["line 1"], ["line 2"]]
+    assert isinstance(said[-1], messages.Exited)
+    assert said[-1].log_tail == "line 0\nline 1\nline 2"
+
+
 def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
     def spawn(key: int, channel: int, output: int) -> None:
         raise BrokenPipeError("the fork server is gone")

@@ -36,6 +36,7 @@ from flytekitplugins.daskpytorch import (
     dispatch,
 )
 from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.task import staying
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
@@ -131,8 +132,17 @@ def test_modules_that_the_driver_imports_later_travel_with_the_call(
         monkeypatch.syspath_prepend(str(tmp_path))
         if is_elsewhere:
             monkeypatch.setattr(code, "running_kernel", lambda: "another")
-        places = gang.call(importlib.import_module(name).value).result()
-    assert [place == str(tmp_path / f"{name}.py") for place in places] == [not is_elsewhere] * 2
+        value = importlib.import_module(name).value
+        places = gang.call(value).result()
+        assert [place == str(tmp_path / f"{name}.py") for place in places] == [not is_elsewhere] * 2
+        monkeypatch.setattr(staying, "is_interactive", lambda: True)
+        (tmp_path / f"{name}.py").write_text("def value(): return 'changed'\n")
+        gang.call(reload_named, name).result()
+        assert gang.call(value).result() == ["changed"] * 2
+
+
+def reload_named(name: str) -> None:
+    importlib.reload(sys.modules[name])
 
 
 def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_is_there(cluster: Cluster) -> None:

@@ -346,7 +346,7 @@ class _Agent:
         if gathered.num_moves is not None:
             rank.num_moves = gathered.num_moves
         if self._stays and gathered.messages:  # the output of a call comes before its end
-            self._note_lines(rank, rank.take_lines(max_reads=1))
+            self._note_lines(rank, rank.take_lines())
         for together in gathered.messages:
             self._say(messages.Reported(rank.place.rank, together))
 
@@ -366,7 +366,8 @@ class _Agent:
     def _tell_exit(self, rank: Rank, exitcode: int) -> None:
         while not rank.channel.closed and rank.channel.poll():
             self._relay_reports(rank)
-        self._note_lines(rank, rank.take_lines())
+        for lines in rank.remaining_lines():
+            self._note_lines(rank, lines)
         self._say(
             messages.Exited(
                 rank=rank.place.rank,

@@ -2,10 +2,9 @@
 
 import codecs
 import contextlib
-import itertools
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
@@ -117,19 +116,21 @@ class Rank:
         """Return the pipes whose other end the rank, or a process of the rank, has not closed."""
         return [output for output in self.outputs if output.is_open]
 
-    def take_lines(self, max_reads: int | None = None) -> list[str]:
-        """Return the lines of output that have arrived since the last call.
+    def take_lines(self) -> list[str]:
+        """Return the lines of output that have arrived, by one read of each pipe, which takes what was written before.
 
-        Args:
-            max_reads: Maximum number of reads of each pipe. One read takes all that was written before. None: no limit.
+        A process of the rank that goes on writing cannot keep the agent here.
         """
-        lines = []
+        return [line for output in self.open_outputs() for line in output.read_lines()]
+
+    def remaining_lines(self) -> Iterator[list[str]]:
+        """Yield the lines of each read, until the pipes are empty. The agent sends them before the next read.
+
+        A process that outlives the rank may go on writing, so that the lines together have no limit.
+        """
         for output in self.open_outputs():
-            for number in itertools.count():
-                if number == max_reads or not output.is_open or not wait([output.descriptor], 0):
-                    break
-                lines += output.read_lines()
-        return lines
+            while output.is_open and wait([output.descriptor], 0):
+                yield output.read_lines()
 
     def note(self, lines: list[str]) -> None:
         """Add lines to the stored end of the rank's log, and store the newest line of torch's NCCL watchdog."""
