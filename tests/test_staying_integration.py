@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.task import staying
+from flytekitplugins.daskpytorch.task.staying import StayingGang
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
@@ -186,6 +188,32 @@ def loaded() -> int:
     state = current_rank().checkpoint.load()
     assert state is not None
     return state["step"]
+
+
+class ClosesGang:
+    """An argument whose pickling takes until the gang's end."""
+
+    def __init__(self, gang: StayingGang) -> None:
+        self.gang = gang
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        self.gang.close()
+        return int, ()
+
+
+def test_a_call_that_is_pickled_at_the_gangs_end_shows_nothing_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[str] = []
+    with nothing_left_behind(), dispatch.gang(nproc=1) as gang:
+        monkeypatch.setattr(gang, "_shown", SimpleNamespace(show_call=lambda: shown.append("a table")))
+        array = np.zeros(1 << 20)
+        with pytest.raises(GangError, match="this gang is closed") as caught:
+            gang.call(numbers_of, array, [ClosesGang(gang)])
+        open_files = [str(each.resolve()) for each in Path("/proc/self/fd").iterdir()]
+        assert not any("memfd:daskpytorch" in each for each in open_files)  # although the error's frames are alive
+    assert caught.value.kind == "closed"
+    assert shown == []
 
 
 def state_of_rank() -> tuple[int, int]:
