@@ -52,7 +52,8 @@ def entered() -> tuple[dict[int, float], bool] | None:
         if any("nccl" in name for group in groups for name in torch_parts.names_of_backends(group)):
             return None  # a rank calls NCCL's collectives ahead of its GPU, so that a late call is no wait
         records = torch_parts.flight_records(has_nccl=False, stacks=False)
-        entries = [entry for each in records for entry in pickle.loads(each).get("entries", ())]  # noqa: S301
+        traces = [pickle.loads(each) for each in records]  # noqa: S301 - by our own torch
+        entries = [entry for trace in traces for entry in trace.get("entries", ())]
         world = "the default group (gloo)"
         calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world]
         times = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls[-MAX_COLLECTIVES:]}
