@@ -12,6 +12,7 @@ import os
 import signal
 from pathlib import Path
 
+import torch.distributed as dist
 from flytekit import task
 from flytekitplugins.daskpytorch import DaskDDP, Gang, current_rank
 
@@ -21,6 +22,8 @@ def train(folder: str) -> int:
     rank, died = current_rank(), Path(folder, "died")
     state = rank.checkpoint.load() or {"step": 0}
     print(f"from step {state['step']}")
+    rank.goodput()  # its answer shows that the driver has heard from this rank
+    dist.barrier()
     for step in range(state["step"] + 1, 5):
         rank.log({"loss": 1.0 / step}, step=step)
         rank.checkpoint.save({"step": step}, step)

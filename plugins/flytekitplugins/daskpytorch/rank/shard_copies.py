@@ -81,7 +81,8 @@ class ShardCopies:
         """Remove this node's copies of all shards of the gang, after the gang's last attempt."""
         self._remove_own(lambda _: True)
         if self._folder is not None:
-            steps = self._folder.glob("step-*")  # a rank that was killed may have left an empty one
+            # A rank that was killed may have left an empty one. Other ranks clear the folder at the same time.
+            steps = [each for each in _listed(self._folder) if each.name.startswith("step-")]
             for folder in (*steps, self._folder):
                 with contextlib.suppress(OSError):  # another gang's copies are there
                     folder.rmdir()
