@@ -214,7 +214,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What its function returns: the first sharded and the first whole checkpoint are the best."""
+        """Metrics of the evaluation's function. The first sharded and the first whole checkpoint are the best."""
         return {"held_out": float(self.entry.step % 100)}
 
     def run(self) -> list[Any]:
@@ -277,7 +277,7 @@ class Watcher(Observer):
 
 @dataclass
 class OfStaying:
-    """What the ranks of a staying gang have done."""
+    """Record of the calls of a staying gang's ranks."""
 
     begun: list[tuple[int, int]] = field(default_factory=list)
     """Ranks, and the calls that they have begun."""

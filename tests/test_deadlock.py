@@ -60,7 +60,9 @@ def calls(number: int, operation: str = "all_reduce", *, group: str = GROUP, is_
 
 def remembers(*collectives: Collective, world: World, groups: Sequence[str] = (GROUP, OTHER)) -> Recalled:
     members = tuple(range(world.cluster.num_wanted))
-    return Recalled(groups=groups, collectives=collectives, members=dict.fromkeys(groups, members))
+    newest = max((each.number for each in collectives if each.group == GROUP), default=0)
+    of_groups = dict.fromkeys(groups, members)
+    return Recalled(groups=groups, collectives=collectives, members=of_groups, newest_of_all=newest)
 
 
 def works(world: World, rank: int) -> None:

@@ -68,12 +68,12 @@ def deliver(world: World) -> None:
 
 
 def left(world: World) -> bool:
-    """Whether the ranks were told to leave."""
+    """Return True if the ranks were told to leave."""
     return any(order == Tell(Leave()) for order in world.agent(W1).orders)
 
 
 def steps(world: World) -> list[int]:
-    """Those of the evaluations so far."""
+    """Return the steps of the checkpoints whose evaluations have begun."""
     return [each.entry.step for each in world.evaluations]
 
 
@@ -207,7 +207,7 @@ def test_a_restart_of_the_training_leaves_the_evaluation_alone(world_of: MakeWor
 
 
 def told(agent: Agent) -> list[tuple[int, Any]]:
-    """What rank 0 was told for its trackers."""
+    """Return steps and metrics that rank 0 was told for its trackers."""
     orders = [order.order for order in agent.orders if isinstance(order, Tell)]
     records = [record for order in orders if isinstance(order, Evaluated) for record in order.records]
     return [(record.step, record.metrics) for record in records]

@@ -107,7 +107,7 @@ def device_files(pid: int | str) -> list[str]:
 
 
 def look_before_use(device: str) -> tuple[bool, bool, list[str], list[str]]:
-    """What a rank finds before it uses its device, which then has to work."""
+    """Return the state of CUDA and the open device files before a rank uses its device. The device then has to work."""
     found = torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), device_files("self"), device_files(os.getppid())
     assert torch.ones(2, device=device).sum().item() == 2.0
     return found
@@ -196,7 +196,7 @@ def test_each_rank_has_its_own_gpu_by_uuid(run: Run, devices: str) -> None:
 
 
 def exchange(device: str) -> dict[str, Any]:
-    """What collectives give in the present default group."""
+    """Return the results of collectives in the present default group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     number = torch.tensor([float(rank + 1)], device=device)
     summed, sent = number.clone(), number.clone()
@@ -336,7 +336,7 @@ def save_under_load(device: str, way: str, can_lock: bool) -> dict[str, float]:
 
 
 def compare_saved(device: str, way: str) -> bool:
-    """Whether each byte is as it was at the save."""
+    """Return True if each byte is as it was at the save."""
     rank = current_rank()
     wanted = bytes_of(rank.rank if way == "save_sharded" else 0, device)
     if way == "save":

@@ -249,7 +249,7 @@ def test_a_task_out_of_memory_explains_itself_and_its_deck_links_the_snapshot(tm
 
 
 def look_at_gpu() -> tuple[list[str], list[str]]:
-    """What NVML does not know of this rank's GPU, and the faults that its check finds."""
+    """Return the fields that NVML leaves unknown for this rank's GPU, and the faults that the check finds."""
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     state = nvml.read(uuid)
     assert state is not None

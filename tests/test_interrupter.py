@@ -102,7 +102,7 @@ def test_it_is_not_interrupted_in_the_middle_of_a_message(rank: Rank) -> None:
 def test_a_backward_pass_that_goes_on_counts_one_more(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, frame: str, count: int
 ) -> None:
-    """It may enter another collective before the main thread's next line."""
+    """A backward pass may enter another collective before the main thread's next line."""
     stacks = f'Thread 0x1 (most recent call first):\n  File "/x/{frame}", line 1 in f\n  File "/y/t.py", line 2 in g\n'
     monkeypatch.setattr(module.standstill, "stacks", lambda: stacks)
     monkeypatch.setattr(module, "HALT_TIME", 0.01)

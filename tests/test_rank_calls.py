@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.rank.calls import Server
 
 
 class Value:
-    """What a rank keeps."""
+    """Value that a rank keeps between calls."""
 
     made: ClassVar[list[weakref.ref[Value]]] = []
 

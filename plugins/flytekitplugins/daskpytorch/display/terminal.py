@@ -32,7 +32,8 @@ MAX_LINE = 2_000
 MAX_METRICS = 200
 """Maximum number of metrics in the line at a task's end. If there are more, the line has the last record's metrics."""
 MAX_HELD = 10_000
-"""Maximum number of lines that wait while a rank's debugger has the terminal. Older lines are dropped."""
+"""Maximum number of lines that wait while a rank's debugger has the terminal, or until the end of a cell with
+`%%ranks`. Older lines are dropped."""
 LARGE = 1e15
 """Smallest absolute value of a whole number that is shown with an exponent, as in 1e+15."""
 WIDE = 100

@@ -161,6 +161,10 @@ class Committer:
 
         self.vault.worker.submit(LANE, lambda: self._note_evaluated(uri, metrics, done), gives_up)
 
+    def apply_policy(self) -> None:
+        """Queue the removal of the sharded checkpoints that the retention policy does not keep."""
+        self.note_evaluated("", None, lambda: None)
+
     def sweep(self, attempt: int, number: int = -1) -> None:
         """Queue the removal of outdated sharded checkpoints and uncommitted saves of this driver and those it follows.
 

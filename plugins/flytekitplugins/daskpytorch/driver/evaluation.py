@@ -268,8 +268,8 @@ class Evaluator:
         self.close()
         if self.is_on:
             self._committer.vault.hold(())
-        if isinstance(running := self._agenda.running, ShardedCheckpoint):
-            self._committer.note_evaluated(running.uri, None, lambda: None)
+        if self.is_on and self._committer.vault.sharded:
+            self._committer.apply_policy()
 
     def end(self) -> None:
         """Cancel the running evaluation, and wait until its ranks have ended."""

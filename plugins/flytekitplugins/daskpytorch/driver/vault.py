@@ -21,6 +21,7 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver import manifest, previous
 from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
+from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
@@ -111,7 +112,7 @@ class Vault:
         with self._lock:
             for file in reversed(read.listed if found else []):
                 if file.name not in read.damaged:
-                    state = _state_of(self._disk / file.name) if file in found else None
+                    state = state_of(self._disk / file.name) if file in found else None
                     self._whole[file.name] = _Whole(file, state, file.folder)
                 elif file.folder == self.own:
                     self._leftovers.add(file.name)
@@ -176,7 +177,7 @@ class Vault:
             if before is not None:  # saved again, perhaps without metrics
                 metrics = {**before.file.metrics, **file.metrics}
                 file = replace(file, metrics=metrics, is_evaluated=before.file.is_evaluated)
-            kept = _Whole(file, _state_of(path), before.folder if before is not None else None)
+            kept = _Whole(file, state_of(path), before.folder if before is not None else None)
             self._whole[file.name] = kept
             self._tidy()
 
@@ -245,7 +246,7 @@ class Vault:
         path = self._disk / whole.file.name
         if not path.is_file() or path.stat().st_size != whole.file.size:
             return False
-        return _state_of(path) == whole.state or digest_of(path) == whole.file.digest
+        return state_of(path) == whole.state or digest_of(path) == whole.file.digest
 
     def _drop(self, whole: _Whole) -> None:
         (self._disk / whole.file.name).unlink(missing_ok=True)
@@ -391,9 +392,3 @@ class Vault:
             f"trying again in {pause:g} s. The training goes on.",
         )
         return False
-
-
-def _state_of(path: Path) -> tuple[int, ...]:
-    """Return a file's inode, size and modification time. A write to the file changes at least one."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: it changes when the agent removes its link

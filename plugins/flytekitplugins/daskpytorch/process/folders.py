@@ -161,3 +161,12 @@ def _name_of(user: int) -> str:
         return f"{pwd.getpwuid(user).pw_name}, uid {user}"
     except KeyError:
         return f"uid {user}"
+
+
+def state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return a file's inode, size and modification time. A write to the file changes at least one. None: no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: it changes when a link is removed

@@ -106,12 +106,8 @@ class Recalled:
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a gloo group with a timeout of 120 s or more -> the group's ranks. Empty if ranks may number the same
     collective differently."""
-
-    @property
-    def newest_of_all(self) -> int:
-        """Number of the newest collective of all ranks, in the default group. 0 if unknown."""
-        own = [each for each in self.collectives if each.group.startswith(DEFAULT_GROUP)]
-        return sum({each.group: each.number for each in own}.values())  # each backend numbers by itself
+    newest_of_all: int = 0
+    """Number of the newest collective of all ranks, in the default group. 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from pathspec import GitIgnoreSpec
 
+from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.script import Script
 
@@ -110,7 +111,7 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._num_modules = 0
-        self._states: dict[Path, tuple[int, int] | None] = {}
+        self._states: dict[Path, tuple[int, int, int] | None] = {}
         """Path of a file -> time of its last change in nanoseconds, and its size in bytes. None: no such file."""
         self.take_new()
 
@@ -121,22 +122,14 @@ class SourceFiles:
         self._num_modules, main = len(sys.modules), sys.modules["__main__"]
         places = map(_place_in_project, (each for each in _modules_not_installed() if each is not main))
         new = {root / relative for root, relative in filter(None, places)} - self._states.keys()
-        self._states |= {path: _state_of(path) for path in new}
+        self._states |= {path: state_of(path) for path in new}
         return bool(new)
 
     def changed(self) -> list[Path]:
         """Return the paths of files that have changed since their first look or the last call."""
-        found = {path: state for path, known in self._states.items() if (state := _state_of(path)) != known}
+        found = {path: state for path, known in self._states.items() if (state := state_of(path)) != known}
         self._states |= found
         return sorted(found)
-
-
-def _state_of(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
 
 
 _installed_modules: dict[str, ModuleType] = {}
@@ -149,7 +142,7 @@ def _modules_not_installed() -> Iterator[ModuleType]:
     for name, module in list(sys.modules.items()):
         if _installed_modules.get(name) is module:
             continue
-        if _is_installed(_attributes(module).get("__file__"), installed):
+        if _is_installed(attributes_of(module).get("__file__"), installed):
             _installed_modules[name] = module
         else:
             yield module
@@ -169,7 +162,7 @@ def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
     """Return a module's import folder, and its path below that folder. None means the module is not sent."""
-    attributes = _attributes(module)
+    attributes = attributes_of(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
         return None  # built-in modules, this package and its siblings
@@ -188,7 +181,7 @@ def _imported_as(attributes: Mapping[str, Any]) -> object:
     return name
 
 
-def _attributes(module: ModuleType) -> dict[str, Any]:
+def attributes_of(module: ModuleType) -> dict[str, Any]:
     """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
     try:
         attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
@@ -21,6 +22,9 @@ from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import sources
 from flytekitplugins.daskpytorch.rank.interrupter import Interrupter
 from flytekitplugins.daskpytorch.rank.link import GangLink
+
+SHARED = (bool, int, float, str, bytes, tuple, type, ModuleType, FunctionType)
+"""Types of values that Python or several names may share. No name is known to be bound to such a value by a call."""
 
 
 class Server:
@@ -122,7 +126,7 @@ class Server:
         main = vars(sys.modules["__main__"])
         before = dict(main)
         call = unpack_call(order.call, large, self._present)
-        kept = set(map(id, values.values()))
+        kept = {id(value) for value in values.values() if not isinstance(value, SHARED)}
         self._bound.update(name for name, value in main.items() if id(value) in kept and value is not before.get(name))
         return call
 

@@ -30,12 +30,15 @@ def recall() -> Recalled | None:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
         entries = [entry for entry in _entries(has_nccl=has_nccl) if _group_of(entry) in groups]
-        newest = sorted(entries, key=lambda entry: entry["time_created_ns"])[-MAX_COLLECTIVES:]
-        collectives = [_collective(entry) for entry in newest]
+        entries.sort(key=lambda entry: entry["time_created_ns"])
+        collectives = [_collective(entry) for entry in entries[-MAX_COLLECTIVES:]]
+        numbers = {_group_of(entry): entry["collective_seq_id"] for entry in entries}
+        # Each backend of the default group numbers by itself.
+        of_all = sum(number for group, number in numbers.items() if group.startswith(DEFAULT_GROUP))
         members = dict(_members()) if process_group.are_numbers_comparable() else {}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
         return None
-    return Recalled(groups=groups, collectives=collectives, members=members)
+    return Recalled(groups=groups, collectives=collectives, members=members, newest_of_all=of_all)
 
 
 def entered() -> tuple[dict[int, float], bool] | None:

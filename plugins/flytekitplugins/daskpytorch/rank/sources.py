@@ -8,11 +8,10 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Never
 
 from flytekitplugins.daskpytorch.protocol.code import Sources
-from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES
+from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES, attributes_of
 
 
 def enter(sources: Sources) -> None:
@@ -39,8 +38,8 @@ def enter(sources: Sources) -> None:
 
 def _renew_packages(folder: Path) -> None:
     """Make imports of packages' submodules, and reloads, look first in the newest copies of the project's sources."""
-    for module in list(sys.modules.values()):
-        paths = vars(module).get("__path__") if isinstance(module, ModuleType) else None
+    for module in list(sys.modules.values()) if _copies else ():
+        paths = attributes_of(module).get("__path__")
         if isinstance(paths, list):
             below = [(Path(path), copy) for path in paths for copy in _copies if Path(path).is_relative_to(copy)]
             newest = dict.fromkeys(str(folder / path.relative_to(copy)) for path, copy in below)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.script import Script
 
@@ -68,7 +69,7 @@ class TaskScript:
         """
         folder, given = Path.cwd(), _Inputs(values, self._text_of)
         places = {name: output.location.format(inputs=given) for name, output in self.outputs.items()}
-        before = {name: _stamp(folder / place) for name, place in places.items()}
+        before = {name: state_of(folder / place) for name, place in places.items()}
         # The ranks of a task are in the working folder already, which may be another than at the task's definition.
         replace(self.script, args=tuple(self._words(given, places)), directory=str(folder))()
         if not current_rank().is_main:
@@ -91,20 +92,20 @@ class TaskScript:
             else:
                 yield word.format(inputs=given, outputs=_Inputs(places, str))
 
-    def _left(self, name: str, path: Path, before: tuple[int, int] | None) -> Path:
+    def _left(self, name: str, path: Path, before: tuple[int, int, int] | None) -> Path:
         """Return the path of an output after a check that the program has left the file or folder there.
 
         Args:
             name: Name of the output.
             path: Path of the output.
-            before: Stamp of the file before the program's start. An unchanged file is reported.
+            before: State of the file before the program's start. An unchanged file is reported.
 
         Raises:
             FileNotFoundError: The program has not left the output.
         """
         output = self.outputs[name]
         if path.is_dir() if output.is_folder else path.is_file():
-            if before is not None and not output.is_folder and _stamp(path) == before:
+            if before is not None and not output.is_folder and state_of(path) == before:
                 say(f"output {name}: {path} was there before {self.script.given} started, and is unchanged")
             return path
         kind = "folder" if output.is_folder else "file"
@@ -137,15 +138,6 @@ class _Inputs:
 
     def __getattr__(self, name: str) -> Any:
         return self._convert(self._values[name])
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return inode and time of the last change of a file. None: no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _option(name: str, value: Any) -> Iterator[str]:
