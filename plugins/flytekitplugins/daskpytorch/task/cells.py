@@ -11,7 +11,10 @@ def load(shell: Any) -> None:
     """Add `%%ranks` to IPython, on `%load_ext flytekitplugins.daskpytorch`."""
 
     def ranks(line: str, cell: str) -> None:
-        """Run a cell in every rank of the newest gang, and print the last expression's value of each rank."""
+        """Run a cell in every rank of the newest gang, and print the last expression's value of each rank.
+
+        A semicolon behind the expression keeps the values from being printed, as in any cell.
+        """
         if line.strip():
             raise ValueError(f"%%ranks {line}: takes no words behind it. The cell runs in every rank")
         ast.parse(cell)  # a syntax error needs no rank
@@ -19,8 +22,9 @@ def load(shell: Any) -> None:
             raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
         with gang.output_here():
             values = gang.call(run_cell, cell, kept_of(gang, shell.user_ns)).result()
+        is_quiet = shell.displayhook.semicolon_at_end_of_expression(cell)
         for rank, value in enumerate(values):
-            if value is not None:
+            if value is not None and not is_quiet:
                 print(f"[rank {rank}] {value}")
 
     shell.register_magic_function(ranks, "cell", "ranks")
