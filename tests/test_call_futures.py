@@ -33,7 +33,7 @@ class Asked:
             end=lambda: bool(self.ended.append("Ctrl-C")),
             cancel=lambda: self.ended.append("cancel"),
             keep=None,
-            conclude=None,
+            show=None,
         )
         call = Call(number=number, name="f", call=b"", settle=lambda _: None)
         self.pending.futures[number] = (futures, call)

@@ -1,8 +1,9 @@
-"""`dispatch.run` in notebooks of Jupyter: a table, the interrupt of a cell, a kernel that dies, and the run goes on."""
+"""Notebooks of Jupyter: tables, interrupts of cells, runs that outlive their kernel, and gangs that stay."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -42,16 +43,17 @@ ENDLESS = "futures = dispatch.run(client, train, {trace!r}, 1_000_000)\nfutures.
 
 
 class Notebook:
-    """A notebook with a kernel of its own, whose cells run one after the other."""
+    """A notebook with a kernel of its own, whose cells run one after the other in the trace's folder."""
 
-    def __init__(self, cluster: Cluster, trace: Path) -> None:
-        self.trace, self._address = trace, cluster.address
-        self._client = NotebookClient(nbformat.v4.new_notebook(), timeout=200, allow_errors=True, kernel_name="python3")
+    def __init__(self, first_cell: str, trace: Path) -> None:
+        self.trace, self._first_cell = trace, first_cell
+        resources = {"metadata": {"path": str(trace.parent)}}
+        self._client = NotebookClient(nbformat.v4.new_notebook(), timeout=200, allow_errors=True, resources=resources)
 
     def __enter__(self) -> Self:
         self._kernel = self._client.setup_kernel()
         self._kernel.__enter__()
-        self.run(FIRST_CELL.format(address=self._address))
+        self.run(self._first_cell)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -97,13 +99,25 @@ def text_of(outputs: list[nbformat.NotebookNode]) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
+def tables_of(outputs: list[nbformat.NotebookNode]) -> list[list[str]]:
+    """Return the texts in the cells of each table."""
+    tables = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    return [re.findall(r"<t[dh](?: [^>]*)?>([^<]*)<", table) for table in tables]
+
+
+def errors_of(outputs: list[nbformat.NotebookNode]) -> list[str]:
+    """Return the errors of a cell, each with the traceback as the notebook shows it."""
+    traces = ["\n".join(output.traceback) for output in outputs if output.output_type == "error"]
+    return [re.sub(r"\x1b\[[0-9;]*m", "", trace) for trace in traces]
+
+
 def test_a_run_goes_on_after_an_interrupt_and_after_the_death_of_its_kernel(cluster: Cluster, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     endless = ENDLESS.format(trace=str(trace))
-    with Notebook(cluster, trace) as notebook:
+    first_cell = FIRST_CELL.format(address=cluster.address)
+    with Notebook(first_cell, trace) as notebook:
         outputs = notebook.run(endless, notebook.end_of(signal.SIGINT))
-        tables = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-        assert any("loss" in table for table in tables)
+        assert any("loss" in table for table in tables_of(outputs))
         assert [output.ename for output in outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
         shown = text_of(notebook.run("print(futures.newest_checkpoint.step, futures.records[-1].step)"))
         newest, num_first = int(shown.split()[0]), notebook.num_steps()
@@ -111,8 +125,76 @@ def test_a_run_goes_on_after_an_interrupt_and_after_the_death_of_its_kernel(clus
         with pytest.raises(DeadKernelError):
             notebook.run("os.environ['DASKPYTORCH_RESUME'] = '1'\n" + endless, notebook.end_of(signal.SIGKILL))
     steps = [int(line) for line in trace.read_text().splitlines()]
-    with Notebook(cluster, trace) as notebook:
+    with Notebook(first_cell, trace) as notebook:
         ends = ENDLESS.format(trace=str(trace)).replace("1_000_000", str(max(steps) + 20))
         shown = text_of(notebook.run(f"os.environ['DASKPYTORCH_RESUME'] = '1'\n{ends}\nprint(futures.result())"))
     assert steps[num_first] == newest + 1
     assert newest + 1 < int(shown.rpartition("[")[2].split(",")[0]) <= max(steps) + 1
+
+
+GANG_CELL = """
+from flytekitplugins.daskpytorch import current_rank, dispatch
+
+%load_ext flytekitplugins.daskpytorch
+gang = dispatch.gang(nproc=2)
+
+def load():
+    return [current_rank().rank]
+
+def factor():
+    return 2
+
+def scaled(values):
+    current_rank().log({"loss": 0.5}, step=3, num_steps=4)
+    return [factor() * each for each in values]
+
+def fails(values):
+    if values[0] == 1:
+        raise ZeroDivisionError("rank 1 has divided")
+    return values
+"""
+PRINTS = """%%ranks
+import torch.distributed as dist
+print("on", dist.get_rank())
+own = state[0] + 10
+own
+"""
+
+
+def test_a_gang_stays_from_cell_to_cell_and_shows_each_call_in_its_cell(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def value(): return 'old'\n")
+    with nothing_left_behind(), Notebook(GANG_CELL, tmp_path / "trace") as notebook:
+        outputs = notebook.run("state = gang.keep(load)\nprint(gang.call(scaled, state).result())")
+        assert text_of(outputs).endswith("[[0], [2]]\n")
+        [table] = tables_of(outputs)  # one for the cell
+        assert table == ["call", "status", "step", "loss", "load", "done", "", "", "scaled", "done", "3 of 4", "0.5"]
+
+        notebook.run("def factor(): return 3")
+        assert text_of(notebook.run("print(gang.call(scaled, state).result())")).endswith("[[0], [3]]\n")
+
+        outputs = notebook.run("gang.call(fails, state).result()")
+        assert tables_of(outputs) == [["call", "status", "fails", "failed"]]
+        [error] = errors_of(outputs)
+        assert error.endswith("ZeroDivisionError: rank 1 has divided")
+        assert "rank 1 of 2 failed" in error
+        assert "rank/calls.py" not in error  # the ranks' frames are the user's alone
+
+        said = text_of(notebook.run(PRINTS))
+        assert sorted(said.splitlines()) == ["[rank 0] 10", "[rank 0] on 0", "[rank 1] 11", "[rank 1] on 1"]
+        said = text_of(notebook.run("%%ranks\nown += 1\n'state' in globals(), own"))
+        assert said.splitlines() == ["[rank 0] (True, 11)", "[rank 1] (True, 12)"]
+        assert notebook.run("%%ranks\n'a hidden value';  # of each rank")[1:] == []  # the table alone
+        [error] = errors_of(notebook.run("%%ranks\n1 / 0"))
+        assert "----> 1 1 / 0" in error
+
+        said = text_of(notebook.run("import helper\nprint(gang.call(helper.value).result())"))
+        (tmp_path / "helper.py").write_text("def value(): return 'newer'\n")
+        said += text_of(notebook.run("print(gang.call(helper.value).result())"))
+        assert said.count("['old', 'old']\n") == 2
+        assert "helper.py has changed since the ranks have imported it" in said
+
+        notebook.run("gang.close()")
+        [error] = errors_of(notebook.run("gang.call(scaled, state).result()"))
+        assert "this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)" in error
+        [error] = errors_of(notebook.run("%%ranks\n1"))
+        assert "%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)" in error

@@ -206,7 +206,7 @@ def test_a_call_that_is_pickled_at_the_gangs_end_shows_nothing_and_leaves_nothin
 ) -> None:
     shown: list[str] = []
     with nothing_left_behind(), dispatch.gang(nproc=1) as gang:
-        monkeypatch.setattr(gang, "_shown", SimpleNamespace(show_call=lambda: shown.append("a table")))
+        monkeypatch.setattr(gang, "_shown", SimpleNamespace(show_call=lambda _: shown.append("a table")))
         array = np.zeros(1 << 20)
         with pytest.raises(GangError, match="this gang is closed") as caught:
             gang.call(numbers_of, array, [ClosesGang(gang)])
@@ -363,75 +363,3 @@ def test_ctrl_c_in_a_program_ends_the_call_and_the_gang_goes_on(tmp_path: Path, 
     code, out, said = signalled(signal.SIGINT, how, tmp_path)
     assert code == 0, said
     assert out == "interrupted\n[(2.0, 0), (2.0, 0)]\n", said
-
-
-NOTEBOOK = """
-import sys, threading
-from IPython.core.interactiveshell import InteractiveShell
-from pathlib import Path
-
-shell = InteractiveShell.instance()
-shell.kernel = object()  # as a notebook's has
-shell.display_pub.publish = lambda *_, **__: None  # tables, which threads would print between the lines
-threads, write = set(), sys.stderr.write
-
-def noted(text):
-    if "here is" in text:
-        threads.add(threading.current_thread().name)
-    return write(text)
-
-sys.stderr.write = noted
-
-def run(cell):
-    shell.run_cell(cell).raise_error()
-
-run("from flytekitplugins.daskpytorch import current_rank, dispatch")
-run("%load_ext flytekitplugins.daskpytorch")
-run("gang = dispatch.gang(nproc=2)")
-run("def load(): return [current_rank().rank]")
-run("kept = gang.keep(load)")
-run("def factor(): return 2")
-run("def scaled(values): return [factor() * each for each in values]")
-run("print(gang.call(scaled, kept).result())")
-run("def factor(): return 3")
-run("print(gang.call(scaled, kept).result())")
-run("%%ranks\\nimport torch.distributed as dist\\nprint('here is', dist.get_rank())\\nown = kept[0] + 10\\nown")
-run("%%ranks\\nown += 1\\n'kept' in globals(), own")
-run("%%ranks\\n'a hidden value';  # of each rank")
-run("import sys; sys.path.insert(0, '.'); import helper")
-run("print(gang.call(helper.value).result())")
-Path("helper.py").write_text("def value(): return 'newer'\\n")
-run("print(gang.call(helper.value).result())")
-print(sorted(threads))
-failed = shell.run_cell("%%ranks\\n1 / 0")
-print(type(failed.error_in_exec).__name__)
-run("gang.close()")
-failed = shell.run_cell("%%ranks\\n1")
-print(failed.error_in_exec)
-"""
-
-
-def test_in_a_notebook_changed_cells_travel_and_ranks_run_cells(tmp_path: Path) -> None:
-    (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    (tmp_path / "helper.py").write_text("def value(): return 'old'\n")
-    with nothing_left_behind():
-        done = subprocess.run(
-            [sys.executable, "notebook.py"],
-            cwd=tmp_path,
-            env=os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-    assert done.returncode == 0, done.stderr
-    shown = [line for line in done.stdout.splitlines() if line.startswith("[") or "Error" in line or "needs" in line]
-    assert shown[:2] == ["[[0], [2]]", "[[0], [3]]"], done.stderr
-    assert shown[2:6] == ["[rank 0] 10", "[rank 1] 11", "[rank 0] (True, 11)", "[rank 1] (True, 12)"], done.stdout
-    assert "[rank 0] here is 0\n" in done.stderr
-    assert "[rank 1] here is 1\n" in done.stderr
-    assert shown[6:8] == ["['old', 'old']", "['old', 'old']"], done.stdout
-    assert "helper.py has changed since the ranks have imported it" in done.stderr
-    assert shown[8] == "['MainThread']"  # whose output is the cell's
-    assert "ZeroDivisionError" in shown
-    assert "%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)" in shown[-1]

@@ -7,6 +7,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.pieces import shared
 
@@ -30,35 +31,56 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     return table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
 
 
+def row_of(first: dict[str, Any], record: LogRecord | None, newest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table: the first cells, the step of the newest log record, and the metrics' newest values."""
+    row = dict(first)
+    if record is not None:
+        row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
+    return row | {f"metric.{name}" if name in row else name: newest[name] for name in newest}
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ""
     return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), MAX_CELL)
 
 
-def show_live(html: Callable[[], str], has_ended: Callable[[float], bool]) -> threading.Thread:
-    """Show HTML in the notebook's cell, and update it in a thread until the training has ended.
+class LiveTable:
+    """HTML in the notebook's cell that runs now, kept up to date by threads."""
 
-    Args:
-        html: Function that returns the present HTML.
-        has_ended: Function that waits up to the given seconds for the training's end, and returns True at the end.
+    def __init__(self, html: Callable[[], str]) -> None:
+        """Show the HTML that the function returns now."""
+        from IPython.display import HTML, display
 
-    Returns:
-        The thread, which ends after the last update.
-    """
-    from IPython.display import HTML, display
+        self._html, self._wrapped = html, HTML
+        self._shown = html()
+        self._handle = display(HTML(self._shown), display_id=True)
 
-    shown = html()
-    handle = display(HTML(shown), display_id=True)
+    def follow(self, has_ended: Callable[[float], bool]) -> threading.Thread:
+        """Update the HTML in a thread until the training has ended.
 
-    def follow(shown: str) -> None:
-        is_over = False
-        while not is_over:
-            is_over = has_ended(REFRESH)
-            with optional("updating the notebook's table"):
-                if (now := html()) != shown:
-                    handle.update(HTML(shown := now))
+        Args:
+            has_ended: Function that waits up to the given seconds for the training's end, and returns True at the end.
 
-    thread = threading.Thread(target=follow, args=(shown,), name="daskpytorch-table", daemon=True)
-    thread.start()
-    return thread
+        Returns:
+            The thread, which ends after the last update.
+        """
+
+        def follow() -> None:
+            is_over = False
+            while not is_over:
+                is_over = has_ended(REFRESH)
+                with optional("updating the notebook's table"):
+                    if (now := self._html()) != self._shown:
+                        self._shown = now
+                        self._handle.update(self._wrapped(now))
+
+        thread = threading.Thread(target=follow, name="daskpytorch-table", daemon=True)
+        thread.start()
+        return thread
+
+
+def running_cell() -> int:
+    """Return the number of the notebook's cell that runs now."""
+    number: int = sys.modules["IPython"].get_ipython().execution_count
+    return number

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure
+from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, Halted, NextCall
 from flytekitplugins.daskpytorch.protocol.messages import Bring, Tell
 from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS, Arrived
@@ -213,8 +213,9 @@ class Calls:
                 observers.note(f"the gang cannot go on: {parted[1]}")
                 return
         self.current = None
-        errors = {rank: error_of(attempt.exit_in_call(rank), attempt.world_size) for rank in attempt.call_failures}
-        cause = find_root_failure(map(attempt.exit_in_call, errors)).rank if errors else None
+        exits = {rank: attempt.exit_in_call(rank) for rank in attempt.call_failures}
+        errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
+        cause = find_root_failure(exits.values()).rank if exits else None
         observers.tell("called", call.name, errors[cause] if cause is not None else None)
         values = _taken(call)
         self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))

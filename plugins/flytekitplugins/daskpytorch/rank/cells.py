@@ -10,7 +10,12 @@ FILE = "<cell of all ranks>"
 """File name of the cell in tracebacks."""
 
 
-def run_cell(source: str, kept: Mapping[str, Any]) -> str | None:
+def remember(source: str) -> None:
+    """Have tracebacks of this process show the lines of a cell. `linecache` keeps the newest cell."""
+    linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
+
+
+def cell(source: str, kept: Mapping[str, Any]) -> str | None:
     """Run a cell in this rank's `__main__`, and return its last expression's value as text.
 
     Args:
@@ -21,7 +26,7 @@ def run_cell(source: str, kept: Mapping[str, Any]) -> str | None:
         The `repr` of the value. None if the cell does not end with an expression, or the value is None.
     """
     main = vars(sys.modules["__main__"])
-    linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
+    remember(source)
     tree = ast.parse(source, FILE)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     main.update(kept)

@@ -123,4 +123,4 @@ def as_html(models: Sequence[ModelFuture]) -> str:
 
 def show_live(models: Sequence[ModelFuture]) -> None:
     """Show a table of the models in a notebook, and update the table in a thread until all models have ended."""
-    notebook.show_live(functools.partial(as_html, models), lambda timeout: not wait(models, timeout).not_done)
+    notebook.LiveTable(functools.partial(as_html, models)).follow(lambda timeout: not wait(models, timeout).not_done)

@@ -36,7 +36,7 @@ class CallFutures(Logged, Futures[GangFuture]):
         end: Callable[[], bool],
         cancel: Callable[[], object],
         keep: object,
-        conclude: Callable[[], object] | None,
+        show: Callable[[Log], Callable[[str], object]] | None,
     ) -> None:
         """Prepare the futures of a call.
 
@@ -47,12 +47,13 @@ class CallFutures(Logged, Futures[GangFuture]):
             end: Ends the call at Ctrl-C. Returns False if a rank's debugger gets the Ctrl-C.
             cancel: Ends the call in any case.
             keep: Gang, function and arguments, which are referenced until the call's end.
-            conclude: Ends the call's table in a notebook. Called before the futures are settled. None: no table.
+            show: Shows the call's log in a notebook. Returns a function that ends this before the futures are settled,
+                with the outcome in a word. None: nothing is shown.
         """
         self.log = self._log = Log()
         self._cancel = cancel
         self._keep: object = keep
-        self._conclude = conclude or (lambda: None)
+        self._conclude = show(self.log) if show is not None else lambda _: None
         self._cause: int | None = None
         self._futures = [GangFuture(received, end, settler) for _ in range(num_ranks)]
         for future in self._futures:
@@ -91,7 +92,7 @@ class CallFutures(Logged, Futures[GangFuture]):
     def settle(self, outcome: Outcome) -> None:
         """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""
         with optional("ending the notebook's table of the call"):
-            self._conclude()
+            self._conclude("interrupted" if outcome.is_interrupted else "failed" if outcome.errors else "done")
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
             with _settled(future):
@@ -105,7 +106,7 @@ class CallFutures(Logged, Futures[GangFuture]):
     def fail(self, error: BaseException) -> None:
         """Settle all futures with the error that has ended the gang."""
         with optional("ending the notebook's table of the call"):
-            self._conclude()
+            self._conclude("cancelled" if isinstance(error, CancelledError) else "failed")
         self._keep = None
         for future in reversed(self._futures):
             with _settled(future):

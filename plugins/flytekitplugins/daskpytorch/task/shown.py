@@ -14,11 +14,13 @@ from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
 from flytekitplugins.daskpytorch.display.training import amounts
 from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.task.call_table import CallTables
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.display.machine import MachineLog
     from flytekitplugins.daskpytorch.protocol.observer import Observer
+    from flytekitplugins.daskpytorch.task.call_table import CallRow
     from flytekitplugins.daskpytorch.task.local_runs import LocalRun
     from flytekitplugins.daskpytorch.task.results import TaskResults
 
@@ -39,25 +41,25 @@ class Shown:
     """Folder of the user with the training's checkpoints. None: no such folder."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _tables: list[threading.Thread] = field(default_factory=list)
+    _calls: CallTables = field(default_factory=CallTables)
 
     def show_table(self) -> None:
         """In a notebook, show a table with state, step and metrics in the cell that runs now, until `conclude`."""
         with optional("showing the notebook's table"):
             if notebook.is_notebook():
-                self._tables.append(notebook.show_live(functools.partial(_table_of, self.recorder), self._is_over.wait))
+                table = notebook.LiveTable(functools.partial(_table_of, self.recorder))
+                self._tables.append(table.follow(self._is_over.wait))
 
-    def show_call(self) -> Callable[[], object]:
-        """In a notebook, show a table of a staying gang's call in the cell that runs now.
+    def show_call(self, row: CallRow) -> Callable[[str], object]:
+        """In a notebook, show a staying gang's call in the table of the cell that runs now.
 
         Returns:
-            Function that ends the table's updates.
+            Function that ends the row's updates. Its argument is the call's outcome in a word.
         """
-        is_over = threading.Event()
         with optional("showing the notebook's table"):
             if notebook.is_notebook():
-                table = notebook.show_live(functools.partial(_table_of, self.recorder), is_over.wait)
-                return functools.partial(_end, is_over, table)
-        return is_over.set
+                return self._calls.show(row)
+        return lambda _: None
 
     @contextlib.contextmanager
     def output_here(self) -> Iterator[None]:
@@ -119,20 +121,15 @@ class ShownTask(Shown):
         return self.places() | self.results.profiles()
 
 
-def _end(is_over: threading.Event, table: threading.Thread) -> None:
-    is_over.set()
-    table.join(TABLE_TIMEOUT)
-
-
 def _table_of(recorder: Recorder) -> str:
-    """Return an HTML table of one gang: name, state, step and the newest value of each metric."""
+    """Return an HTML table of one gang: name, state, step and the newest value of each metric.
+
+    A gang that stays has the memory of its ranks instead. Its calls have tables of their own.
+    """
     with recorder.lock:
         story = recorder.story
-        name = (story.call or story.name).rpartition(".")[2]
-        row: dict[str, Any] = {"training": name, "status": story.state.word}
-        if (record := story.record) is not None:
-            row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
-        newest = dict(story.metrics.newest)
-        if story.call:
-            row["memory_gib"] = sum(amounts(usage)["memory_gib"] for usage in story.usages.values())
-    return notebook.table_of([row | {f"metric.{name}" if name in row else name: newest[name] for name in newest}])
+        row: dict[str, Any] = {"training": story.name.rpartition(".")[2], "status": story.state.word}
+        if not story.call:
+            return notebook.table_of([notebook.row_of(row, story.record, story.metrics.newest)])
+        held = sum(amounts(usage)["memory_gib"] for usage in story.usages.values())
+    return notebook.table_of([row | ({"memory_gib": held} if held else {})])

@@ -30,16 +30,19 @@ from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
+from flytekitplugins.daskpytorch.task.call_table import CallRow
 from flytekitplugins.daskpytorch.task.run import RunFutures
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from flytekitplugins.daskpytorch.display.logged import Log
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
+    from flytekitplugins.daskpytorch.task.shown import Shown
 
 
 class Kept:
@@ -295,7 +298,7 @@ class StayingGang:
             end=functools.partial(_end, self._supervisor, self._calls, asked),
             cancel=functools.partial(self._calls.interrupt, asked),
             keep=keep,
-            conclude=self._shown.show_call() if self._shown is not None else None,
+            show=functools.partial(_show, self._shown, self._calls, asked) if self._shown is not None else None,
         )
         pending.futures[asked.number] = (futures, asked)
         self._calls.ask(asked)
@@ -331,6 +334,12 @@ class StayingGang:
 
 def _hand_over(to_settle: queue.SimpleQueue[tuple[int, Outcome] | None], number: int, outcome: Outcome) -> None:
     to_settle.put((number, outcome))
+
+
+def _show(shown: Shown, calls: Calls, call: Call, log: Log) -> Callable[[str], object]:
+    """Show a call in a notebook's table. Return a function that ends this."""
+    row = CallRow(call.name, log, has_begun=lambda: call is calls.current or bool(call.ended))
+    return shown.show_call(row)
 
 
 def _end(supervisor: Supervisor, calls: Calls, call: Call) -> bool:
