@@ -143,6 +143,20 @@ def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_repla
         assert DaskAgents(client).beside() is None
 
 
+def test_a_spare_worker_that_two_gangs_want_at_once_goes_to_the_first(made: LocalCluster) -> None:
+    lost: list[str] = []
+    with Client(made) as client, contextlib.ExitStack() as ends:
+        first, second = (ends.enter_context(contextlib.closing(DaskAgents(client, 1))) for _ in range(2))
+        made.scale(3)
+        until(lambda: len(first.present()) == len(second.present()) == 2, "the spare worker")
+        [spare] = set(first.present()) & set(second.present())
+        order = AgentOrder(worker=spare, driver=("127.0.0.1", 1), token=b"")
+        first.launch([order], lambda *_: None)
+        second.launch([order], lambda worker, error: lost.append(f"{worker}: {error}"))
+        assert lost == [f"{spare}: another gang has taken the worker"]
+        assert (spare in first.present(), spare in second.present()) == (True, False)
+
+
 STARTED, ENDED = threading.Event(), threading.Event()
 
 

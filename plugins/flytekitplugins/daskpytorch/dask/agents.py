@@ -93,12 +93,18 @@ class DaskAgents:
 
         Args:
             orders: Orders for the agents.
-            on_failure: Called with the worker and the error of each agent that fails.
+            on_failure: Called with the worker and the error of each agent that fails. A spare worker that another
+                launcher has taken since `present` counts as lost.
         """
         with _lock:
-            if self in _held:
-                _held[self].update(order.worker for order in orders)
+            own = _held.get(self)
+            taken = set() if own is None else self._held_by_others().keys() - own
+            if own is not None:
+                own.update(order.worker for order in orders if order.worker not in taken)
         for order in orders:
+            if order.worker in taken:
+                on_failure(order.worker, WorkerLostError("another gang has taken the worker", worker=order.worker))
+                continue
             address = self._addresses[order.worker]
             # The task is pinned, since Dask would give it to an idle worker. A pinned task waits for ever if its worker
             # is lost, so the driver watches the workers. The priority is high, as an agent needs no thread for long.
