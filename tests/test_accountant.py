@@ -59,6 +59,12 @@ class Trained(World):
         for agent in self.connected():
             self.ready(agent)
 
+    def go_again(self, seconds: float = 10.0) -> None:
+        """All obey, the gang settles, and its ranks meet again."""
+        self.obey_all()
+        self.wait(1.0)
+        self.go(seconds)
+
     def spend(self, **seconds: float) -> None:
         """Rank 0 works."""
         for part, value in seconds.items():
@@ -106,12 +112,15 @@ def parts(goodput: Goodput) -> dict[str, float]:
     }
 
 
+MakeTrained = Callable[..., Trained]
+
+
 @pytest.fixture
-def world_of(tmp_path: Path) -> Callable[..., Trained]:
+def world_of(tmp_path: Path) -> MakeTrained:
     return functools.partial(Trained, tmp_path)
 
 
-def test_undisturbed(world_of: Callable[..., Trained]) -> None:
+def test_undisturbed(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(10.0)
     world.spend(preparing=3.0, data=1.0, stepping=20.0, evaluation=4.0)
@@ -133,7 +142,7 @@ def test_undisturbed(world_of: Callable[..., Trained]) -> None:
     }
 
 
-def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_of: Callable[..., Trained]) -> None:
+def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(10.0)
     world.spend(preparing=3.0, stepping=20.0)
@@ -154,7 +163,7 @@ def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_o
     }
 
 
-def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: Callable[..., Trained]) -> None:
+def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(10.0)
     world.spend(preparing=3.0, stepping=20.0, data=2.0)
@@ -171,7 +180,7 @@ def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: C
     assert goodput["stepping"] == 20.0
 
 
-def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of: Callable[..., Trained]) -> None:
+def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of: MakeTrained) -> None:
     world = world_of()
     world.go()
     world.spend(stepping=20.0)
@@ -179,14 +188,12 @@ def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of
     world.spend(stepping=5.0)
     world.say_spent(9)  # and rank 0 is gone before it is written
     world.fail(world.main, 0, OwnError("once"))
-    world.obey_all()
-    world.wait(1.0)
-    world.go()
+    world.go_again()
     world.deliver_all()
     assert parts(world.end())["lost"] == 5.0
 
 
-def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_of: Callable[..., Trained]) -> None:
+def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_of: MakeTrained) -> None:
     world = world_of()
     world.go()
     world.spend(stepping=20.0)
@@ -205,37 +212,16 @@ def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_o
     assert goodput["lost"] == 3.0
 
 
-def test_a_gang_that_shrinks_waits_and_starts_again(world_of: Callable[..., Trained]) -> None:
-    world = world_of(min_workers=1)
-    world.go(5.0)
-    world.spend(stepping=8.0)
-    world.keep(5)
-    world.kill_worker(W2)
-    world.obey_all()
-    world.wait(1.0)
-    world.go(4.0)
-    world.spend(stepping=8.0)
-    world.deliver_all()
-    goodput = parts(world.end())
-    assert world.results == [0]
-    assert goodput.pop("waiting") <= 1.0
-    assert goodput == {"starting": 9.0, "stepping": 16.0, "saving": 1.0}
-
-
-def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(world_of: Callable[..., Trained]) -> None:
+def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(world_of: MakeTrained) -> None:
     world = world_of(min_workers=1)
     world.go(5.0)
     world.keep(5)
     world.kill_worker(W2)
-    world.obey_all()
-    world.wait(1.0)
-    world.go(4.0)
+    world.go_again(4.0)
     world.join(world.new_worker())
     world.spend(stepping=8.0)
     world.keep(9)
-    world.obey_all()
-    world.wait(1.0)
-    world.go(3.0)
+    world.go_again(3.0)
     assert len(world.starts) == 3
     world.spend(stepping=8.0)
     world.deliver_all()
@@ -245,7 +231,7 @@ def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(worl
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: Callable[..., Trained], saves: bool) -> None:
+def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: MakeTrained, saves: bool) -> None:
     world = world_of(max_restarts=0)
     world.go(5.0)
     world.spend(stepping=8.0)
@@ -261,7 +247,7 @@ def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: Callable[..
     assert goodput.lost >= (0.0 if saves else 8.0)
 
 
-def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: Callable[..., Trained]) -> None:
+def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(5.0)
     world.spend(stepping=8.0)
@@ -272,7 +258,7 @@ def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: Callable[...,
     assert parts(world.end()) == {"starting": 5.0, "stepping": 8.0}
 
 
-def test_a_gang_that_fails_for_good_has_lost_what_it_has_not_kept(world_of: Callable[..., Trained]) -> None:
+def test_a_gang_that_fails_for_good_has_lost_what_it_has_not_kept(world_of: MakeTrained) -> None:
     world = world_of(max_restarts=0)
     world.go(5.0)
     world.spend(stepping=8.0)
@@ -282,7 +268,7 @@ def test_a_gang_that_fails_for_good_has_lost_what_it_has_not_kept(world_of: Call
     assert parts(world.end()) == {"starting": 5.0, "lost": 8.0}
 
 
-def test_a_gang_that_never_forms_has_only_started(world_of: Callable[..., Trained]) -> None:
+def test_a_gang_that_never_forms_has_only_started(world_of: MakeTrained) -> None:
     world = world_of(start_timeout=60.0)
     world.wait(100.0)
     assert isinstance(raised(world), GangStartError)
@@ -291,7 +277,7 @@ def test_a_gang_that_never_forms_has_only_started(world_of: Callable[..., Traine
     assert goodput.share == 0.0
 
 
-def test_observers_hear_every_two_seconds(world_of: Callable[..., Trained]) -> None:
+def test_observers_hear_every_two_seconds(world_of: MakeTrained) -> None:
     world = world_of()
     told = Told()
     world.state.observers._observers.append(told)
@@ -303,7 +289,7 @@ def test_observers_hear_every_two_seconds(world_of: Callable[..., Trained]) -> N
 
 
 def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
-    world_of: Callable[..., Trained],
+    world_of: MakeTrained,
 ) -> None:
     world = world_of()
     told = Told()
@@ -325,7 +311,7 @@ def answers(world: Trained, worker: str) -> list[tuple[int, float]]:
     return [(each.number, each.goodput.stepping) for each in told if isinstance(each, Accounted)]
 
 
-def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: Callable[..., Trained]) -> None:
+def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(1.0)
     world.spend(stepping=5.0)
@@ -336,7 +322,7 @@ def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: Callable[..
     assert (answers(world, W1), answers(world, W2)) == ([(1, 5.0), (2, 12.0)], [(1, 5.0)])
 
 
-def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: Callable[..., Trained]) -> None:
+def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(1.0)
     world.report(world.agent(W2), 1, GoodputWanted(1))
@@ -346,7 +332,7 @@ def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: Cal
     assert answers(world, W1) == answers(world, W2) == [(1, 5.0)]
 
 
-def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: Callable[..., Trained]) -> None:
+def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: MakeTrained) -> None:
     world = world_of()
     world.go(1.0)
     world.spend(stepping=5.0)
@@ -402,13 +388,3 @@ def test_what_a_driver_hears_late_is_not_taken_from_the_work(is_lost: bool) -> N
     accountant.close(is_lost=is_lost)
     last = {"stepping": 4.0, "lost": 1.0} if is_lost else {"stepping": 5.0}
     assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.0, "evaluation": 5.0, **last}
-
-
-def test_of_many_saves_only_those_are_remembered_that_may_still_count() -> None:
-    now = 0.0
-    accountant = Accountant(now, lambda: now)
-    accountant.enter("training")
-    for step in range(1000):
-        accountant.hear(Spent({"stepping": float(step)}, step))
-        accountant.keep(step)
-    assert len(accountant._training.at_saves) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import hashlib
 import os
 import queue
@@ -21,7 +20,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
-import psutil
 import pytest
 
 from ear import listening
@@ -259,16 +257,6 @@ def at_hand(tmp_path: Path) -> Iterator[Transfers]:
         yield made
 
 
-def test_only_checkpoints_older_than_the_one_sent_are_dropped(at_hand: Transfers, tmp_path: Path) -> None:
-    for step in range(10):
-        path = tmp_path / "agent" / f"step-{step}-{'0' * 16}.pt"
-        path.touch()
-        os.utime(path, (step, step))
-    at_hand._drop_older_than(tmp_path / "agent" / f"step-6-{'0' * 16}.pt")
-    kept = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "agent").iterdir())
-    assert kept == [4, 5, 6, 7, 8, 9]
-
-
 def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Transfers, tmp_path: Path) -> None:
     files = [CheckpointFile(attempt=0, step=step, size=1, digest=digest_of_byte(step)) for step in range(6)]
     for file in files:
@@ -330,32 +318,6 @@ def test_a_line_without_an_end_is_sent_in_pieces_and_not_held() -> None:
 # ---- When the gang has ended -----------------------------------------------------------------------------------------
 
 
-def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
-    at_hand: Transfers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfers, "DIAL_WAITS", ())
-    (tmp_path / "agent").rmdir()
-    file = CheckpointFile(attempt=0, step=1, size=1, digest="0" * 64)
-    at_hand._bring(Arrived(0, START, file))
-    at_hand._send(file)
-
-
-def test_what_a_rank_had_open_is_closed_though_nobody_hears_of_its_end(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
-    made._driver, theirs = ends()
-    theirs.close()  # the driver has given up a worker that was suspended
-    with contextlib.closing(made):
-        [[place]] = place_ranks([agent.describe_node("w", None)], 1)
-        rank = made._fork(place, 0)
-        Path(f"/proc/self/fd/{rank.outputs[0].descriptor}").write_text("its last words\n")
-        made._server.kill(0, signal.SIGKILL)
-        with pytest.raises(OSError, match="Broken pipe"):
-            made._note_exit()
-    assert rank.channel.closed
-    assert not rank.open_outputs()
-
-
 def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_path: Path) -> None:
     order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
     made = agent._Agent(order, tmp_path, None, None, "forkserver")
@@ -378,28 +340,6 @@ def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_pa
     assert lines == [["line 0"], ["line 1"], ["line 2"]]
     assert isinstance(said[-1], messages.Exited)
     assert said[-1].log_tail == "line 0\nline 1\nline 2"
-
-
-def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
-    def spawn(key: int, channel: int, output: int) -> None:
-        raise BrokenPipeError("the fork server is gone")
-
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
-    gc.collect()  # earlier tests may have left files to the garbage collector
-    [[place]] = place_ranks([agent.describe_node("w", None)], 1)
-    num_before = psutil.Process().num_fds()
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
-    made._server.spawn = spawn  # type: ignore[method-assign]
-    with contextlib.closing(made), pytest.raises(BrokenPipeError):
-        made._fork(place, 0)
-    del made
-    assert psutil.Process().num_fds() == num_before
-
-
-def test_files_that_go_while_old_ones_are_looked_for_are_nothing(at_hand: Transfers, tmp_path: Path) -> None:
-    lost = tmp_path / "agent" / "step-1.pt"
-    lost.symlink_to(tmp_path / "gone")  # found, and not there to be asked for its time
-    at_hand._drop_older_than(lost)
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,6 @@ def _run_cases(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _run_three(directory: Path) -> dict[str, Any]:
-    return _run_interruptions(directory, replace(INTERRUPTED, batch_size=5), ["mid_epoch"])
-
-
 def _train_case(num_windows: int, batch_size: int, log: list[LogRecord]) -> tuple[TrainingResult, list[LogRecord]]:
     log.clear()
     hp = Hyperparameters(epochs=3, batch_size=batch_size, learning_rate=1e-3, dropout=0, log_interval=1)
@@ -210,13 +206,6 @@ def test_first_weights_let_the_characters_through() -> None:
     torch.manual_seed(3)
     usual = torch.nn.LSTM(NUM_SYMBOLS, 128, num_layers=4, batch_first=True)
     assert spread(CharLSTM().lstm) > 100 * spread(usual)
-
-
-def test_dropout_acts_in_training_only() -> None:
-    model, batch = CharLSTM(dropout=0.5), TRAINING[:50, :8]
-    assert not torch.equal(model(batch), model(batch))
-    model.eval()
-    assert torch.equal(model(batch), model(batch))
 
 
 def test_padding_is_no_target() -> None:
@@ -405,13 +394,6 @@ def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
 def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], interruption: str) -> None:
     for found in gang:
         _assert_equal_to_uninterrupted(found["interruptions"], interruption)
-
-
-@pytest.mark.slow
-def test_resumed_gang_of_three(tmp_path: Path) -> None:
-    """From three ranks on, the order in which they add up their gradients matters."""
-    for found in run_ranks(_run_three, 3, tmp_path):
-        _assert_equal_to_uninterrupted(found, "mid_epoch")
 
 
 # Sampling

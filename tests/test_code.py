@@ -340,29 +340,6 @@ def test_task_made_in_a_function_travels_by_value() -> None:
     assert sent(nested.task_function).function(2) == 6
 
 
-def test_methods_and_callable_objects_travel_with_their_state() -> None:
-    assert sent(Scaler(3)).function(2) == 6
-    assert sent(Scaler(4).apply).function(2) == 8
-
-
-class Scaler:
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def __call__(self, x: int) -> int:
-        return self.factor * x
-
-    def apply(self, x: int) -> int:
-        return self(x)
-
-
-def test_arguments_are_copies_of_what_they_were_when_packed() -> None:
-    names = ["a"]
-    data = code_module.pack_call(len, (names,), {})
-    names.append("b")
-    assert code_module.unpack_call(data).args == (["a"],)
-
-
 def test_argument_that_cannot_be_pickled_is_named(project: Path) -> None:
     with pytest.raises(TypeError) as caught:
         code_module.pack_call(training().train, (1, threading.Lock()), {"scale": 2, "lock": threading.Lock()})

@@ -467,30 +467,12 @@ def test_uri_outside_flyte_holds_all_of_each_gang_by_its_key(tmp_path: Path, mon
         assert str(place.token.parent) == paths.own  # a folder that the ranks' machines may share
 
 
-def test_token_is_there_while_the_gang_is(driver: MakeDriver) -> None:
-    mine = driver()
-    token = mine.committer.sharding().token
-    assert token is not None
-    assert Path(token).is_file()
-    mine.close()
-    assert not Path(token).exists()
-
-
 def test_folder_that_cannot_be_written_is_an_error_at_the_start_that_says_what_named_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     committer = place_of(Execution(), "train-1", Gang(checkpoint_uri=str(tmp_path / "file")), tmp_path)
     told = rf"^Gang\(checkpoint_uri=...\): {tmp_path}/file/train-1 cannot be used \(NotADirectoryError: .*Check"
     with pytest.raises(OSError, match=told):
         committer.begin()
-
-
-def test_gang_that_saves_no_shards_has_nothing_to_do_for_them_and_no_client(tmp_path: Path) -> None:
-    committer = place_of(Execution(), "train-1", Gang(), tmp_path)
-    committer.begin()
-    assert committer.sharding().start == ()
-    assert committer.flush(0.0)
-    committer.close()
-    assert not committer.vault.worker.has_begun(LANE)
 
 
 def test_what_the_user_keeps_beside_the_shards_stays(tmp_path: Path) -> None:

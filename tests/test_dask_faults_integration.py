@@ -273,23 +273,6 @@ def test_a_gang_grows_back_at_a_checkpoint_when_a_worker_comes(
         end_worker()
 
 
-@pytest.mark.slow
-def test_a_worker_that_joins_a_whole_gang_is_left_in_peace(
-    cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
-) -> None:  # 31
-    gates(tmp_path, 3)
-    watched = launch(client)
-    watched.wait_for("start-1")
-    end_worker = start_worker(cluster.address, 0, tmp_path)
-    try:
-        until(lambda: len(client.scheduler_info()["workers"]) == 3, "the new worker")
-        watched.open(3)
-        assert watched.futures.result() == [ft.expected()] * 2
-        assert watched.starts(0) == [0]
-    finally:
-        end_worker()
-
-
 def test_three_gangs_on_the_same_workers(client: Client, tmp_path: Path) -> None:
     """32 and 33: one trains, one loses a rank and starts again, one is cancelled; none disturbs another."""
     with (

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
@@ -74,13 +73,6 @@ def environment_of_rank(local_rank: int) -> dict[str, str]:
 
 class SimpleError(Exception):
     """A user's own exception."""
-
-
-def train_for_ever(started: str) -> None:
-    """Until something ends it."""
-    Path(started + str(current_rank().rank)).touch()
-    while True:
-        time.sleep(0.1)
 
 
 def fail_when_told(started: str, told: str) -> None:
@@ -157,11 +149,6 @@ def test_ranks_see_the_variables_of_plain_pytorch(client: Client) -> None:
     assert first["threads"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
-def test_several_ranks_per_worker(client: Client) -> None:
-    results = dispatch.run(client, weighted_sum, 1, gang=Gang(ranks_per_worker=2)).result()
-    assert results == [(rank, 1111.0) for rank in range(4)]
-
-
 def test_ranks_can_be_told_apart_by_what_the_system_shows_of_them(client: Client) -> None:
     names = dispatch.run(client, Path("/proc/self/comm").read_text).result()
     assert names == ["rank 0/2\n", "rank 1/2\n"]
@@ -182,16 +169,6 @@ def test_a_result_that_cannot_be_sent_ends_the_gang_at_once(client: Client, tmp_
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__cause__.rank == 1
     assert sorted(path.read_text().split()) == ["0", "1"]
-
-
-def test_cancel_ends_all_ranks(client: Client, tmp_path: Path) -> None:
-    started = str(tmp_path / "rank")
-    futures = dispatch.run(client, train_for_ever, started, gang=ONCE)
-    until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
-    assert futures.cancel()
-    with pytest.raises(CancelledError):
-        futures.result()
-    assert not futures.cancel()
 
 
 def test_a_client_that_has_closed_itself_is_a_lost_scheduler(cluster: Cluster) -> None:

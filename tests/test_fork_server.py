@@ -6,7 +6,6 @@ import ast
 import contextlib
 import hashlib
 import json
-import logging.handlers
 import multiprocessing
 import os
 import random
@@ -176,18 +175,6 @@ def test_what_a_rank_leaves_behind_when_it_ends_is_killed(client: ForkServerClie
     await_end(*pids)
 
 
-def test_both_outputs_of_a_rank_go_to_its_own_pipe_line_by_line(client: ForkServerClient) -> None:
-    source = """
-        import sys, time
-        print("to stdout {0}")
-        print("to stderr {0}", file=sys.stderr)
-        time.sleep(600)
-    """
-    ranks = [Rank.running(client, key, source.replace("{0}", str(key))) for key in (0, 1)]
-    for key, rank in enumerate(ranks):
-        assert [rank.line(), rank.line()] == [f"to stdout {key}", f"to stderr {key}"]
-
-
 def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> None:
     source = """
         import os, sys
@@ -225,17 +212,6 @@ def test_what_a_rank_itself_leaves_to_its_end_is_done_then(client: ForkServerCli
     """
     rank = Rank.running(client, 0, source)
     assert {rank.line(), rank.line()} == {"finalized", "flushed"}
-
-
-def test_loggers_of_a_rank_heed_the_levels_that_the_driver_has(client: ForkServerClient) -> None:
-    source = """
-        import logging
-        from flytekitplugins.daskpytorch.protocol import program
-        debug = program._Logger(level=logging.DEBUG, propagate=True, handlers=())
-        program.enter(program.Program(loggers={"torch": debug}), None)
-        print(*map(logging.Logger.isEnabledFor, map(logging.getLogger, ("torch.distributed", "concurrent")), (10, 10)))
-    """
-    assert Rank.running(client, 0, source).line() == "True False"
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -469,31 +445,6 @@ def test_after_ranks_that_train_more_is_imported_in_pieces_between_which_ranks_a
         assert {client.next_exit() for _ in range(3)} == {(key, -signal.SIGKILL) for key in range(3)}
         until((tmp_path / "second began").exists, "the next piece")
         assert Rank.running(client, 3, source).line() == "True True"
-
-
-def test_a_server_that_was_started_ahead_imports_what_training_needs(tmp_path: Path) -> None:
-    with importing(tmp_path, leisure=0.1) as client:
-        until((tmp_path / "first began").exists, "a piece")
-        for name in ("first", "second"):
-            (tmp_path / name).touch()
-        source = "import sys, time; print('first' in sys.modules); time.sleep(600)"
-        assert Rank.running(client, 0, source).line() == "True"
-
-
-def test_between_two_pieces_loggers_know_nothing_of_each_others_levels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that is forked there has the driver's."""
-    (tmp_path / "with_a_logger.py").write_text(
-        "import logging\n"
-        "logger = logging.getLogger(__name__)\n"
-        "known = logger.isEnabledFor(logging.DEBUG), logger._cache.copy()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    inherited.import_quietly("with_a_logger")
-    module = sys.modules["with_a_logger"]
-    assert module.known == (False, {logging.DEBUG: False})
-    assert module.logger._cache == {}
 
 
 def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:

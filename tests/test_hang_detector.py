@@ -75,52 +75,30 @@ def test_silence_that_is_explained_is_none_but_what_was_slow_before_stays_so() -
 # ---- Who is it? -----------------------------------------------------------------------------------------------------
 
 
-def test_rank_that_does_not_answer_comes_before_one_that_is_behind() -> None:
-    rank, why = find_hung({0: state(1, stacks=IN_DATA_LOADING), 1: state(None), 2: state(9)})
-    assert rank == 1
-    assert "does not answer" in why
+LOADS = IN_DATA_LOADING
 
 
 @pytest.mark.parametrize(
     ("states", "rank", "told"),
     [
-        ({0: state(6), 1: state(6), 2: state(5, stacks=IN_DATA_LOADING, still_for=1.0)}, 2, (5, 6)),
-        ({0: state(6, stacks=IN_DATA_LOADING), 1: state(4)}, 1, (4, 6)),  # even inside a collective
-        ({0: state(1), 1: state(0, stacks=IN_DATA_LOADING)}, 1, (0, 1)),  # and not silent
+        ([state(1, stacks=LOADS), state(None), state(9)], 1, "it does not answer"),
+        ([state(6), state(6), state(5, stacks=LOADS, still_for=1.0)], 2, "it has entered 5 collectives, other ranks 6"),
+        ([state(6, stacks=LOADS), state(4)], 1, "it has entered 4 collectives, other ranks 6"),  # inside the fourth
+        ([state(1), state(0, stacks=LOADS)], 1, "it has entered 0 collectives, other ranks 1"),
+        ([state(5), state(4, is_done=True, stacks=LOADS)], 1, "other ranks 5; its function has returned"),
+        ([state(), state(stacks=LOADS, still_for=0.1), state()], 1, "it is not inside a collective"),
+        ([state(stacks=LOADS, still_for=still) for still in (3.0, 5.0, 4.0)], 1, "it is not inside a collective"),
+        ([state(is_done=True, stacks=LOADS, still_for=99.0), state(stacks=LOADS, still_for=1.0)], 1, "is not inside"),
+        ([state(still_for=still) for still in (8.0, 9.5, 9.0)], 1, "all ranks wait for each other"),
+    ],
+    ids=[
+        *("silent", "behind", "behind in a collective", "behind from the start", "behind and done"),
+        *("outside", "stillest outside", "done is not blamed", "stillest of all"),
     ],
 )
-def test_rank_with_the_fewest_collectives_holds_up_the_others(
-    states: dict[int, RankState], rank: int, told: tuple[int, int]
-) -> None:
-    assert find_hung(states) == (rank, "it has entered {} collectives, other ranks {}".format(*told))
-
-
-def test_rank_whose_function_has_returned_too_early_is_named_with_the_reason() -> None:
-    rank, why = find_hung({0: state(5), 1: state(4, is_done=True, stacks=IN_DATA_LOADING)})
-    assert rank == 1
-    assert why == "it has entered 4 collectives, other ranks 5; its function has returned"
-
-
-def test_among_equals_it_is_the_one_that_is_not_inside_a_collective() -> None:
-    rank, why = find_hung({0: state(), 1: state(stacks=IN_DATA_LOADING, still_for=0.1), 2: state()})
-    assert rank == 1
-    assert why == "it is not inside a collective"
-
-
-def test_among_several_outside_it_is_the_stillest() -> None:
-    states = {rank: state(stacks=IN_DATA_LOADING, still_for=still) for rank, still in enumerate([3.0, 5.0, 4.0])}
-    assert find_hung(states)[0] == 1
-
-
-def test_rank_that_is_done_is_not_blamed_for_being_outside() -> None:
-    done = state(is_done=True, stacks=IN_DATA_LOADING, still_for=99.0)
-    assert find_hung({0: done, 1: state(stacks=IN_DATA_LOADING, still_for=1.0)})[0] == 1
-
-
-def test_when_all_wait_the_stillest_is_named() -> None:
-    rank, why = find_hung({0: state(still_for=8.0), 1: state(still_for=9.5), 2: state(still_for=9.0)})
-    assert rank == 1
-    assert why == "all ranks wait for each other"
+def test_rank_that_holds_up_the_others_is_named_with_the_reason(states: list[RankState], rank: int, told: str) -> None:
+    found, why = find_hung(dict(enumerate(states)))
+    assert (found, told in why) == (rank, True), why
 
 
 # ---- The report -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 import time
@@ -17,18 +16,15 @@ import torch
 import torch.distributed as dist
 from distributed import Client
 from flytekit import task
-from flytekit.types.directory import FlyteDirectory
 
 from flytekitplugins.daskpytorch import (
     DaskDDP,
     Gang,
     GangError,
-    Goodput,
     LogRecord,
     Observer,
     PreemptedError,
     SpawnDDP,
-    StoppedEarlyError,
     current_rank,
     dispatch,
     settings,
@@ -38,7 +34,6 @@ from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
 
@@ -91,22 +86,9 @@ def trains(steps: int, fails: bool) -> list[int]:
     return trained
 
 
-@task(task_config=SpawnDDP(nproc=2))
-def reduces(steps: int) -> int:
-    dist.all_reduce(torch.ones(1))
-    return steps
-
-
 @task(task_config=SpawnDDP(nproc=2, gang=Gang(debug=True)))
 def spawned(steps: int) -> list[int]:
     return train(steps)
-
-
-@task(task_config=SpawnDDP(nproc=2))
-def submits() -> tuple[FlyteDirectory, int]:
-    handler = DaskResultsHandler()
-    handler.submit_result("weights.bin", b"abc")
-    return handler.directory(), 7
 
 
 @task(task_config=SpawnDDP(nproc=2, gang=Gang(observers=(Ear,))))
@@ -173,43 +155,6 @@ def test_sharded_checkpoints_are_committed_too(monkeypatch: pytest.MonkeyPatch, 
     assert [what for what in HEARD if isinstance(what, int)] == [1, 2, 3, 4]
     monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
     assert shards(steps=5) == [4, 4]
-
-
-class Accounts(Observer):
-    def accounted(self, goodput: Goodput) -> None:
-        HEARD.append(goodput)
-
-
-@task(task_config=DaskDDP(gang=Gang(observers=(Accounts,))))
-def accounted() -> Goodput:
-    rank = current_rank()
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight])
-    for step, _ in enumerate(torch.utils.data.DataLoader(range(4))):
-        optimizer.step()
-        if step == 2:
-            rank.checkpoint.save({}, step)
-            rank.checkpoint.flush()
-    with rank.evaluating():
-        float(weight)
-    return rank.goodput()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_task_returns_where_its_time_has_gone() -> None:
-    returned, told = accounted(), HEARD[-1]
-    for goodput in (returned, told):
-        total, *parts = goodput.as_dict().values()
-        assert math.fsum(parts) == total
-        assert min(goodput.starting, goodput.stepping, goodput.data, goodput.evaluation, goodput.saving) > 0
-        assert goodput.lost == 0
-    assert returned.total < told.total
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_it_submits_is_in_the_tasks_folder() -> None:
-    folder, number = submits()
-    assert ((Path(folder) / "weights.bin").read_bytes(), number) == (b"abc", 7)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -298,26 +243,6 @@ def test_an_exit_code_is_the_end_of_the_rank_alone() -> None:
         exits(code=3)
     assert HEARD[-1] is GangError
     assert isinstance(dispatch.run(client, sys.exit, 3).exception(), GangError)
-
-
-class Impatient(Observer):
-    def logged(self, record: LogRecord) -> None:
-        raise StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
-
-
-def logs_for_ever() -> None:
-    for step in itertools.count():
-        current_rank().log({"loss": 1.0}, step=step)
-        time.sleep(0.01)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_an_observer_stops_it_early() -> None:
-    client = mock.create_autospec(Client, instance=True)
-    error = dispatch.run(client, logs_for_ever, gang=Gang(observers=(Impatient, Ear))).exception()
-    assert isinstance(error, StoppedEarlyError)
-    assert HEARD[-1] is StoppedEarlyError
-    assert not dist.is_initialized()
 
 
 def saves_when_it_is_to_stop() -> int:

@@ -230,19 +230,6 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     del taken
 
 
-def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> None:
-    files, events = num_open_files(), queue.SimpleQueue[Call]()
-    ear = listening(TOKEN, events)
-    with contextlib.closing(dial_only(ear)) as connection:
-        connection.send(Leaving())
-        until(events.qsize, "its word")
-    ear.close()
-    ear._thread.join()
-    ear.end()
-    assert num_open_files() <= files
-    assert [heard(events), heard(events)] == [Leaving(), GONE]  # which had its connection until now
-
-
 def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is let in, and everything has been hung up on, when its first word is opened."""
     files, is_opening, has_ended = num_open_files(), threading.Event(), threading.Event()

@@ -162,13 +162,6 @@ def test_a_run_without_checkpoints_leaves_no_folder(root: Path, tmp_path: Path) 
     assert list((root / "flows.train").iterdir()) == []
 
 
-def test_advice_names_the_newest_step(root: Path, tmp_path: Path) -> None:
-    with run_of() as run:
-        save(run, 10, tmp_path)
-        save(run, 20, tmp_path)
-        assert run.advice().startswith("the checkpoint of step 20 is kept, DASKPYTORCH_RESUME=1 ")
-
-
 def test_a_run_that_is_training_is_not_the_last_one(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +404,7 @@ def test_a_disk_that_is_full_costs_no_result(root: Path) -> None:
             run.close()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.newest_step() is None
 
 
 def test_a_run_goes_on_from_runs_of_its_own_program_only(
