@@ -44,6 +44,7 @@ TIME_LIMIT = 3600.0
 
 COMMANDS = (
     ("launch.py",),
+    ("calls.py",),
     ("commands.py", "--skip", "late"),
     ("recovery.py",),
     ("chaos.py",),
