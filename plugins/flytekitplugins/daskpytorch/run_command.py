@@ -29,35 +29,15 @@ BAD_INPUT = 2
 """Exit code for a program or an option that cannot be used, as Python's own for a missing script."""
 GREETING_TIMEOUT = 10.0
 """Timeout, in seconds, for the first answer of the Dask scheduler."""
-WITHOUT_MEANING = {
-    "--nnodes": "1:1",
-    "--node-rank": "0",
-    "--rdzv-backend": "c10d",
-    "--rdzv-endpoint": "HOST:PORT",
-    "--rdzv-id": "ID",
-    "--rdzv-conf": "CONF",
-    "--master-addr": "HOST",
-    "--master-port": "PORT",
-    "--local-addr": "HOST",
-    "--monitor-interval": "SECONDS",
-    "--start-method": "spawn",
-    "--role": "ROLE",
-    "--redirects": "STREAMS",
-    "-r": "STREAMS",
-    "--tee": "STREAMS",
-    "-t": "STREAMS",
-    "--local-ranks-filter": "RANKS",
-    "--event-log-handler": "NAME",
-    "--logs-specs": "NAME",
-    "--numa-binding": "KIND",
-    "--signals-to-handle": "SIGNALS",
-    "--shutdown-timeout": "SECONDS",
-    "--log-line-prefix-template": "TEXT",
-    "--duplicate-stdout-filters": "WORDS",
-    "--duplicate-stderr-filters": "WORDS",
-}
-"""Options of `torchrun` that have no effect here -> example of a value."""
+WITHOUT_MEANING = (
+    *("--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr"),
+    *("--master-port", "--local-addr", "--monitor-interval", "--start-method", "--role", "--redirects", "-r", "--tee"),
+    *("-t", "--local-ranks-filter", "--event-log-handler", "--logs-specs", "--numa-binding", "--signals-to-handle"),
+    *("--shutdown-timeout", "--log-line-prefix-template", "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
+)
+"""Options of `torchrun` that take a value, and have no effect here."""
 FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
+"""Options of `torchrun` that take no value, and have no effect here."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -249,8 +229,8 @@ def _parser() -> argparse.ArgumentParser:
         help="set an environment variable in all ranks, as if before Python started. May be repeated",
     )
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as with python -m")
-    for option, value in WITHOUT_MEANING.items():
-        add(parser, option, action=_WithoutMeaning, metavar=value, help=argparse.SUPPRESS)
+    for option in WITHOUT_MEANING:
+        add(parser, option, action=_WithoutMeaning, help=argparse.SUPPRESS)
     for option in FLAGS_WITHOUT_MEANING:
         add(parser, option, action=_WithoutMeaning, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("program", metavar="PROGRAM", help="path of a script, or with -m the name of a module")
