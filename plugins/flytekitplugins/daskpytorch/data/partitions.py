@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -84,7 +85,7 @@ class DaskPartitions:
                 f"repartition(npartitions={2 * rank.world_size}), or have fewer ranks."
             )
         sizes = way.worker().sizes(self._keys)
-        held = _from_all_ranks({number: sizes[key] for number, key in enumerate(self._keys) if key in sizes})
+        held = gathered({number: sizes[key] for number, key in enumerate(self._keys) if key in sizes})
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
 
@@ -127,15 +128,6 @@ class Share(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self.indices)
-
-
-def _from_all_ranks(value: Any) -> list[Any]:
-    from torch import distributed
-
-    values = [value] * current_rank().world_size
-    if len(values) > 1:
-        distributed.all_gather_object(values, value)
-    return values
 
 
 def _computed(client: Client, collection: Any) -> list[Future]:
