@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -16,11 +18,11 @@ from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, Writ
 BIG = 3 * PIECE_SIZE
 
 
-def returned(data: bytes) -> list[Piece]:
+def returned(value: object) -> list[Piece]:
     """What a rank sends before the report that all is there."""
     pieces: list[Piece] = []
     writer = Writer(pieces.append)
-    writer.write(data)
+    writer.write(pickle.dumps(value))
     assert writer.close() is None
     return pieces
 
@@ -30,14 +32,26 @@ def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
         received.add(received.keep(rank, piece))
 
 
-def read(received: ReceivedResults, rank: int, small: bytes | None = None) -> bytes:
-    with received.open_returned(rank, small) as file:
-        return file.read()
+class Look:
+    """Calls a function while its pickle is loaded."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return self._function, ()
 
 
 def num_kept(received: ReceivedResults) -> tuple[int, int]:
     """Pieces on disk, bytes in memory."""
     return received._buffer._num_in_file, received._buffer._in_memory
+
+
+RECEIVED = ReceivedResults()
+
+
+def look() -> tuple[int, int]:
+    return num_kept(RECEIVED)
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,20 +61,17 @@ def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pyte
         for rank, piece in enumerate(pieces):
             add(received, rank, [piece])
     assert received.is_empty  # nobody's submission
-    assert [read(received, rank) for rank in (1, 0)] == [data[1], data[0]]
-    assert read(received, 2, b"small") == b"small"
+    assert [received.load_returned(rank, None) for rank in (1, 0)] == [data[1], data[0]]
+    assert received.load_returned(2, pickle.dumps(b"small")) == b"small"
     assert num_kept(received) == (0, 0)
 
 
 def test_pieces_go_as_they_are_read() -> None:
-    received = ReceivedResults()
-    add(received, 0, returned(b"x" * BIG))
-    with received.open_returned(0, None) as file:
-        before = num_kept(received)
-        file.read(BIG - 1)
-        assert sum(num_kept(received)) < sum(before)
-        file.read(1)
-    assert num_kept(received) == (0, 0)  # although the reader has not asked for the end
+    add(RECEIVED, 0, returned([b"x" * BIG, Look(look)]))
+    before = num_kept(RECEIVED)
+    _, within = RECEIVED.load_returned(0, None)
+    assert sum(within) < sum(before)
+    assert num_kept(RECEIVED) == (0, 0)
 
 
 def test_what_an_older_attempt_returned_does_not_count() -> None:
@@ -71,9 +82,9 @@ def test_what_an_older_attempt_returned_does_not_count() -> None:
     add(received, 0, returned(b"n" * BIG))
     add(received, 2, submission)
     add(received, 2, returned(b"n" * BIG))
-    assert read(received, 0) == b"n" * BIG
-    assert read(received, 1, b"of the newest attempt") == b"of the newest attempt"
-    assert read(received, 2) == b"n" * BIG
+    assert received.load_returned(0, None) == b"n" * BIG
+    assert received.load_returned(1, pickle.dumps(b"of the newest attempt")) == b"of the newest attempt"
+    assert received.load_returned(2, None) == b"n" * BIG
     submitted = received.take(())
     assert submitted is not None
     assert b"".join(received.read(submitted)) == b"x" * BIG

@@ -54,6 +54,16 @@ class GangFuture(Future[Any]):
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
+    def load(self, rank: int, load: Callable[[], Any]) -> None:
+        """Settle the future with the return value that `load` unpickles, or with the error of unpickling."""
+        try:
+            value = load()
+        except BaseException as error:  # any error of a user's class or extension
+            error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
+            self.set_exception(raisable(error, "unpickling a return value"))
+        else:
+            self.set_result(value)
+
     def _wait(self, timeout: float | None) -> None:
         """Wait in turns of `TURN` seconds, so that Python runs signal handlers in time.
 
@@ -185,14 +195,7 @@ class GangFutures(Futures[GangFuture]):
             self._settle_missing()
         # Future 0 is settled last: `result` waits for this future alone.
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
-            try:
-                returned = self._supervisor.received.load_returned(rank, result)
-            except BaseException as error:  # any error of a user's class or extension
-                error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
-                self._futures[rank].set_exception(raisable(error, "unpickling a return value"))
-            else:
-                self._futures[rank].set_result(returned)
-                del returned
+            self._futures[rank].load(rank, self._supervisor.received.take_returned(rank, result))
 
     def _settle_missing(self) -> None:
         how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"

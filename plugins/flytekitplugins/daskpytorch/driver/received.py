@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Any
 
 from flytekitplugins.daskpytorch.protocol.payload import MappedReturn, Piece, Reader
@@ -142,22 +143,12 @@ class ReceivedResults:
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
         """Remove a rank's return value, and return a function that unpickles the value, once and in any thread."""
-        parts = self._returned.pop(rank) if small is None else []
-        if parts and (mapped := parts[0].mapped) is not None:
+        if small is not None:
+            return partial(pickle.loads, small)
+        parts = self._returned.pop(rank)
+        if (mapped := parts[0].mapped) is not None:
             return mapped.load
-        return lambda: pickle.load(self._file_of(parts, small))  # noqa: S301 - from our own rank, by its connection
-
-    def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
-        """Return a file with a rank's pickled return value. Open each value only once.
-
-        Args:
-            rank: The rank.
-            small: Pickled value from the rank's report. None if pieces carried the value.
-        """
-        return self._file_of(self._returned.pop(rank) if small is None else [], small)
-
-    def _file_of(self, parts: list[Kept], small: bytes | None) -> IO[bytes]:
-        return io.BytesIO(small) if small is not None else io.BufferedReader(Reader(self._take(parts)))
+        return lambda: pickle.load(io.BufferedReader(Reader(self._take(parts))))  # noqa: S301 - from our own rank
 
     def drop_returned(self) -> None:
         """Free the space used by unread return values."""

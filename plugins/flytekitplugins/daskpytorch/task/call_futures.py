@@ -101,7 +101,7 @@ class CallFutures(Logged, Futures[GangFuture]):
                 elif rank in outcome.errors:
                     future.set_exception(outcome.errors[rank])
                 else:
-                    _load(future, rank, outcome.values[rank])
+                    future.load(rank, outcome.values[rank])
 
     def fail(self, error: BaseException) -> None:
         """Settle all futures with the error that has ended the gang."""
@@ -125,13 +125,3 @@ def _settled(future: GangFuture) -> Iterator[None]:
         _logger.exception("the future of a call, or a callback of the future, has raised an error")
         if not future.done():
             future.set_exception(raisable(error, "settling a future"))
-
-
-def _load(future: GangFuture, rank: int, load: Callable[[], Any]) -> None:
-    try:
-        value = load()
-    except BaseException as error:  # any error of a user's class or extension
-        error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
-        future.set_exception(raisable(error, "unpickling a return value"))
-    else:
-        future.set_result(value)
