@@ -93,12 +93,13 @@ def main(channel: Connection) -> int:
                 # A Ctrl-C from now on must not fail the finished function. Child programs would inherit SIG_IGN.
                 signal.signal(signal.SIGINT, lambda *_: None)
             has_returned = True
-            _report_returned(order, returned, host, link, is_stopped=session.rank.stop_signal.has_fired)
+            is_stopped = session.rank.stop_signal.has_fired  # then the training is unfinished, and has no return value
+            value = None if is_stopped else _payload(order, returned, host, link)
+            link.send(reports.Returned(value, stopped_early=is_stopped))
     except BaseException as error:
         link.send(_explained(order, link, error, is_final=has_returned and not _is_of_storage(error)))
         _wind_up(order, link, 1)
         return 1
-    is_stopped = session.rank.stop_signal.has_fired
     session.see_out()
     _wind_up(order, link, int(is_stopped), exit_code=0)
     return 0
@@ -170,15 +171,6 @@ def _take_listener(channel: Connection) -> int:
     listener = recv_handle(channel)
     os.set_inheritable(listener, False)  # a child program that outlives the rank must not keep the socket open
     return listener
-
-
-def _report_returned(
-    order: RankOrder, returned: Any, host: RankHost | None, link: GangLink, *, is_stopped: bool
-) -> None:
-    if is_stopped:
-        link.send(reports.Returned(stopped_early=True))  # without the return value: the training is unfinished
-    else:
-        link.send(reports.Returned(_payload(order, returned, host, link)))
 
 
 def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
