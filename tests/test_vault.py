@@ -21,8 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
-from flytekitplugins.daskpytorch.driver.previous import MAX_READ_ATTEMPTS
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, MAX_READ_ATTEMPTS, named_in
 from flytekitplugins.daskpytorch.driver.saving import MAX_RETRIES, Fetches
 from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
@@ -169,9 +168,7 @@ def test_checkpoint_is_copied_before_a_manifest_that_names_it(task: Task, store:
     [file] = task.ran(0, 4)
     assert (task.stored(0) / file.name).read_bytes() == checkpoint(4)[1]
     named = json.loads((task.stored(0) / MANIFEST).read_text())
-    fields = asdict(replace(file, metrics={"loss": 0.2}))
-    del fields["is_evaluated"]  # an older version of this package would not know it
-    assert named == {"checkpoints": [fields]}
+    assert named == {"checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))]}
     assert sorted(path.name for path in task.stored(0).iterdir()) == [MANIFEST, file.name]
     assert store.calls == [file.name, MANIFEST]
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.driver import manifest, previous
+from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
@@ -107,7 +107,7 @@ class Vault:
         """
         if self._paths is None or self._paths.previous is None:
             return None
-        read = previous.read(self._paths.files, self._paths.previous, self.keep, self._disk, self.worker.retry_after)
+        read = manifest.restore(self._paths.files, self._paths.previous, self.keep, self._disk, self.worker.retry_after)
         self.sharded, self.is_known, found = read.sharded, read.is_known, read.found
         with self._lock:
             for file in reversed(read.listed if found else []):
