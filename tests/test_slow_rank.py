@@ -13,10 +13,13 @@ import torch
 from distributed import Client
 from torch import distributed as dist
 
+import fake_gpus
 from flytekitplugins.daskpytorch import Gang, Observer, dispatch
-from flytekitplugins.daskpytorch.driver.slow_rank import SlowRankWatch
+from flytekitplugins.daskpytorch.driver.slow_rank import LINK, SlowRankWatch
 from flytekitplugins.daskpytorch.protocol.reports import Entered
-from flytekitplugins.daskpytorch.rank import flight_recorder
+from flytekitplugins.daskpytorch.rank import flight_recorder, nvml
+from flytekitplugins.daskpytorch.rank.entries import Entries
+from flytekitplugins.daskpytorch.rank.usage import Ledger
 
 pytestmark = pytest.mark.timeout(300)
 STEP = 0.1
@@ -49,8 +52,10 @@ def reports_of(
             yield rank, report, 10.0 * window + chance.uniform(0.001, 0.01)
 
 
-def told(reports: Iterable[tuple[int, Entered, float]], hosts: str = "aaa") -> list[str]:
-    watch = SlowRankWatch(dict(enumerate(hosts)))
+def told(
+    reports: Iterable[tuple[int, Entered, float]], hosts: str = "aaa", gpus: Mapping[int, str] | None = None
+) -> list[str]:
+    watch = SlowRankWatch(dict(enumerate(hosts)), gpus)
     return [text for rank, report, at in reports if (text := watch.hear(rank, report, at)) is not None]
 
 
@@ -66,7 +71,7 @@ def test_the_slow_rank_is_named_with_what_the_gang_waits_and_where_it_is(buckets
     _, late, share = (int(word) for word in first.split() if word.isdigit())
     assert 27 <= late <= 31
     assert 25 <= share <= 36
-    assert first.endswith("Its main thread was mostly at train.py:7 (train).")
+    assert first.endswith(f"Its main thread was mostly at train.py:7 (train). {LINK}.")
 
 
 def test_it_is_named_once_three_windows_after_the_first_agree() -> None:
@@ -121,7 +126,58 @@ def test_pipelines_evaluations_and_waits_name_nobody(change: dict[str, object]) 
 
 def test_the_data_loader_is_the_cause_if_the_rank_waits_for_it() -> None:
     waiting = ((rank, replace(each, data=0.4 * each.time), at) for rank, each, at in reports_of(slow(0.03)))
-    assert "It waits for its data loader 40 % of its time." in told(waiting)[0]
+    [text, *_] = told(waiting)
+    assert "It waits for its data loader 40 % of its time." in text
+    assert "network" not in text
+
+
+def on_gpus(clocks: Mapping[int, int | None], degrees: Mapping[int, int | None]) -> str:
+    """What is told of rank 1, whose GPU is the second of its host."""
+    reports = (
+        (rank, replace(report, gpu_clock=clocks[rank], gpu_temperature=degrees[rank]), at)
+        for rank, report, at in reports_of(slow(0.03))
+    )
+    return told(reports, gpus={0: "0", 1: "1", 2: "0"})[0]
+
+
+def test_a_gpu_is_named_with_its_clock_and_temperature_if_they_differ() -> None:
+    text = on_gpus({0: 1980, 1: 1005, 2: 1965}, {0: 60, 1: 91, 2: 62})
+    assert text.startswith("rank 1 (a, GPU 1) is slow")
+    assert text.endswith(
+        "Its GPU runs at 1005 MHz, the others' at 1965 MHz or more. Its GPU is at 91 °C, the others' at 62 °C or less."
+    )
+
+
+@pytest.mark.parametrize(
+    ("clocks", "degrees"),
+    [
+        ({0: 1980, 1: 1900, 2: 1965}, {0: 60, 1: 65, 2: 62}),
+        ({0: 1980, 1: 1005, 2: 990}, {0: 60, 1: 91, 2: 90}),
+        ({0: 1980, 1: 1005, 2: None}, {0: 60, 1: 91, 2: None}),
+        ({0: 1980, 1: None, 2: 1965}, {0: 60, 1: None, 2: 62}),
+    ],
+)
+def test_a_gpu_like_the_others_or_unknown_is_no_cause(
+    clocks: Mapping[int, int | None], degrees: Mapping[int, int | None]
+) -> None:
+    assert "Its GPU" not in on_gpus(clocks, degrees)
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_a_rank_reports_clock_and_temperature_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_cuda: bool
+) -> None:
+    """Torch's CUDA, the recorder and NVML are simulated."""
+    monkeypatch.setattr(nvml, "LIBRARY", str(fake_gpus.build(tmp_path)))
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
+    fake_gpus.describe(tmp_path / "gpus", {"GPU-1": {"is": 1, "clock": 1005, "degrees": 91}})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_cuda)
+    monkeypatch.setattr(flight_recorder, "entered", lambda: ({1: 0.0}, False))
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    reports: list[Entered] = []
+    Entries(Ledger(), reports.append, "1").look()
+    [report] = reports
+    assert (report.gpu_clock, report.gpu_temperature) == ((1005, 91) if has_cuda else (None, None))
 
 
 def recorded() -> tuple[dict[int, float], bool, float]:

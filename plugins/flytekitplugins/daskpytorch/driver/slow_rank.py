@@ -6,7 +6,7 @@ default process group. A rank counts as slow if the others have waited for this 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,8 +22,13 @@ MIN_LATENESS, MIN_LATENESS_BETWEEN_HOSTS = 0.005, 0.02
 """Minimum number of seconds by which the rank is late. The clocks of several hosts are compared less exactly."""
 MIN_REGULARITY = 0.2
 """Minimum share of the collectives in which the rank is late. A model with many buckets has several for each step."""
+MAX_CLOCK_SHARE, MIN_DEGREES = 0.9, 10
+"""Limits of a GPU that stands out: share of the other GPUs' slowest clock, and degrees above their hottest."""
 DOMINANCE = 4.0
 """Minimum wait for the rank, as a multiple of the wait for any other rank."""
+
+LINK = "If its own work takes no longer than the others', a network link to it is slow, and its collectives end later"
+"""Sentence of a hint without another cause. With a rank's link delayed by 20 ms, the ranks at its ends enter late."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,14 @@ class _Window:
 class SlowRankWatch:
     """Watches the times at which the ranks of one attempt enter collectives."""
 
-    def __init__(self, hosts: Mapping[int, str]) -> None:
+    def __init__(self, hosts: Mapping[int, str], gpus: Mapping[int, str] | None = None) -> None:
         """Begin an attempt.
 
         Args:
             hosts: Name of each rank's host. Ranks of one host share a clock.
+            gpus: Name of the rank's own GPU on its host, for each rank with a GPU.
         """
-        self._hosts = hosts
+        self._hosts, self._gpus = hosts, gpus or {}
         self._least = MIN_LATENESS if len(set(hosts.values())) == 1 else MIN_LATENESS_BETWEEN_HOSTS
         self._reported: dict[int, tuple[Entered, float]] = {}
         """Newest report of each rank, and the time of its arrival."""
@@ -141,9 +147,10 @@ class SlowRankWatch:
             return None
         late = median(seconds for window in windows for seconds in window.lateness[rank])
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
+        place = f"{self._hosts[rank]}, GPU {self._gpus[rank]}" if rank in self._gpus else self._hosts[rank]
         doing = "".join(f" {each}." for each in self._doings(rank))
         return (
-            f"rank {rank} ({self._hosts[rank]}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
+            f"rank {rank} ({place}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
             f"the others, and the gang waits {100 * share:.0f} % of its time for it.{doing}"
         )
 
@@ -157,10 +164,34 @@ class SlowRankWatch:
     def _doings(self, rank: int) -> Iterator[str]:
         """Yield sentences about what the slow rank does while the others wait."""
         begun, newest = self._began.get(rank), self._windows[-1][1][rank]
+        is_explained = False
         if begun is not None and newest.time > begun.time:
             share = (newest.data - begun.data) / (newest.time - begun.time)
-            if share >= MIN_SHARE:
+            if is_explained := share >= MIN_SHARE:
                 yield f"It waits for its data loader {100 * share:.0f} % of its time"
         lines = [each[rank].line for _, each in self._windows if each[rank].line]
         if lines and lines.count(lines[-1]) == len(lines):
             yield f"Its main thread was mostly at {lines[-1]}"
+        for difference in self._differences_of_gpu(rank):
+            is_explained = True
+            yield difference
+        if not is_explained:  # gloo's records have no time of a collective's end
+            yield LINK
+
+    def _differences_of_gpu(self, rank: int) -> Iterator[str]:
+        """Yield sentences about the slow rank's GPU, if it is slower or hotter than the others' in all windows."""
+        own = [each[rank] for _, each in self._windows]
+        others = [report for _, each in self._windows for other, report in each.items() if other != rank]
+        clocks, clocks_of_others = (_known(each.gpu_clock for each in reports) for reports in (own, others))
+        if clocks and clocks_of_others and max(clocks) < MAX_CLOCK_SHARE * min(clocks_of_others):
+            yield f"Its GPU runs at {max(clocks)} MHz, the others' at {min(clocks_of_others)} MHz or more"
+        degrees, degrees_of_others = (_known(each.gpu_temperature for each in reports) for reports in (own, others))
+        if degrees and degrees_of_others and min(degrees) >= max(degrees_of_others) + MIN_DEGREES:
+            yield f"Its GPU is at {min(degrees)} °C, the others' at {max(degrees_of_others)} °C or less"
+
+
+def _known(values: Iterable[int | None]) -> list[int]:
+    """Return the values. Empty if one is unknown."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return known if len(known) == len(found) else []

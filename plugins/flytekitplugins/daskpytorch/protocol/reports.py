@@ -88,6 +88,10 @@ class Entered:
     """Seconds of waiting for a data loader so far."""
     line: str
     """Line of the user's code at which the main thread was found most often. Empty if no line stands out."""
+    gpu_clock: int | None = None
+    """Clock of the rank's GPU in MHz. None if unknown, or if the rank has not initialised CUDA."""
+    gpu_temperature: int | None = None
+    """Temperature of the rank's GPU in degrees Celsius. None if unknown, or if the rank has not initialised CUDA."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from flytekitplugins.daskpytorch.protocol.reports import Entered
-from flytekitplugins.daskpytorch.rank import flight_recorder
+from flytekitplugins.daskpytorch.rank import flight_recorder, nvml
 from flytekitplugins.daskpytorch.rank.usage import INTERVAL, Ledger
 
 WINDOW = 10.0
@@ -25,14 +25,15 @@ LIBRARIES = ("site-packages", "dist-packages", "/lib/python3", "<")
 class Entries:
     """Reads the flight recorder every ten seconds, and the line at which the main thread is every two seconds."""
 
-    def __init__(self, ledger: Ledger, send: Callable[[Entered], None]) -> None:
+    def __init__(self, ledger: Ledger, send: Callable[[Entered], None], gpu_uuid: str = "") -> None:
         """Begin in the thread that runs the user's function.
 
         Args:
             ledger: Account of the rank's time.
             send: Reports the times.
+            gpu_uuid: UUID of the rank's own GPU. Empty without a GPU, or if the UUID is unknown.
         """
-        self._ledger, self._send = ledger, send
+        self._ledger, self._send, self._gpu_uuid = ledger, send, gpu_uuid
         self._thread = threading.get_ident()
         self._lines: Counter[str] = Counter()
 
@@ -48,6 +49,7 @@ class Entries:
             return
         [(line, count)] = lines.most_common(1) or [("", 0)]
         times, is_partial = found
+        clock, temperature = _of_gpu(self._gpu_uuid)
         self._send(
             Entered(
                 window=int(now // WINDOW),
@@ -57,8 +59,18 @@ class Entries:
                 num_steps=self._ledger.num_steps,
                 data=self._ledger.seconds()["data"],
                 line=line if count >= MIN_SAMPLES * lines.total() else "",
+                gpu_clock=clock,
+                gpu_temperature=temperature,
             )
         )
+
+
+def _of_gpu(uuid: str) -> tuple[int | None, int | None]:
+    """Return clock and temperature of this rank's GPU. None for unknown values, or before CUDA is initialised."""
+    import torch
+
+    is_used = uuid and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return nvml.clock_and_temperature(uuid) if is_used else (None, None)
 
 
 def _line_of(frame: FrameType | None) -> str:

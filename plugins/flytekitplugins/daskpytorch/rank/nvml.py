@@ -27,6 +27,8 @@ BROKEN = {
 NO_DRIVER = {9: "the driver is not loaded", 18: "driver/library version mismatch"}
 """Return codes of NVML by which the library cannot talk to the driver. CUDA, which has a library of its own, may work:
 an image may have an old NVML."""
+SM_CLOCK, GPU_SENSOR = 1, 0
+"""Arguments of NVML: the clock of the streaming multiprocessors, and the temperature sensor of the GPU's chip."""
 UNCORRECTED, SINCE_LOAD = 1, 0
 """Arguments of NVML: uncorrectable memory errors, and counters since the driver was loaded."""
 RECOVERY_FIELD = 230
@@ -99,6 +101,20 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
         has_memory = nvml.call("nvmlDeviceGetMemoryInfo", device, byref(memory))
         has_rates = nvml.call("nvmlDeviceGetUtilizationRates", device, byref(rates))
         return int(memory.used) if has_memory else None, int(rates.gpu) / 100 if has_rates else None
+    return None, None
+
+
+def clock_and_temperature(uuid: str) -> tuple[int | None, int | None]:
+    """Return the clock of a GPU's multiprocessors in MHz, and its temperature in degrees Celsius. None: unknown.
+
+    Args:
+        uuid: The UUID, with or without the prefix `GPU-`. A MIG instance has the values of its GPU.
+    """
+    with contextlib.suppress(OSError, LookupError, NvmlError):
+        nvml = _kept(LIBRARY, os.getpid())
+        device = nvml.whole_of(nvml.find(uuid))
+        clock = nvml.number("nvmlDeviceGetClockInfo", device, c_int(SM_CLOCK), c_uint())
+        return clock, nvml.number("nvmlDeviceGetTemperature", device, c_int(GPU_SENSOR), c_uint())
     return None, None
 
 
@@ -221,16 +237,14 @@ class _Nvml:
     def state_of(self, device: c_void_p) -> GpuState:
         """Return the state of a GPU. A MIG instance has its own memory, and all else from its GPU."""
         memory, processes = self._memory(device)
-        whole = c_void_p()
-        if self.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", device, byref(whole)):
-            device = whole
+        device = self.whole_of(device)
         pending, failed = c_uint(), c_uint()
         has_rows = self.call(
             "nvmlDeviceGetRemappedRows", device, byref(c_uint()), byref(c_uint()), byref(pending), byref(failed)
         )
-        retiring = self._number("nvmlDeviceGetRetiredPagesPendingStatus", device, c_uint())
+        retiring = self.number("nvmlDeviceGetRetiredPagesPendingStatus", device, c_uint())
         return GpuState(
-            ecc_errors=self._number(
+            ecc_errors=self.number(
                 "nvmlDeviceGetTotalEccErrors", device, c_uint(UNCORRECTED), c_uint(SINCE_LOAD), c_ulonglong()
             ),
             is_remap_pending=bool(pending.value) if has_rows else None,
@@ -238,13 +252,18 @@ class _Nvml:
             is_retirement_pending=None if retiring is None else bool(retiring),
             recovery=self._recovery(device),
             fabric=self._fabric(device),
-            slowdowns=self._number("nvmlDeviceGetCurrentClocksThrottleReasons", device, c_ulonglong()),
+            slowdowns=self.number("nvmlDeviceGetCurrentClocksThrottleReasons", device, c_ulonglong()),
             memory=memory,
             processes=processes,
             address=self._address(device),
         )
 
-    def _number(self, name: str, *arguments: Any) -> int | None:
+    def whole_of(self, device: c_void_p) -> c_void_p:
+        """Return the handle of a MIG instance's GPU, or the handle of a GPU itself."""
+        whole = c_void_p()
+        return whole if self.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", device, byref(whole)) else device
+
+    def number(self, name: str, *arguments: Any) -> int | None:
         """Return the value that a function writes to its last argument. None: unknown."""
         *others, number = arguments
         return int(number.value) if self.call(name, *others, byref(number)) else None

@@ -80,7 +80,7 @@ class Session:
         profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
         looks = [profiler.draw_flame_graphs]
         if order.job.settings.hints and 1 < place.world_size <= MAX_WORLD_SIZE:
-            looks.append(Entries(link.ledger, link.send).look)
+            looks.append(Entries(link.ledger, link.send, place.gpu_uuid).look)
         with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),
