@@ -388,7 +388,7 @@ def sample_names(
         wanted = math.ceil(min(max(1.15 * (count - len(found)) / share, count / 4), 2 * count))
         drawn = _draw(model, wanted, generator, temperature, max_length)
         num_drawn += wanted
-        found |= dict.fromkeys(name for name in drawn if _num_letters(name) >= 2 and name not in known)
+        found |= dict.fromkeys(name for name in drawn if sum(map(str.isalpha, name)) >= 2 and name not in known)
     if len(found) < count:
         logger.warning(
             "sampled %d new names instead of %d in %d draws; train longer or raise the temperature (%g)",
@@ -461,7 +461,3 @@ def _count_pairs(windows: Tensor) -> Tensor:
     pairs = windows[:, :-1].long() * NUM_SYMBOLS + windows[:, 1:]
     counts = torch.bincount(pairs[_is_target(windows)], minlength=NUM_SYMBOLS**2)
     return counts.reshape(NUM_SYMBOLS, NUM_SYMBOLS).double()
-
-
-def _num_letters(name: str) -> int:
-    return sum(character.isalpha() for character in name)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
@@ -23,29 +23,7 @@ MAX_TRIES = 5
 """Maximum number of attempts to create an object if S3 answers 409, which asks for a retry."""
 
 
-class Store(Protocol):
-    """Objects by keys, for example `folder/name`."""
-
-    def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted. A missing folder is empty."""
-
-    def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the objects' bytes. Raise FileNotFoundError if an object is missing."""
-
-    def download(self, key: str, path: Path) -> None:
-        """Copy an object to a local file. Raise FileNotFoundError if the object is missing."""
-
-    def write(self, key: str, source: Path | bytes) -> None:
-        """Write an object, and replace an existing one."""
-
-    def create(self, key: str, data: bytes) -> None:
-        """Create an object, or raise FileExistsError if it exists. Only one of simultaneous calls succeeds."""
-
-    def check(self) -> None:
-        """Check that the store can be written and that `create` is exclusive. Raise RuntimeError if not."""
-
-
-def open_store(uri: str, storage_options: Mapping[str, Any] | None = None) -> Store:
+def open_store(uri: str, storage_options: Mapping[str, Any] | None = None) -> Folder | Bucket:
     """Return the store at a URI.
 
     Args:
@@ -67,24 +45,24 @@ def open_store(uri: str, storage_options: Mapping[str, Any] | None = None) -> St
 
 
 class Folder:
-    """Store in a local folder, which several machines may share."""
+    """Store in a local folder, which several machines may share. Keys look like `folder/name`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, without partial files of killed processes."""
+        """Return the sorted names in a folder, without partial files of killed processes. A missing folder is empty."""
         try:
             return sorted(path.name for path in self._path(folder).iterdir() if not path.name.startswith("."))
         except FileNotFoundError:
             return []
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the files' bytes."""
+        """Return the files' bytes. Raise FileNotFoundError if a file is missing."""
         return [self._path(key).read_bytes() for key in keys]
 
     def download(self, key: str, path: Path) -> None:
-        """Copy a file to a local path."""
+        """Copy a file to a local path. Raise FileNotFoundError if the file is missing."""
         shutil.copyfile(self._path(key), path)
 
     def write(self, key: str, source: Path | bytes) -> None:
@@ -93,12 +71,12 @@ class Folder:
             whole.replace(self._path(key))
 
     def create(self, key: str, data: bytes) -> None:
-        """Create a file, or raise FileExistsError if it exists."""
+        """Create a file, or raise FileExistsError if it exists. Only one of simultaneous calls succeeds."""
         with self._whole(key, data) as whole:
             self._path(key).hardlink_to(whole)  # fails if the file exists, unlike a rename
 
     def check(self) -> None:
-        """Check that the folder can be written and its file system has hard links."""
+        """Check that the folder can be written and its file system has hard links. Raise RuntimeError if not."""
         key = f"probes/{uuid.uuid4().hex}"
         try:
             self.create(key, b"")
@@ -140,14 +118,14 @@ class Folder:
 
 
 class Bucket:
-    """Store in a bucket of S3, or in a prefix of a bucket."""
+    """Store in a bucket of S3, or in a prefix of a bucket, with the methods of `Folder`."""
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
 
     def names(self, folder: str) -> list[str]:
-        """Return the last parts of all keys in a folder, by a new request to S3."""
+        """Return the last parts of all keys in a folder, sorted, by a new request to S3. A missing folder is empty."""
         try:
             paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
         except FileNotFoundError as error:
@@ -160,23 +138,23 @@ class Bucket:
         return sorted(path.rpartition("/")[2] for path in paths)
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the objects' bytes, by up to eight requests at a time."""
+        """Return the objects' bytes, by up to eight requests at a time. Raise FileNotFoundError if one is missing."""
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(self._fs.cat_file, [f"{self._root}/{key}" for key in keys]))
 
     def download(self, key: str, path: Path) -> None:
-        """Download an object to a local path."""
+        """Download an object to a local path. Raise FileNotFoundError if the object is missing."""
         self._fs.get_file(f"{self._root}/{key}", str(path))
 
     def write(self, key: str, source: Path | bytes) -> None:
-        """Upload an object."""
+        """Upload an object, and replace an existing one."""
         if isinstance(source, bytes):
             self._fs.pipe_file(f"{self._root}/{key}", source)
         else:
             self._fs.put_file(str(source), f"{self._root}/{key}")
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload an object with `If-None-Match: *`."""
+        """Upload an object with `If-None-Match: *`, or raise FileExistsError if it exists."""
         for attempt in range(1, MAX_TRIES + 1):
             try:
                 self._fs.pipe_file(f"{self._root}/{key}", data, mode="create")
@@ -190,7 +168,10 @@ class Bucket:
                 return
 
     def check(self) -> None:
-        """Check, in parallel and in sequence, that an object is created only once. Some servers ignore the rule."""
+        """Check, in parallel and in sequence, that an object is created only once. Raise RuntimeError if not.
+
+        Some servers ignore the rule.
+        """
         key = f"probes/{uuid.uuid4().hex}"
         with ThreadPoolExecutor(NUM_RIVALS) as pool:
             num_created = sum(pool.map(self._creates, [key] * NUM_RIVALS))
