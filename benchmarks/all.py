@@ -28,12 +28,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from figures import FILE, HEAD, Figure, Goal, gpu_models, machine, number, rows
-from gpu import Outcome, run
+from gpu import HEAD_OF_RESULTS, Result, run
 
 BENCHMARKS = Path(__file__).resolve().parent
 KEPT, PAGE = BENCHMARKS / "figures.json", BENCHMARKS / "README.md"
@@ -45,7 +44,7 @@ TIME_LIMIT = 3600.0
 COMMANDS = (
     ("launch.py",),
     ("calls.py",),
-    ("commands.py", "--skip", "late"),
+    ("commands.py",),
     ("recovery.py",),
     ("chaos.py",),
     ("chaos.py", "--schedules", "100"),
@@ -53,9 +52,8 @@ COMMANDS = (
     ("training.py",),
     ("recipe.py",),
     ("s3.py",),
-    ("decoding.py",),
     ("checkpoints.py", "--only", "disk", "near"),
-    ("arguments.py", "--skip", "scatter"),
+    ("arguments.py",),
     ("memory.py",),
     ("scale.py",),
 )
@@ -63,44 +61,30 @@ COMMANDS = (
 ON_GPUS = ("gpu.py", "--part", "speed", "--minutes", "30")
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Figures of one benchmark, as the file holds them."""
-
-    command: str
-    on: str
-    """Machine, day and versions."""
-    figures: list[Figure]
-
-    @classmethod
-    def from_json(cls, kept: dict[str, Any]) -> Measurement:
-        """Return the object from its JSON form."""
-        return cls(kept["command"], kept["on"], [figure_of(each) for each in kept["figures"]])
-
-
 Kept = dict[str, dict[str, Any]]
-"""Measurements by script, or by the GPUs for benchmarks on GPUs."""
+"""Measurements by script, or by the GPUs for benchmarks on GPUs, each with `command`, `figures` and machine (`on`)."""
 
 
-def figure_of(kept: dict[str, Any]) -> Figure:
-    """Return the object from its JSON form."""
-    return Figure(**(kept | {"goals": [Goal(**goal) for goal in kept["goals"]]}))
+def figures_of(measurement: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a measurement from their JSON form."""
+    return [Figure(**(kept | {"goals": [Goal(**goal) for goal in kept["goals"]]})) for kept in measurement["figures"]]
 
 
 # ---- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(command: tuple[str, ...], *, quick: bool) -> tuple[Outcome, dict[str, Any] | None]:
-    """Run a benchmark, and return its outcome and the JSON form of its figures. None: no figures."""
+def measure(command: tuple[str, ...], *, quick: bool) -> tuple[Result, dict[str, Any] | None]:
+    """Run a benchmark, and return its result and the JSON form of its figures. None: no figures."""
     on = machine()
     line = [command[0], "--quick"] if quick else list(command)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FILE] = file = str(Path(folder) / "figures")
-        outcome = run(line, TIME_LIMIT)
+        result = run(line, TIME_LIMIT)
         lines = Path(file).read_text().splitlines() if Path(file).exists() else []
-    if outcome.failure or not lines:
-        return outcome, None
-    return outcome, {"command": outcome.command, "on": on, "figures": [json.loads(line) for line in lines]}
+    if result.outcome == "failed" or not lines:
+        return result, None
+    command, found = f"python benchmarks/{result.what}", [json.loads(line) for line in lines]
+    return result, {"command": command, "on": on, "figures": found}
 
 
 def key_of(command: tuple[str, ...]) -> str:
@@ -123,13 +107,12 @@ def replace(kept: Kept, key: str, measurement: dict[str, Any]) -> None:
 
 def table(kept: Kept) -> Iterator[str]:
     """Yield the lines between the marks of the page."""
-    measurements = [Measurement.from_json(each) for each in kept.values()]
-    places = list(dict.fromkeys(without_load(each.on) for each in measurements))
+    places = list(dict.fromkeys(without_load(each["on"]) for each in kept.values()))
     yield f"{HEAD[0]} where | command |"
     yield f"{HEAD[1]}---|---|"
-    for each in measurements:
-        where, command = places.index(without_load(each.on)) + 1, each.command.removeprefix("python benchmarks/")
-        yield from (f"{row} [{where}] | `{command}` |" for row in rows(each.figures))
+    for each in kept.values():
+        where, command = places.index(without_load(each["on"])) + 1, each["command"].removeprefix("python benchmarks/")
+        yield from (f"{row} [{where}] | `{command}` |" for row in rows(figures_of(each)))
     yield ""
     yield from (f"{index}. {place}" for index, place in enumerate(places, 1))
 
@@ -151,11 +134,11 @@ def write_page(kept: Kept) -> None:
 
 def changes(old: Kept, new: Kept) -> Iterator[str]:
     """Yield the changes of each row: the ratio of the medians, and whether the spreads overlap."""
-    rows = {(key, figure.what): figure for key, each in old.items() for figure in Measurement.from_json(each).figures}
+    rows = {(key, figure.what): figure for key, each in old.items() for figure in figures_of(each)}
     yield "| what | before | now | now / before | |"
     yield "|---|---|---|---|---|"
     for key, each in new.items():
-        for figure in Measurement.from_json(each).figures:
+        for figure in figures_of(each):
             before = rows.pop((key, figure.what), None)
             if before is None:
                 yield f"| {figure.what} | - | {figure.measured('here')} | - | new |"
@@ -203,11 +186,11 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found: Kept = {}
-    outcomes = []
+    results = []
     for command in chosen(arguments):
-        outcome, measurement = measure(command, quick=arguments.quick)
-        outcomes.append(outcome)
-        print(outcome.output, flush=True)
+        result, measurement = measure(command, quick=arguments.quick)
+        results.append(result)
+        print(result.text, flush=True)
         if measurement is None:
             continue
         found[key_of(command)] = measurement
@@ -215,8 +198,8 @@ def main() -> None:
             replace(kept, key_of(command), measurement)
             KEPT.write_text(f"{json.dumps(kept, indent=1, ensure_ascii=False)}\n")
             write_page(kept)
-    print(*table(found), "", "| command | took | |", "|---|---|---|", *(each.row for each in outcomes), sep="\n")
-    sys.exit(any(outcome.failure for outcome in outcomes))
+    print(*table(found), "", *HEAD_OF_RESULTS, *(result.row for result in results), sep="\n")
+    sys.exit(any(result.outcome == "failed" for result in results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure the time and memory of a large argument and a large return value, beside peers.
+"""Measure the time and memory of a large argument and a large return value, beside Ray Train.
 
     pip install '.[bench]'                                # Ray, for its row
     python benchmarks/arguments.py                        # 300 MB, 8 ranks, three rounds, about five minutes
@@ -16,7 +16,6 @@ Each round runs each way once, in turn, on clusters that have run before:
 
 gang           `dispatch.run` on a Dask cluster with a worker for all ranks
 Ray Train      the argument goes into Ray's store within the call, and all ranks get it from there
-scatter        Dask's `scatter(broadcast=True)`, and a task for each worker, in running processes without a gang
 
 This process imports only the standard library. Other processes run the measured programs.
 """
@@ -94,23 +93,6 @@ with Client(scheduler_file=sys.argv[1]) as client:
     serve(lambda *order: measured(call, *order))
 """
 
-SCATTER = f"""{WORK}
-from distributed import Client, wait
-
-def call(array, count, folder):
-    workers = list(client.scheduler_info(n_workers=-1)["workers"])
-    scattered = client.scatter(array, broadcast=True, hash=False)  # else calls share a key, which one of them lets go
-    ranks = [
-        client.submit(work, scattered, rank, count, folder, workers=[workers[rank]], pure=False)
-        for rank in range(count)
-    ]
-    wait(ranks)
-    return ranks[0].result()
-
-with Client(scheduler_file=sys.argv[1]) as client:
-    serve(lambda *order: measured(call, *order))
-"""
-
 RAY = f"""{WORK}
 import os
 import ray
@@ -135,19 +117,18 @@ ray.init("local", num_cpus=int(sys.argv[1]) + 1, include_dashboard=False, _temp_
 serve(lambda *order: measured(call, *order))
 """
 
-WAYS = ("gang", "Ray Train", "scatter")
+PEER = "Ray Train"
 Taken = tuple[float, float, float]
 """Seconds until all ranks have read the argument, seconds of the return value, and bytes of a rank's memory."""
 
 
 def started(way: str, count: int, folder: Path) -> Program:
     """Start a contestant with its own cluster."""
-    if way == "Ray Train":
+    if way == PEER:
         temporary = folder / "tmp"  # short, for the names of Ray's sockets
         temporary.mkdir()
         return Program.of(RAY, folder / "ray", str(count), environment={"TMPDIR": str(temporary)})
-    cluster = Cluster(folder / f"{way}-cluster", 1 if way == "gang" else count)
-    return Program.of(GANG if way == "gang" else SCATTER, folder / way, cluster.contact)
+    return Program.of(GANG, folder / "gang", Cluster(folder / "cluster", 1).contact)
 
 
 def caller(program: Program, count: int, size: int, folder: Path) -> Callable[[], Taken]:
@@ -171,15 +152,13 @@ def caller(program: Program, count: int, size: int, folder: Path) -> Callable[[]
 
 
 def figures(found: dict[str, list[Taken]], count: int, megabytes: float) -> Iterator[Figure]:
-    """Yield the rows: times beside each peer, and the memory of a rank."""
+    """Yield the rows: times beside the peer, and the memory of a rank."""
     named = f"{megabytes:g} MB as {{}}, {count} ranks"
     arguments, returned, memory = zip(*found["gang"], strict=True)
-    for peer, taken in found.items():
-        if peer != "gang":
-            theirs = list(zip(*taken, strict=True))
-            for what, here, its in (("argument", arguments, theirs[0]), ("return value", returned, theirs[1])):
-                row = {"what": f"{named.format(what)}, beside {peer}", "here": here, "goals": at_least(1)}
-                yield Figure.beside(peer, its, **row)
+    if theirs := list(zip(*found.get(PEER, ()), strict=True)):
+        for what, here, its in (("argument", arguments, theirs[0]), ("return value", returned, theirs[1])):
+            row = {"what": f"{named.format(what)}, beside {PEER}", "here": here, "goals": at_least(1)}
+            yield Figure.beside(PEER, its, **row)
     goals = at_most(GROWTH * megabytes / count, "here")
     what = f"{named.format('argument')}: memory of a rank"
     yield Figure(what=what, here=[each / 1e6 for each in memory], unit="MB", goals=goals)
@@ -188,7 +167,7 @@ def figures(found: dict[str, list[Taken]], count: int, megabytes: float) -> Iter
 def main() -> None:
     """Measure, and print the table."""
     options = {"rounds": (3, 1, "rounds that count"), "ranks": (8, 2, "ranks"), "size": (300.0, 20.0, "megabytes")}
-    arguments = asked(__doc__, WAYS, **options)
+    arguments = asked(__doc__, ("gang", PEER), **options)
     with nothing_left("arguments") as folder:
         programs = {way: started(way, arguments.ranks, folder) for way in arguments.ways}
         order = arguments.ranks, int(arguments.size * 1e6)

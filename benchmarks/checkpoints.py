@@ -24,18 +24,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+from delay import distant
 from figures import Figure, at_most, gpus, report
 from running import Cluster, Program, asked, is_installed, nothing_left
 
 from seaweed import weed_server
 
 BUCKET = "checkpoints"
-DELAY = 0.02
-"""Round trip to the far bucket, in seconds."""
 TIME_LIMIT = 900.0
 LABELS = {
     "disk": {"dcp": "`async_save`"},
@@ -56,12 +54,7 @@ def bucket(place: str, folder: Path) -> Iterator[dict[str, str]]:
     """
     with weed_server() as server:
         server.make_bucket(BUCKET)
-        far = ""
-        if place == "far":
-            script, port = str(Path(__file__).with_name("delay.py")), str(urlsplit(server.endpoint).port)
-            proxy = Program([sys.executable, script, port, str(DELAY)], folder / "proxy")
-            far = f"http://127.0.0.1:{proxy.hear('ready')}"
-        yield server.env(endpoint=far)
+        yield server.env(endpoint=distant(server.endpoint, folder) if place == "far" else "")
 
 
 def measure(place: str, ways: list[str], size: int, ranks: int, folder: Path) -> dict[str, dict[str, float]]:

@@ -12,8 +12,6 @@ met      end of the first all-reduce: seconds since the start of the command
 step     end of the first optimizer step: seconds since the start of the command
 prompt   end of the command: seconds since the last step, or since Ctrl-C for `interrupted`, which gets Ctrl-C
          two seconds after the first of 100,000 steps
-
-`late` is `pyflyte run` under another name, so that no fork server starts before the workflow's import.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from figures import Figure, at_most, report
-from running import Program, asked, console_script, nothing_left, take_turns, until
+from running import Program, asked, console_script, nothing_left, take_turns, torchrun, until
 
 MARKS = "BENCHMARK_MARKS"
 """Environment variable with the folder of rank 0's notes, one file for each moment."""
@@ -96,16 +94,15 @@ def dask(num_steps: int = 20, pause: float = 0.0) -> float: return train(num_ste
 """
 
 ENDLESS = ("--num_steps", "100000", "--pause", "0.05")
-WAYS = ("torchrun", "command", "dask", "dask_deck", "flyte run", "interrupted", "late")
+WAYS = ("torchrun", "command", "dask", "dask_deck", "flyte run", "interrupted")
 LABELS = {
     "command": "`daskpytorch run`, the same script",
     "dask": "`pyflyte run`, `DaskDDP`",
     "dask_deck": "`pyflyte run`, `DaskDDP`, with a Deck",
     "flyte run": "`flyte run --local`, `DaskDDP`",
-    "late": "`pyflyte run`, `DaskDDP`, no fork server ahead of the import",
 }
 ROWS = {
-    "met": ("cold command to first all-reduce, two ranks", ("command", "dask", "flyte run", "late"), 1.15),
+    "met": ("cold command to first all-reduce, two ranks", ("command", "dask", "flyte run"), 1.15),
     "step": ("Enter to the first step of a file just changed, two ranks", ("dask",), 1.15),
     "prompt": ("last step of 20 to the prompt", ("command", "dask", "dask_deck"), 1.0),
 }
@@ -119,18 +116,13 @@ def command_of(way: str, folder: Path) -> list[str]:
     plugins = "flyteplugins" if way == "flyte run" else "flytekitplugins"
     (folder / "program.py").write_text(text.format(edited=time.time_ns(), plugins=plugins))
     if way == "torchrun":
-        return [console_script("torchrun"), "--standalone", "--nproc-per-node=2", "program.py"]
+        return torchrun(2)
     if way == "command":
         return [sys.executable, "-m", "flytekitplugins.daskpytorch", "run", "--nproc=2", "program.py"]
     if way == "flyte run":
         return [console_script("flyte"), "run", "--local", "program.py", "dask"]
-    task, options = {"interrupted": ("dask_deck", ENDLESS), "late": ("dask", ())}.get(way, (way, ()))
-    program = console_script("pyflyte")
-    if way == "late":
-        (folder / "late").unlink(missing_ok=True)
-        (folder / "late").symlink_to(program)
-        return [sys.executable, str(folder / "late"), "run", "program.py", task]
-    return [program, "run", "program.py", task, *options]
+    task, options = ("dask_deck", ENDLESS) if way == "interrupted" else (way, ())
+    return [console_script("pyflyte"), "run", "program.py", task, *options]
 
 
 def run(way: str, folder: Path) -> Seconds:
@@ -159,7 +151,7 @@ def figures(found: dict[str, list[Seconds]]) -> Iterator[Figure]:
         for way in ways:
             if {way, "torchrun"} <= found.keys():
                 theirs, here = ([each[moment] for each in found[name]] for name in ("torchrun", way))
-                row = {"what": f"{what}, {LABELS[way]}", "here": here, "goals": [] if way == "late" else at_most(bound)}
+                row = {"what": f"{what}, {LABELS[way]}", "here": here, "goals": at_most(bound)}
                 yield Figure.beside("`torchrun`", theirs, share=True, **row)
     if interrupted := [each["prompt"] for each in found.get("interrupted", [])]:
         yield Figure(what="Ctrl-C to the prompt, `DaskDDP`, with a Deck", here=interrupted, goals=at_most(2.0, "here"))

@@ -1,4 +1,4 @@
-"""Proxy that simulates a distant server. Each answer of a near server is delayed by a round trip.
+"""Proxy that simulates a distant server. Each answer of a near server is delayed by a round trip of 20 ms.
 
     python benchmarks/delay.py PORT SECONDS             # prints the port that it listens at
 
@@ -10,65 +10,43 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from typing import cast
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from running import Program
+
+DELAY = 0.02
+"""Round trip to the distant server, in seconds."""
+CHUNK = 1 << 18
+"""Number of bytes of a read, at most."""
 
 
-class _Far(asyncio.Protocol):
-    """Connection to the near server. The server's data reaches the client after the delay."""
-
-    def __init__(self, client: asyncio.Transport, delay: float) -> None:
-        self._client, self._delay = client, delay
-        self._loop = asyncio.get_running_loop()
-        self._under_way: deque[bytes] = deque()
-
-    def data_received(self, data: bytes) -> None:
-        self._under_way.append(data)
-        self._loop.call_later(self._delay, self._arrive)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._loop.call_later(self._delay, self._client.close)
-
-    def _arrive(self) -> None:
-        self._client.write(self._under_way.popleft())
+def distant(endpoint: str, folder: Path) -> str:
+    """Start a proxy to a server in its own process, and return the proxy's URL."""
+    proxy = Program([sys.executable, __file__, str(urlsplit(endpoint).port), str(DELAY)], folder / "proxy")
+    return f"http://127.0.0.1:{proxy.hear('ready')}"
 
 
-class _Near(asyncio.Protocol):
-    """Connection of a client. The client's data reaches the server at once, except during the first round trip."""
-
-    def __init__(self, port: int, delay: float) -> None:
-        self._port, self._delay = port, delay
-        self._loop = asyncio.get_running_loop()
-        self._early: list[bytes] = []
-        self._server: asyncio.Transport | None = None
-        self._is_gone = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._connecting = self._loop.create_task(self._connect(cast("asyncio.Transport", transport)))
-
-    def data_received(self, data: bytes) -> None:
-        if self._server is None:
-            self._early.append(data)
-        else:
-            self._server.write(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._is_gone = True
-        if self._server is not None:
-            self._server.close()
-
-    async def _connect(self, client: asyncio.Transport) -> None:
-        await asyncio.sleep(self._delay)
-        server, _ = await self._loop.create_connection(lambda: _Far(client, self._delay), "127.0.0.1", self._port)
-        server.writelines(self._early)
-        self._server = server
-        if self._is_gone:
-            server.close()
+async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, delay: float) -> None:
+    """Pass on the bytes of a connection, each read after the delay, then the connection's end."""
+    loop, under_way = asyncio.get_running_loop(), deque[bytes]()
+    with suppress(ConnectionError):  # one side has reset the connection, which closes the other
+        while data := await source.read(CHUNK):
+            under_way.append(data)
+            loop.call_later(delay, lambda: target.write(under_way.popleft()))
+    loop.call_later(delay, target.close)
 
 
 async def serve(port: int, delay: float) -> None:
     """Run the proxy to that port, without end."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _Near(port, delay), "127.0.0.1", 0, backlog=1024)
+
+    async def connect(client: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay)
+        server, orders = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pass_on(client, orders, 0.0), pass_on(server, answers, delay))
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0, backlog=1024)
     print("@ready", server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -12,7 +12,7 @@ Without a folder of wheels, the packages of this Python are used.
 checks  `tests/test_gpu_integration.py`, with a rank for each GPU: contexts, devices, process groups, kills,
         checkpoints, errors, CUDA graphs, returned tensors, usage, pictures. Without GPUs, those that can run on the CPU
 speed   launch, recovery and throughput beside `torchrun`, checkpoints beside torch's, the pet-names recipe beside the
-        usual one, JPEGs by PIL and nvJPEG. Without GPUs, small sizes on the CPU with gloo
+        usual one. Without GPUs, small sizes on the CPU with gloo
 
 The two files are written again after each result, so they are there after an error, a timeout or SIGTERM, too. A part
 that lacks a package is named at once and skipped. If a check fails, or a part exceeds its time, the others still run,
@@ -36,7 +36,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,11 +54,8 @@ SPEED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "training.py": ((), ("--starts", "1")),
     "checkpoints.py": (("--only", "disk"), ()),
     "recipe.py": ((), ("--rounds", "2")),
-    "decoding.py": ((), ()),
 }
 """Options of each benchmark: always, and only without --quick. The script launch.py gets the backend's name, too."""
-NEEDS = {"decoding.py": (*OURS, "pillow", "torchvision")}
-"""Packages that a benchmark needs, if they are more than `OURS`."""
 FAREWELL = 20.0
 """Seconds for a benchmark to end its processes after SIGTERM."""
 LINES = 40
@@ -71,6 +68,7 @@ START_LIMIT = 150.0
 """Timeout in seconds for pytest to import torch and find the checks."""
 CHECKS_SHARE = 0.5
 """Share of the time that the checks may take if the speed is measured afterwards."""
+HEAD_OF_RESULTS = ("| part | what | outcome | took | |", "|---|---|---|---|---|")
 QUESTION = """
 import json, torch
 from torch import cuda
@@ -81,23 +79,6 @@ for index in range(cuda.device_count()):
 nccl = ".".join(map(str, cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
 print(json.dumps({"torch": torch.__version__, "built for CUDA": torch.version.cuda, "NCCL": nccl, "GPUs": gpus}))
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Outcome of one benchmark."""
-
-    command: str
-    seconds: float
-    failure: str
-    """Reason of the failure. Empty if the benchmark succeeded."""
-    output: str
-
-    @property
-    def row(self) -> str:
-        """Row of the table."""
-        said = f"**failed**: {self.failure.replace('|', '/')}" if self.failure else "done"
-        return f"| `{self.command}` | {self.seconds:.0f} s | {said} |"
 
 
 @dataclass(kw_only=True)
@@ -155,8 +136,7 @@ class Report:
         gpus = [f"{name}, {size} GiB ({uuid})" for name, uuid, size in self.about.get("GPUs", ())]
         lines = [f"# Seen on {'; '.join(gpus)}" if gpus else "# There is no GPU here: the CPU, with gloo", ""]
         lines += [f"- {name}: {value}" for name, value in self.about.items() if name != "GPUs"]
-        lines += ["", "| part | what | outcome | took | |", "|---|---|---|---|---|"]
-        lines += [result.row for result in self.results.values()]
+        lines += ["", *HEAD_OF_RESULTS, *(result.row for result in self.results.values())]
         texts = [f"## {each.what}\n\n{each.text.strip()}\n" for each in self.results.values() if each.text.strip()]
         return "\n".join([*lines, "", *texts])
 
@@ -175,8 +155,8 @@ def _write(file: Path, text: str) -> None:
 # ---- Benchmarks
 
 
-def run(part: list[str], limit: float) -> Outcome:
-    """Run one benchmark, and pass on its standard error."""
+def run(part: list[str], limit: float) -> Result:
+    """Run one benchmark, pass on its standard error, and return its result without figures."""
     print(f"---- {' '.join(part)}, at most {limit:.0f} s", file=sys.stderr, flush=True)
     began = time.monotonic()
     last, left_out = deque[str](maxlen=LINES), list[str]()
@@ -201,8 +181,8 @@ def run(part: list[str], limit: float) -> Outcome:
         output.seek(0)
         said = "\n".join([*left_out, output.read()])
     said += f"\n```text\n{chr(10).join(last)}\n```\n" if failure else ""  # rounds that were done, too
-    seconds = time.monotonic() - began
-    return Outcome(command=f"python benchmarks/{shlex.join(part)}", seconds=seconds, failure=failure, output=said)
+    outcome, seconds = "failed" if failure else "passed", time.monotonic() - began
+    return Result(part="speed", what=shlex.join(part), outcome=outcome, seconds=seconds, said=failure, text=said)
 
 
 def pass_on(lines: IO[str], last: deque[str], left_out: list[str]) -> None:
@@ -241,11 +221,9 @@ def speed(report: Report, deadline: float, *, quick: bool) -> None:
                 report.put(Result(part="speed", what=script, said="no time was left, see --minutes"))
                 continue
             before = len(figures.read_text().splitlines())
-            outcome = run(line, limit)
+            result = run(line, limit)
             rows = [json.loads(row) for row in figures.read_text().splitlines()[before:]]
-            state = "failed" if outcome.failure else "passed"
-            told = {"said": outcome.failure, "figures": rows, "text": outcome.output, "seconds": outcome.seconds}
-            report.put(Result(part="speed", what=script, outcome=state, **told))
+            report.put(replace(result, what=script, figures=rows))
 
 
 # ---- Checks
@@ -346,7 +324,7 @@ def facts() -> dict[str, Any]:
 
 def planned(report: Report, part: str) -> None:
     """Add all parts to the report, and name at once what a part lacks."""
-    wanted = {script: ("speed", NEEDS.get(script, OURS)) for script in SPEED if part != "checks"}
+    wanted = {script: ("speed", OURS) for script in SPEED if part != "checks"}
     wanted |= {"tests": ("checks", CHECKS_NEED)} if part != "speed" else {}
     for what, (kind, needs) in wanted.items():
         lacking = [name for name in needs if version_of(name) == MISSING]

@@ -6,7 +6,6 @@ index, and about 10 GB of disk for uv's cache and two environments. Most of the 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
+
+from running import asked
 
 REPOSITORY = Path(__file__).parents[1]
 EXTRAS = ("", "pictures", "debug", "profile", "wandb", "tensorboard", "mlflow", "s3", "sweep", "lightning")
@@ -74,11 +75,7 @@ def table_of_sizes(folder: Path) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Print the tables as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="number of processes of each kind; the median counts (default: 7)"
-    )
-    rounds = parser.parse_args().rounds
+    rounds = asked(__doc__, rounds=(7, 1, "processes of each kind, whose median counts")).rounds
     with tempfile.TemporaryDirectory(prefix="installs-") as temporary:
         folder = Path(temporary)
         core = table_of_sizes(folder)[""]

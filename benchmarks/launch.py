@@ -2,7 +2,7 @@
 
     pip install '.[bench]'                                # Ray, Monarch and torchrunx, for their rows
     python benchmarks/launch.py                           # five rounds, a quarter of an hour
-    python benchmarks/launch.py --quick --skip "Ray Train"
+    python benchmarks/launch.py --quick --only torchrun warm
     python benchmarks/launch.py --backend nccl            # one rank per GPU
 
 Each launch ends when the slowest rank has completed an all-reduce, whose value is checked. The launch has two ranks
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from figures import Figure, at_least, at_most, gpus, report
-from running import SERVE, TIME_LIMIT, Cluster, Program, asked, console_script, nothing_left, take_turns
+from running import SERVE, TIME_LIMIT, Cluster, Program, asked, nothing_left, take_turns, torchrun
 
 SIZE, BACKEND = "LAUNCH_SIZE", "LAUNCH_BACKEND"
 """Environment variables with the number of ranks, and with the backend of their process group."""
@@ -185,9 +185,8 @@ class Bench:
         """Return the seconds of a launch by `torchrun`, including its own start."""
         folder = self.next_folder()
         (folder / "program.py").write_text(TORCHRUN)
-        options = ["--standalone", f"--nproc-per-node={self.num_ranks}", "program.py", str(folder)]
         began = time.time()
-        program = Program([console_script("torchrun"), *options], folder)
+        program = Program(torchrun(self.num_ranks, str(folder)), folder)
         if program.wait():
             raise program.failure("failed")
         return self.met_at(folder) - began

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from figures import Figure, at_most, report
-from running import Cluster, Program, asked, console_script, nothing_left, read, started_here, take_turns, until
+from running import Cluster, Program, asked, nothing_left, read, started_here, take_turns, torchrun, until
 
 SETTLE = 10.0
 """Seconds of training before the measurement."""
@@ -112,9 +112,9 @@ class Bench:
         self._num_started += 1
         (folder := self.folder / str(self._num_started)).mkdir()
         (folder / "program.py").write_text(text)
-        options = ["--standalone", f"--nproc-per-node={self.num_ranks}"]
-        command = [console_script("torchrun"), *options] if way == "torchrun" else [sys.executable]
-        program = Program([*command, "program.py", str(folder), argument], folder)
+        told = str(folder), argument
+        command = torchrun(self.num_ranks, *told) if way == "torchrun" else [sys.executable, "program.py", *told]
+        program = Program(command, folder)
         until(lambda: program.has_ended() or len(list(folder.glob("trains-*"))) == self.num_ranks, "the ranks to train")
         time.sleep(SETTLE)
         found = memory_of(set(started_here()) - others)

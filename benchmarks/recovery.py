@@ -34,7 +34,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from figures import Figure, at_least, at_most, gpus, report
-from running import SERVE, Cluster, Program, asked, console_script, is_installed, nothing_left, take_turns, until
+from running import (
+    SERVE,
+    Cluster,
+    Program,
+    asked,
+    is_installed,
+    nothing_left,
+    take_turns,
+    torchrun,
+    until,
+    worker_below,
+)
 
 NUM_RANKS = 2
 WARM_UP = 8.0
@@ -331,8 +342,7 @@ class Bench:
         (folder / "program.py").write_text(PEERS.get(way, DASK))
         command = [sys.executable, "program.py", str(folder), self.cluster.contact, str(min_workers)]
         if way == "torchrun":
-            options = ["--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=3"]
-            command = [console_script("torchrun"), *options, *command[1:3]]
+            command = torchrun(NUM_RANKS, str(folder), restarts=3)
         # torch 2.15 shares one store among all attempts, so gloo finds the addresses of dead ranks there. Without this
         # variable, a restart fails again or waits for minutes.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder / "t")}
@@ -364,7 +374,7 @@ class Bench:
         """Return the seconds from the registration of a killed worker's successor to the next step of all ranks."""
         training = self.started("returned")
         pids = training.wait_until_warm()
-        os.kill(self.cluster.worker_pid(self.cluster.nannies[self._num_started % NUM_RANKS]), signal.SIGKILL)
+        os.kill(worker_below(self.cluster.nannies[self._num_started % NUM_RANKS]), signal.SIGKILL)
         seconds = training.wait_until_resumed(pids) - max(self.cluster.workers().values())
         training.end()
         return seconds
@@ -411,8 +421,7 @@ def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
     """Return the rank and text of `torchrun`'s report."""
     folder.mkdir()
     (folder / "program.py").write_text(BLAME_TORCHRUN)
-    options = ["--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    program = Program([console_script("torchrun"), *options, "program.py", fault, str(guilty)], folder)
+    program = Program(torchrun(NUM_RANKS, fault, str(guilty)), folder)
     if not program.wait():
         raise program.failure("ended without a failure")
     said = program.log.read_text(errors="replace").rpartition("Root Cause (first observed failure):")[2]

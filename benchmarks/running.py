@@ -78,8 +78,7 @@ def asked(about: str | None, ways: Iterable[str] = (), **options: tuple[Any, Any
 
     Args:
         about: The benchmark's docstring, for `--help`.
-        ways: Names of the contestants. `--skip` and `--only` remove some. Contestants that are not installed are
-            removed, too.
+        ways: Names of the contestants. `--only` chooses some. Contestants that are not installed are removed.
         options: Default value, value with `--quick` and help of each option.
 
     Returns:
@@ -93,24 +92,15 @@ def asked(about: str | None, ways: Iterable[str] = (), **options: tuple[Any, Any
         kind = type(usual[0] if isinstance(usual, list) else usual)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: {usual})", **several)  # type: ignore[arg-type]
     if names := list(ways):
-        parser.add_argument(
-            "--skip",
-            nargs="+",
-            default=[],
-            choices=names,
-            metavar="NAME",
-            help=f"leave these out, of {', '.join(names)}",
-        )
-        parser.add_argument(
-            "--only", nargs="+", default=names, choices=names, metavar="NAME", help="measure only these"
-        )
+        text = f"measure only these, of {', '.join(names)}"
+        parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=text)
     found = parser.parse_args()
     for name, (usual, quick, _) in options.items():
         if getattr(found, name) is None:
             setattr(found, name, quick if found.quick else usual)
         if name == "rounds" and found.rounds < 1:
             parser.error(f"--rounds {found.rounds}: must be 1 or more")
-    found.ways = [name for name in names if name in found.only and name not in found.skip and is_installed(name)]
+    found.ways = [name for name in names if name in found.only and is_installed(name)]
     found.on = machine()
     return found
 
@@ -155,6 +145,12 @@ def console_script(name: str) -> str:
     if found := shutil.which(name, path=path):
         return found
     raise SystemExit(f"there is no {name} beside {sys.executable}, nor on the PATH; pip install the package first")
+
+
+def torchrun(num_ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
+    """Return the command that runs `program.py` under `torchrun` on this node."""
+    options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={restarts}"]
+    return [console_script("torchrun"), *options, "program.py", *arguments]
 
 
 @contextlib.contextmanager
@@ -218,23 +214,18 @@ class Program:
         """Wait until the program prints this word, and return the rest of the line."""
         deadline = time.monotonic() + timeout
         while True:
-            try:
-                line = self._heard.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise self.failure(f"was not {word} within {timeout:g} s") from None
-            if line is None:
-                raise self.failure(f"ended before it was {word}")
-            if line.split(maxsplit=1)[:1] == [f"@{word}"]:
-                return line.partition(" ")[2].strip()
+            found, _, rest = self.hear_any(deadline - time.monotonic(), word).partition(" ")
+            if found == f"@{word}":
+                return rest.strip()
 
-    def hear_any(self, timeout: float = TIME_LIMIT) -> str:
-        """Return the next line that the program prints."""
+    def hear_any(self, timeout: float = TIME_LIMIT, word: str = "word") -> str:
+        """Return the next line that the program prints. `word` is the expected word, for the errors."""
         try:
-            line = self._heard.get(timeout=timeout)
+            line = self._heard.get(timeout=max(0.0, timeout))
         except queue.Empty:
-            raise self.failure(f"printed nothing for {timeout:g} s") from None
+            raise self.failure(f"printed no {word} in time") from None
         if line is None:
-            raise self.failure("ended")
+            raise self.failure(f"ended before its {word}")
         return line.strip()
 
     def has_ended(self) -> bool:
@@ -282,7 +273,9 @@ class Cluster:
         self.scheduler = self._start("scheduler", *options, "--scheduler-file", "contact.json")
         self.contact = str(folder / "contact.json")
         """Path of the file for `Client(scheduler_file=...)`."""
-        self.nannies = [self._start_worker() for _ in range(num_workers)]
+        self.nannies: list[int] = []
+        for _ in range(num_workers):
+            self.start_worker()
         self.wait_for(num_workers)
 
     def wait_for(self, num_workers: int) -> None:
@@ -301,13 +294,9 @@ class Cluster:
                 registered.pop(address, None)
         return registered
 
-    def worker_pid(self, nanny: int) -> int:
-        """Return the process id of the nanny's worker."""
-        return worker_below(nanny)
-
     def lose(self, nanny: int) -> None:
         """Kill a worker with its nanny, as in the loss of a pod."""
-        pids = [nanny, self.worker_pid(nanny)]
+        pids = [nanny, worker_below(nanny)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.nannies.remove(nanny)
@@ -317,17 +306,14 @@ class Cluster:
         self.start_worker()
         self.wait_for(len(self.nannies))
 
-    def start_worker(self) -> None:
-        """Start another worker."""
-        self.nannies.append(self._start_worker())
-
     def close(self) -> None:
         """Kill the cluster and all its descendants."""
         for pid in (*self.nannies, self.scheduler):
             _kill_tree(pid)
         _reap()
 
-    def _start_worker(self) -> int:
+    def start_worker(self) -> None:
+        """Start another worker."""
         self._num_started += 1
         name = f"worker-{self._num_started}"
         options = ["--nthreads", "1", "--memory-limit", "2Gi", "--no-dashboard", "--scheduler-file", "contact.json"]
@@ -336,7 +322,7 @@ class Cluster:
             lambda: read(self.contact).strip() or not is_running(self.scheduler),
             f"the scheduler; see {self._folder / 'log'}",
         )
-        return self._start("worker", "--name", name, *options, *self._options)
+        self.nannies.append(self._start("worker", "--name", name, *options, *self._options))
 
     def _start(self, kind: str, *options: str) -> int:
         # As on a backend: the task environment sets these variables, and the project's modules are not importable.

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import psutil
+from delay import distant
 from figures import Figure, at_least, at_most, report
 from running import Program, asked, nothing_left, take_turns
 from s3_readers import BATCH_SIZE, BUCKET, WAYS
@@ -36,8 +36,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from jpegs import photos
 from seaweed import weed_server
 
-DELAY = 0.02
-"""Round trip to the far server, in seconds."""
 PREFIX = "train"
 NUM_CLASSES = 20
 # Workers are forked before their parent reads. Libraries with their own threads are unsafe to fork later.
@@ -124,9 +122,7 @@ def main() -> None:
         pictures = photos(arguments.images, NUM_CLASSES, PREFIX)
         write(folder, pictures)
         server.put_all(BUCKET, pictures)
-        script, port = str(Path(__file__).with_name("delay.py")), str(urlsplit(server.endpoint).port)
-        proxy = Program([sys.executable, script, port, str(DELAY)], folder / "proxy")
-        servers = server.endpoint, f"http://127.0.0.1:{proxy.hear('ready')}"
+        servers = server.endpoint, distant(server.endpoint, folder)
         readers = {way: Reader(way, folder, servers, server.env()) for way in arguments.ways}
         turns: dict[str, Callable[[], Read]] = {}
         for place in PLACES:

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 from running import (
@@ -177,19 +176,6 @@ class Watcher(Observer):
         self._write("ended", text=f"{{type(error).__name__}}: {{error}}" if error else "")
         self._events.close()
 
-def census():
-    gc.collect()
-    kinds = {{}}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            link = os.readlink(f"/proc/self/fd/{{entry}}")
-        except OSError:
-            continue
-        kind = "file" if link.startswith("/") else link.partition("[")[0].rstrip(":")
-        kinds[kind] = kinds.get(kind, 0) + 1
-    threads = sorted(thread.name for thread in threading.enumerate())
-    return {{"files": kinds, "threads": threads}}
-
 def say(word, what=None):
     print(f"@{{word}}", json.dumps(what), flush=True)
 
@@ -209,7 +195,8 @@ def main(settings):
             dispatch.run(client, warm_up, settings["trains_model"]).result(120)
     if settings["heeds_sigterm"]:
         signal.signal(signal.SIGTERM, heed)
-    say("ready", census())
+    gc.collect()
+    say("ready")
     sys.stdin.readline()
     gang = Gang(**settings["gang"], observers=(lambda: Watcher(folder),))
     results, outcome, message, began_at = [], "finished", "", time.monotonic()
@@ -228,7 +215,8 @@ def main(settings):
     futures = results = None
     for line in sys.stdin:
         if line.strip() == "census":
-            say("census", census())
+            gc.collect()
+            say("census", [thread.name for thread in threading.enumerate()])
         else:
             break
     client.close(timeout=3)
@@ -693,9 +681,8 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
     }
     driver = Program.of(DRIVER, folder / "driver", json.dumps(arguments))
     gang = Watched(driver, cluster, traces)
-    before_driver = json.loads(driver.hear("ready"))
-    memory_before = memory_of(driver.pid)
-    before = {pid: census_of(pid) for pid in map(worker_below, cluster.nannies)}
+    driver.hear("ready")
+    before = {pid: census_of(pid) for pid in (driver.pid, *map(worker_below, cluster.nannies))}
     driver.tell("go")
     driver.hear("launched")
     try:
@@ -705,7 +692,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         gang.story.troubles.append(str(error))
         _note_state(gang)
     _take_outcome(gang, trains_model=setting.trains_model)
-    _check_what_is_left(gang, setting.is_warm, before_driver, memory_before, before)
+    _check_what_is_left(gang, setting.is_warm, before)
     return gang.story
 
 
@@ -745,20 +732,14 @@ def _take_outcome(gang: Watched, *, trains_model: bool) -> None:
 # ---- What is left ---------------------------------------------------------------------------------------------------
 
 
-def _check_what_is_left(
-    gang: Watched,
-    is_warm: bool,
-    before_driver: dict[str, Any],
-    memory_before: int,
-    before: dict[int, dict[str, int]],
-) -> None:
-    troubles = gang.story.troubles
+def _check_what_is_left(gang: Watched, is_warm: bool, before: dict[int, dict[str, int]]) -> None:
+    troubles, of_driver = gang.story.troubles, before.pop(gang.driver.pid)
     if not settled(lambda: not any(map(is_rank, started_here()))):
         ranks = [pid for pid in started_here() if is_rank(pid)]
         troubles.append(f"ranks still run: {ranks}")
     has_ended = gang.story.outcome == "died" and settled(lambda: not is_running(gang.driver.pid))
     if not has_ended and is_running(gang.driver.pid):
-        _check_driver(gang, is_warm, before_driver, memory_before)
+        _check_driver(gang, is_warm, of_driver)
         _end_driver(gang)
     folder = Path(os.environ["TMPDIR"])
     if not settled(lambda: not _folders_in(folder)):
@@ -794,31 +775,29 @@ def _grown(before: dict[str, int], after: dict[str, int], is_warm: bool) -> dict
     }
 
 
-def _check_driver(gang: Watched, is_warm: bool, before: dict[str, Any], memory_before: int) -> None:
+def _check_driver(gang: Watched, is_warm: bool, before: dict[str, int]) -> None:
     """Check that the driver's threads and descriptors are gone. A first gang may leave those of libraries."""
     found: list[str] = []
     deadline = time.monotonic() + SETTLE_TIME
     while True:
         try:
             gang.driver.tell("census")
-            after = json.loads(gang.driver.hear("census", 20))
+            threads = json.loads(gang.driver.hear("census", 20))
         except (SystemExit, OSError) as error:
             gang.story.troubles.append(f"the driver does not answer: {str(error)[:300]}")
             return
-        found = [f"thread {name}" for name in after["threads"] if name.startswith("daskpytorch")]
+        after = census_of(gang.driver.pid)
+        found = [f"thread {name}" for name in threads if name.startswith("daskpytorch")]
         if is_warm:
-            old: dict[str, int] = before["files"]
-            found += [
-                f"{kind} {old.get(kind, 0)} -> {count}"
-                for kind, count in after["files"].items()
-                if count > old.get(kind, 0)
-            ]
+            files = {kind: count for kind, count in after.items() if kind not in ("threads", "memory")}
+            old = {kind: before.get(kind, 0) for kind in files}
+            found += [f"{kind} {old[kind]} -> {count}" for kind, count in files.items() if count > old[kind]]
         if not found or time.monotonic() > deadline:
             break
         time.sleep(0.3)
     if found:
         gang.story.troubles.append(f"left in the driver: {', '.join(found)}")
-    if (growth := memory_of(gang.driver.pid) - memory_before) > MAX_MEMORY_GROWTH * (1 if is_warm else 4):
+    if (growth := after["memory"] - before["memory"]) > MAX_MEMORY_GROWTH * (1 if is_warm else 4):
         gang.story.troubles.append(f"the driver has grown by {growth >> 20} MiB")
 
 

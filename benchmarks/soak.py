@@ -32,6 +32,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,18 +83,6 @@ class Watcher(Observer):
         self.has_kept.set()
 
 KINDS = {"runs": 48, "early": 16, "late": 10, "raises": 10, "killed": 10, "left": 4, "worker": 2}
-
-def census():
-    gc.collect()
-    files = collections.Counter()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            link = os.readlink(f"/proc/self/fd/{entry}")
-            files["file" if link.startswith("/") else link.partition("[")[0].rstrip(":")] += 1
-        except OSError:
-            continue
-    threads = collections.Counter(thread.name.rstrip("0123456789-_") for thread in threading.enumerate())
-    return {"files": files, "threads": threads}
 
 def pid_of(folder, rank):
     path = os.path.join(folder, f"pid-{rank}")
@@ -182,7 +171,8 @@ for line in sys.stdin:
             soak.run(int(first), int(last))
             print("@ran", json.dumps(soak.counts), flush=True)
         case ["census"]:
-            print("@census", json.dumps(census()), flush=True)
+            gc.collect()
+            print("@census", json.dumps([thread.name for thread in threading.enumerate()]), flush=True)
 """
 
 Census = dict[str, dict[str, int]]
@@ -204,9 +194,9 @@ def count(driver: Program, cluster: Cluster) -> Census:
 
 def _count_now(driver: Program, cluster: Cluster) -> Census:
     driver.tell("census")
-    own = json.loads(driver.hear("census"))
-    threads = {f"thread {name}": number for name, number in own["threads"].items()}
-    found = {"driver": {**own["files"], **threads, "memory": census_of(driver.pid)["memory"]}}
+    names = Counter(f"thread {name.rstrip('0123456789-_')}" for name in json.loads(driver.hear("census")))
+    found = {"driver": {**census_of(driver.pid), **names}}
+    del found["driver"]["threads"]  # counted by name
     for number, nanny in enumerate(cluster.nannies, 1):
         found[f"worker {number}"] = census_of(worker_below(nanny))
     servers = [pid for pid in started_here() if is_server(pid)]

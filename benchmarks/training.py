@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from figures import Figure, at_least, at_most, gpus, report
-from running import Cluster, Program, asked, console_script, nothing_left, take_turns, until
+from running import Cluster, Program, asked, console_script, nothing_left, take_turns, until, worker_below
 
 BACKEND = "nccl" if gpus() else "gloo"
 BATCH = 128
@@ -223,8 +223,7 @@ def contestants(numbers: list[int], folder: Path, cluster: Cluster) -> dict[str,
         plain = Ranks(number, folder / f"torchrun-{number}", TORCHRUN, command)
         told = cluster.contact, str(number)
         gang = Ranks(number, folder / f"gang-{number}", DASK, [sys.executable], *told)
-        workers = [cluster.worker_pid(nanny) for nanny in cluster.nannies]
-        beside = [gang.program.pid, *workers, cluster.scheduler, *cluster.nannies]
+        beside = [gang.program.pid, cluster.scheduler, *cluster.nannies, *map(worker_below, cluster.nannies)]
         ways[f"torchrun {number}"] = partial(turn, plain, [], calls=False)
         ways[f"gang {number}"] = partial(turn, gang, beside, calls=True)
         ways[f"quiet {number}"] = partial(turn, gang, beside, calls=False)

@@ -114,11 +114,6 @@ class Fault:
         return self.loses_pod or (self.target == "worker" and self.seconds in (None, LONG_STOP))
 
     @property
-    def ends_driver(self) -> bool:
-        """True if the driver ends, perhaps without handling the signal."""
-        return self.target == "driver" and self.signum in (Signals.SIGKILL, Signals.SIGINT)
-
-    @property
     def is_kind(self) -> bool:
         """True if the signal must have no effect. Ranks and fork servers take orders only from their parents.
 

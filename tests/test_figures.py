@@ -62,7 +62,7 @@ def test_figures_are_printed_and_written_down_only_where_they_are_asked_for(tmp_
     monkeypatch.setenv(FILE, str(tmp_path / "figures"))
     report([figure], ON)
     (line,) = (tmp_path / "figures").read_text().splitlines()
-    assert everything.figure_of(json.loads(line)) == figure
+    assert everything.figures_of({"figures": [json.loads(line)]}) == [figure]
 
 
 def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path, monkeypatch):
@@ -117,8 +117,8 @@ def test_an_option_has_its_usual_value_its_quick_one_or_the_given_one(given, rou
     assert (found.rounds, found.size) == (rounds, size)
 
 
-def test_contestants_that_are_skipped_or_not_installed_are_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--skip", "b"])
+def test_contestants_that_are_not_chosen_or_not_installed_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--only", "a", "c"])
     monkeypatch.setitem(MODULES, "c", "no_such_module")
     assert asked("about", ["a", "b", "c"]).ways == ["a"]
     assert "c is left out" in capsys.readouterr().err
