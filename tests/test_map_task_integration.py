@@ -17,6 +17,7 @@ FLOWS = """
 import functools
 import json
 import os
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,14 @@ def train(number: int, scale: float) -> list[float]:
     return [reduced(number) * scale, float(torch.get_num_threads()), float(os.environ["OMP_NUM_THREADS"])]
 
 
+class Made(NamedTuple):
+    total: float
+    text: str
+
+
 @task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)))
-def on_dask(number: int) -> tuple[float, str]:
-    return reduced(number), "from rank 0"
+def on_dask(number: int) -> Made:
+    return Made(reduced(number), "from rank 0")
 
 
 @task(task_config=SpawnDDP(nproc=2), enable_deck=True)

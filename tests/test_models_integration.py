@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, current_rank, dispatch, results
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, current_rank, dispatch
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
 
@@ -218,15 +218,6 @@ def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     with pytest.raises(TypeError, match="cannot be sent to the ranks"):
         dispatch.map(client, raise_if_odd, [(line for line in "ab")])
     assert dispatch.map(client, raise_if_odd, []).result() == []
-
-
-def submit(number: int) -> None:
-    results.DaskResultsHandler("sweep").submit_result(f"{number}.txt", str(number))
-
-
-def test_files_that_models_submit_are_written(client: Client, tmp_path: Path) -> None:
-    results.DaskResultsHandler("sweep").process_results(tmp_path, dispatch.map(client, submit, range(6)))
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {f"{n}.txt": str(n) for n in range(6)}
 
 
 def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:

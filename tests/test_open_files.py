@@ -40,12 +40,6 @@ def test_more_agents_can_come_than_files_could_be_open_before(limit: int) -> Non
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(system.MAX_FILES, limit), limit)
 
 
-def test_what_was_allowed_is_not_taken_back(limit: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    allow_connections(1)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
-
-
 def test_as_many_agents_as_the_limit_allows_may_come(may_have: Callable[[int], None]) -> None:
     may_have(4096)
     allow_connections(4096 - OTHERS)

@@ -157,9 +157,6 @@ def test_a_job_trains_and_its_cluster_is_gone(
     training.check_clean()
 
 
-# ---- A retraining
-
-
 # ---- Workers
 
 
@@ -190,32 +187,7 @@ def test_a_worker_that_is_told_to_end_ends_the_attempt_with_a_system_error(how: 
     assert "told to end" in error(job).message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("why", ["room", "image"])
-def test_a_worker_that_does_not_come_ends_the_attempt_with_a_system_error(why: str, training: Training) -> None:
-    node, workers = training.kube.kubelet, training.kube.pods
-    if why == "room":
-        node.has_room = lambda pod: pod["metadata"]["name"] not in workers("worker")[1:]
-    else:
-        node.has_image = lambda pod: pod["metadata"]["name"] not in workers("worker")
-    job = training.execution.start()
-    assert training.kube.ends(JOB) == "Successful"  # the task has left an error for Flyte
-    assert is_tried_again_by_flyte(job)
-    assert f"{1 if why == 'room' else 0} of 2 Dask workers" in error(job).message
-    training.check_clean()
-
-
-# ---- The scheduler, and the task's own pod
-
-
-@pytest.mark.slow
-def test_a_lost_scheduler_is_a_system_error(training: Training) -> None:
-    job = training.execution.start()
-    training.wait(10)
-    [scheduler] = training.kube.pods("scheduler")
-    training.kube.kill(scheduler)
-    assert training.kube.ends(JOB) == "Successful"
-    assert is_tried_again_by_flyte(job)
+# ---- The task's own pod
 
 
 @pytest.mark.slow
@@ -230,20 +202,3 @@ def test_a_job_runner_that_is_killed_fails_the_job_and_the_next_attempt_goes_on(
     training.wait(done + 2)
     assert training.lines()[-1]["attempt"] == "1"
     assert training.lines()[-1]["first"] > 1
-
-
-@pytest.mark.slow
-def test_a_job_runner_that_is_evicted_leaves_an_error_for_flyte(training: Training) -> None:
-    job = training.execution.start()
-    training.wait(10)
-    training.kube.evict(f"{JOB}-runner")
-    assert training.kube.ends(JOB) == "Failed"  # evicted: the operator looks at no exit code
-    assert is_tried_again_by_flyte(job)
-
-
-@pytest.mark.slow
-def test_a_job_runner_whose_image_cannot_be_pulled_waits_and_nobody_says_so(training: Training) -> None:
-    training.kube.kubelet.has_image = lambda pod: not pod["metadata"]["name"].endswith("-runner")
-    training.execution.start()
-    until(lambda: len(training.kube.pods("worker")) == 2, "the workers")
-    assert training.kube.status(JOB) == "ClusterCreated"

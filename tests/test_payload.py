@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import resource
@@ -102,15 +101,6 @@ def test_a_large_pickle_stands_there_too() -> None:
     assert unpacked(data, memory).args[0] == rows
 
 
-def test_each_segment_has_pages_of_its_own() -> None:
-    memory = SharedMemory()
-    for data in (b"one", b"two", b"x" * 5000, b"four"):
-        memory.add(data)
-    address = memory.address
-    assert [bytes(segment) for segment in address.mapped()] == [b"one", b"two", b"x" * 5000, b"four"]
-    assert [start / mmap.PAGESIZE for start, _ in address.segments] == [0, 1, 2, 4]
-
-
 def come(original: SharedMemory, announced: Address) -> SharedMemory:
     """What comes by a connection, at whose other end all of the original is sent."""
     mine, theirs = ends()
@@ -199,11 +189,6 @@ def test_any_mixture_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFacto
     assert list(folder.iterdir()) == []
 
 
-def test_what_is_small_makes_no_file(tmp_path: Path) -> None:
-    small, pieces = sent(tmp_path, b"s" * (SMALL_SIZE - 100))
-    assert (pickle.loads(small or b""), pieces) == (b"s" * (SMALL_SIZE - 100), [])
-
-
 def test_an_array_is_the_files_memory_at_the_start_of_a_page_and_may_be_written_to(tmp_path: Path) -> None:
     value = ["before", np.ones(LARGE, dtype=np.uint8), b"between" * SMALL_SIZE, np.zeros(LARGE, dtype=np.uint8)]
     _, [piece] = sent(tmp_path, value)
@@ -233,12 +218,6 @@ def written(data: bytes, step: int) -> tuple[bytes | None, list[Piece]]:
     for start in range(0, len(data), step):
         writer.write(memoryview(data)[start : start + step])
     return writer.close(), pieces
-
-
-@pytest.mark.parametrize("size", [0, 1, SMALL_SIZE])
-def test_a_small_value_needs_no_pieces(size: int) -> None:
-    data = os.urandom(size)
-    assert written(data, 1 << 12) == (data, [])
 
 
 @pytest.mark.parametrize("step", [1 << 12, PIECE_SIZE, 5 * PIECE_SIZE])

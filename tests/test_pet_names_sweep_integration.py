@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
@@ -13,12 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from distributed import Client
 
-from browser import Shown, open_deck
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Gang, dispatch
 from pages import command
@@ -48,11 +45,6 @@ class Run:
         types = (SweepRow, ScalingRow, TimeToLoss, Hyperparameters)
         return eval(f"dict({quoted})", {kind.__name__: kind for kind in types})  # type: ignore[no-any-return]
 
-    def shown(self, tab: str) -> list[Shown]:
-        """The charts of a tab of the Deck; in a local run the Decks of all tasks come together in the last one's."""
-        decks = self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html")
-        return open_deck(max(decks, key=os.path.getmtime), tab, self.folder, pictures=".dpt-chart")
-
 
 def run(folder: Path, command: str) -> Run:
     """Run a command of the guides or the like, from the root of the repository."""
@@ -76,13 +68,6 @@ def held_out_windows() -> torch.Tensor:
 def bigrams_loss() -> float:
     hp = Hyperparameters()
     return bigram_loss(*(windows(part) for part in split_by_name(load_names().names, hp.held_out, hp.seed)))
-
-
-def check_chart(shown: Shown) -> None:
-    """The browser draws it."""
-    pixels = shown.pixels.reshape(-1, 3).astype(int)
-    assert (pixels < 128).any(axis=1).mean() > 0.003  # text and axes
-    assert (np.ptp(pixels, axis=1) > 60).sum() > 20  # lines
 
 
 @pytest.fixture(scope="module")
@@ -137,16 +122,6 @@ def test_a_sweep_leaves_its_charts_as_a_page(sweep: Run) -> None:
     assert [line["y"][-1] for line in by_epoch["lines"][:2]] == pytest.approx(losses, rel=1e-5)
 
 
-def test_the_sweeps_deck_shows_its_charts(sweep: Run) -> None:
-    charts = sweep.shown("Sweep")
-    assert [chart.alt.partition(":")[0] for chart in charts] == [
-        "held-out loss (nats per character) by epoch",
-        "held-out loss (nats per character) by seconds",
-    ]
-    for chart in charts:
-        check_chart(chart)
-
-
 @pytest.mark.slow
 def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
     rows: list[ScalingRow] = scaling.outputs["rows"]
@@ -170,7 +145,6 @@ SCALING = {k: v for k, v in SWEEP.items() if k != "num_names"} | {"ranks": [1], 
     ("given", "said"),
     [
         ({"batch_sizes": []}, r"batch_sizes=\[\]: must be one or more different whole numbers"),
-        ({"learning_rates": [0.1, 0.1]}, r"learning_rates=\[0\.1, 0\.1\]: must be"),
         ({"num_names": -1}, "num_names=-1: must be"),
         ({"data": "nowhere.json"}, "nowhere.json"),
     ],
@@ -187,7 +161,6 @@ def test_a_bad_sweep_is_refused_before_a_cluster_starts(given: dict[str, Any], s
             {"ranks": [1, pet_names_scaling.NUM_WORKERS + 1]},
             r"ranks=\[1, \d+\]: \d+ ranks need as many workers, and there are \d+; set PET_NAMES_SCALING_WORKERS=",
         ),
-        ({"ranks": [0]}, r"ranks=\[0\]: must be"),
         ({"target_loss": 0.0}, r"target_loss=0\.0: must be a finite number of nats"),
         ({"data": "two.json", "ranks": [2]}, "training samples .* are fewer than the 2 ranks"),
     ],
@@ -247,7 +220,6 @@ def test_the_default_sweep_beats_a_bigram_model(tmp_path: Path) -> None:
     final = {(row.batch_size, row.lr): row.loss for row in done.outputs["rows"]}
     assert len(final) == 4
     assert min(final.values()) < bigrams_loss() - 0.1
-    assert len(done.shown("Sweep")) == 2
 
 
 @pytest.mark.slow
@@ -255,4 +227,3 @@ def test_the_default_scaling_comes_to_the_bigram_models_loss(tmp_path: Path) -> 
     done = run(tmp_path, "pyflyte run workflows/pet_names_scaling.py pet_names_scaling")
     assert done.outputs["target_loss"] == pytest.approx(bigrams_loss())
     assert all(time.seconds is not None for time in done.outputs["times"])
-    assert len(done.shown("Scaling")) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
 
 import pytest
 
@@ -189,37 +188,6 @@ def test_unequal_numbers_of_gpus_are_an_error_with_the_numbers() -> None:
     assert "Gang(ranks_per_worker=...)" in str(caught.value)
     with pytest.raises(ValueError, match="1 rank on b, 2 ranks on a"):
         one_per_gpu({"a": ("host", ("0", "1", "2")), "b": ("host", ("3",))})
-
-
-class Counted(str):
-    """A GPU's name that counts how often it is looked at."""
-
-    __slots__ = ()
-    num_looks = 0
-
-    def __eq__(self, other: object) -> bool:
-        Counted.num_looks += 1
-        return super().__eq__(other)
-
-    def __hash__(self) -> int:
-        Counted.num_looks += 1
-        return super().__hash__()
-
-
-@pytest.mark.parametrize("devices", ["own", "all"])
-@pytest.mark.parametrize("num_hosts", [1, 200])
-def test_the_work_for_a_worker_does_not_grow_with_their_number(devices: Literal["own", "all"], num_hosts: int) -> None:
-    few, many = (looks_per_worker(count, num_hosts, devices) for count in (20, 200))
-    assert many < 1.1 * few
-
-
-def looks_per_worker(num_workers: int, num_hosts: int, devices: Literal["own", "all"]) -> float:
-    """How often the names of hosts and of GPUs are read."""
-    gpus = tuple(Counted(gpu) for gpu in "01234567")
-    nodes = [node(f"w{number}", host=Counted(f"h{number % num_hosts}"), gpus=gpus) for number in range(num_workers)]
-    Counted.num_looks = 0
-    choose_backend("auto", nodes, place_ranks(nodes, 4, devices))
-    return Counted.num_looks / num_workers
 
 
 def test_pods_of_one_host_name_share_no_gpu_whose_uuids_differ() -> None:

@@ -185,15 +185,6 @@ def test_a_group_with_a_rendezvous_of_its_own_is_none_of_the_gangs(tmp_path: Pat
     assert gang(of_its_own, str(tmp_path)) == [(7.0, True)] * 2
 
 
-def fit_alone() -> float:
-    init_process_group("gloo")
-    return float(dist.get_world_size())
-
-
-def test_a_gang_of_one_has_nobody_to_meet_and_fits_too() -> None:
-    assert gang(fit_alone, num_ranks=1) == [1.0]
-
-
 # ---- Beside torchrun
 
 SCRIPT = "import json, os, sys; open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w').write(json.dumps(dict(os.environ)))"

@@ -153,8 +153,3 @@ def test_what_is_no_rank_and_port_is_refused(monkeypatch: pytest.MonkeyPatch, te
     monkeypatch.setenv(debugging.PORTS_VARIABLE, text)
     with pytest.raises(ValueError, match="DASKPYTORCH_DEBUGPY="):
         debugging.Debugging.here()
-
-
-def test_ranks_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(debugging.PORTS_VARIABLE, "0:5678, 1:5679")
-    assert debugging.Debugging.here().ports == {0: 5678, 1: 5679}

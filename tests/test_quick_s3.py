@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
-import obstore
 import pytest
 import torch
 from s3fs import S3FileSystem
@@ -72,29 +70,6 @@ def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileS
     assert not files.exists("s3://quick/half/part")
 
 
-def test_an_object_appears_only_once_it_is_whole(files: S3FileSystem) -> None:
-    with contextlib.suppress(KeyError), quick_of(files).open("s3://quick/part", "wb") as file:
-        for _ in range(3):  # the first two blocks are sent
-            file.write(bytes(8 * MIB))
-        raise KeyError("half way")
-    assert not files.exists("s3://quick/part")
-
-
-def test_an_object_that_is_written_holds_four_blocks_of_8_mib(
-    files: S3FileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[dict[str, int]] = []
-    usual = obstore.open_writer
-
-    def noting(*how: Any, **limits: int) -> Any:
-        held.append(limits)
-        return usual(*how, **limits)
-
-    monkeypatch.setattr(obstore, "open_writer", noting)
-    Rank("s3://quick/held").save({"weights": torch.arange(MIB)}, 1)
-    assert held == [{"buffer_size": 8 * MIB, "max_concurrency": 4}]
-
-
 @pytest.mark.parametrize(
     ("options", "is_known"),
     [
@@ -110,11 +85,6 @@ def test_options_that_obstore_is_not_told_of_leave_all_to_s3fs(
 ) -> None:
     monkeypatch.setattr(quick_s3, "_opened", lambda *_: "obstore's")
     assert (quick_files(S3FileSystem(**options), "s3://quick/") is not None) == is_known
-
-
-def test_other_storage_is_fsspecs() -> None:
-    assert quick_files(fsspec.filesystem("file"), "/quick/") is None
-    assert quick_files(fsspec.filesystem("memory"), "/quick/") is None
 
 
 def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: Weed) -> None:

@@ -209,13 +209,6 @@ def test_without_a_gang_it_shares_with_the_process_group() -> None:
     assert len(rest([RankLoader(NUMBERS, 8)])) == 100
 
 
-def test_it_draws_from_no_global_generator() -> None:
-    (loader,) = gang(1)
-    before = torch.get_rng_state()
-    rest([loader])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_loader_workers_draw_alike_in_the_same_place_alone() -> None:
     def drawn(loaders: Sequence[RankLoader]) -> list[list[int]]:
         return [[number for batch in loader for number in batch.tolist()] for loader in loaders]

@@ -50,14 +50,6 @@ def bucket(weed: Weed) -> Place:
 
 
 @pytest.fixture
-def moto_bucket(s3: dict[str, str]) -> Place:
-    return Place(
-        uri=f"s3://{s3['bucket']}/{uuid.uuid4().hex}",
-        options={"key": "test", "secret": "test", "endpoint_url": s3["AWS_ENDPOINT_URL"]},
-    )
-
-
-@pytest.fixture
 def states(tmp_path: Path) -> Path:
     """A folder with the states of two models."""
     folder = tmp_path / "states"
@@ -120,7 +112,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_champion_whole(
         assert registry.promote(again, instead_of=registry.champion(), reason="again") == registry.champion()
 
 
-@pytest.mark.parametrize(("where", "num_rounds"), [("folder", 20), ("bucket", 6), ("moto_bucket", 3)])
+@pytest.mark.parametrize(("where", "num_rounds"), [("folder", 20), ("bucket", 6)])
 def test_of_two_that_promote_at_once_one_wins_and_both_versions_are_kept(
     where: str, num_rounds: int, states: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import os
 import pickle
 import signal
-import textwrap
 import threading
 import time
 import uuid
@@ -20,16 +18,14 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from flytekitplugins.daskpytorch import (
-    DaskCluster,
     Gang,
     SpawnDDP,
     WorkerLostError,
-    current_client,
     current_rank,
     dispatch,
 )
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
-from processes import Cluster, nothing_left_behind, run_program, until
+from processes import nothing_left_behind, until
 
 ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
@@ -76,11 +72,6 @@ def submit_until_killed(notes: str) -> None:
             number += 1
 
 
-def submit_big(size: int) -> None:
-    """One result of so many MiB."""
-    handler.submit_result("big.bin", bytes(range(256)) * (size * MIB // 256))
-
-
 def submit_in_two_attempts(folder: str) -> None:
     """Each attempt submits its own, and one that is common; the first one dies while it submits something big."""
     import torch.distributed as dist
@@ -114,56 +105,6 @@ def read(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent("""
-        import json, pickle, sys, uuid
-        import torch
-        import torch.distributed as dist
-        from dask.distributed import Client
-        from torch.nn.parallel import DistributedDataParallel as DDP
-        from flytekitplugins.daskpytorch import dispatch, results
-
-        key = uuid.uuid4().hex
-        rh = results.DaskResultsHandler(key)
-
-        def train(num_epochs):
-            worker_rank = int(dist.get_rank())
-            model = DDP(torch.nn.Linear(4, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            for epoch in range(num_epochs):
-                loss = model(torch.ones(2, 4)).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                rh.submit_result(
-                    f"worker/{worker_rank}/data-{epoch}.json",
-                    json.dumps({"loss": loss.item(), "epoch": epoch, "worker": worker_rank}),
-                )
-                if worker_rank == 0:
-                    rh.submit_result(f"checkpoint-{epoch}.pkl", pickle.dumps(model.state_dict()))
-
-        if __name__ == "__main__":
-            client = Client(sys.argv[1])
-            futures = dispatch.run(client, train, num_epochs=2, backend="gloo")
-            rh.process_results(sys.argv[2], futures, raise_errors=False)
-            client.close()
-        """)
-    )
-    results = tmp_path / "results"
-    done = run_program([script, cluster.address, results], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    written = read(results)
-    assert sorted(written) == [
-        "checkpoint-0.pkl",
-        "checkpoint-1.pkl",
-        *(f"worker/{rank}/data-{epoch}.json" for rank in range(2) for epoch in range(2)),
-    ]
-    assert json.loads(written["worker/1/data-1.json"])["worker"] == 1
-    assert "module.weight" in pickle.load(io.BytesIO(written["checkpoint-1.pkl"]))
-
-
 @pytest.mark.parametrize("total", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_small_results_from_four_ranks(client: Client, tmp_path: Path, total: int) -> None:
     futures = dispatch.run(client, submit_many, total // 4, gang=Gang(ranks_per_worker=2))
@@ -195,13 +136,6 @@ def kill_oneself_while_submitting(notes: str) -> None:
     time.sleep(60)
 
 
-def test_what_was_submitted_before_anybody_processed_it(client: Client, tmp_path: Path) -> None:
-    futures = dispatch.run(client, submit_epochs, 2)
-    futures.result()
-    handler.process_results(tmp_path, futures[:1])  # any of its futures leads to the gang
-    assert len(read(tmp_path)) == 2 * 4
-
-
 def test_files_come_while_the_gang_runs(client: Client, tmp_path: Path) -> None:
     release = tmp_path / "release"
     futures = dispatch.run(client, submit_and_wait, str(release))
@@ -223,16 +157,6 @@ def submit_and_wait(release: str) -> None:
     handler.submit_result(f"late-{rank}", "x")
 
 
-def test_big_results_pass_beside_other_work(client: Client, tmp_path: Path) -> None:
-    big = dispatch.run(client, submit_big, 40, gang=ONCE)
-    beside = dispatch.run(client, submit_epochs, 2, gang=ONCE)
-    handler.process_results(tmp_path, [*big, *beside])
-    assert client.submit(lambda: 41 + 1, pure=False).result() == 42
-    written = read(tmp_path)
-    assert written["big.bin"] == bytes(range(256)) * (40 * MIB // 256)
-    assert len(written) == 1 + 2 * 4
-
-
 def test_both_attempts_of_a_gang_count(client: Client, tmp_path: Path) -> None:
     futures = dispatch.run(client, submit_in_two_attempts, str(tmp_path))
     handler.process_results(tmp_path / "results", futures)
@@ -251,16 +175,6 @@ def test_a_failed_gangs_error_comes_after_its_results(client: Client, tmp_path: 
         handler.process_results(tmp_path, futures)
     assert len(read(tmp_path)["last-words-1"]) == 3 * MIB
     handler.process_results(tmp_path, futures, raise_errors=False)
-
-
-def test_in_a_flyte_task_with_a_cluster_of_its_own(tmp_path: Path) -> None:
-    @task(task_config=DaskCluster())
-    def train(folder: str) -> int:
-        handler.process_results(folder, dispatch.run(current_client(), submit_epochs, 1))
-        return len(read(Path(folder)))
-
-    with nothing_left_behind():
-        assert train(folder=str(tmp_path / "results")) == 2 * 3
 
 
 @task(task_config=SpawnDDP(nproc=2))

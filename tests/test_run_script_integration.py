@@ -150,17 +150,6 @@ def workers(cluster: Cluster) -> Iterator[Client]:
         yield client
 
 
-def test_the_folder_of_a_script_travels_though_the_driver_imported_nothing(
-    workers: Client, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flytekitplugins.daskpytorch.protocol.code.running_kernel", lambda: "another machine")
-    assert dispatch.run(workers, run_script, "tools/train.py", project / "out").result(120) == [None, None]
-    [seen, _] = seen_in(project / "out")
-    assert seen["conf"] == "lr: 0.1"
-    assert not seen["file"].startswith(str(project))
-    assert seen["path"] == str(Path(seen["file"]).parent)
-
-
 def test_a_module_runs_in_the_drivers_folder_and_on_other_machines_in_a_copy(
     workers: Client, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import tarfile
 import textwrap
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-import torch
 from flyteidl.core import literals_pb2
 from flytekit import FlyteContextManager
 from flytekit.core import utils
@@ -27,12 +23,8 @@ from processes import (
     SCRIPTS,
     TASKS_IMPORT,
     dask_cluster,
-    end,
-    is_alive,
     nothing_left_behind,
     run_program,
-    start_program,
-    until,
 )
 
 TRAIN = """
@@ -82,7 +74,6 @@ FLOWS = """
         task_config=SpawnDDP(nproc=2),
         **HOW,
     )
-    by_module = ScriptTask(name="by", module="train", inputs=kwtypes(epochs=int), task_config=SpawnDDP(nproc=2))
     mapped = map_task(learned)
 
 
@@ -140,15 +131,8 @@ def test_a_file_that_the_script_has_not_left_ends_the_task_at_once(project: Path
     assert done.stderr.count("starting 2 ranks") == 1
 
 
-def test_a_module_trains_in_the_users_working_folder(project: Path, tmp_path: Path) -> None:
-    with nothing_left_behind():
-        done = run_program([SCRIPTS / "pyflyte", "run", "project/flows.py", "by_module", "--epochs", "3"], cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "out/3.json").read_text())["total"] == 33.0
-
-
 def prepared(
-    project: Path, folder: Path, task: str, inputs: Mapping[str, Any], *, raw: str = "raw", previous: str = '""'
+    project: Path, folder: Path, task: str, inputs: Mapping[str, Any], *, raw: str = "raw"
 ) -> list[str | Path]:
     """Return the command of a task's container, with fast registration into a new folder."""
     (project / "asks.py").write_text(textwrap.dedent(ASKS))
@@ -166,7 +150,7 @@ def prepared(
         "{{.outputPrefix}}": f"{folder}/outputs",
         "{{.rawOutputDataPrefix}}": raw,
         "{{.checkpointOutputPrefix}}": f"{folder}/checkpoint",
-        "{{.prevCheckpointPrefix}}": previous,
+        "{{.prevCheckpointPrefix}}": '""',
     }
     fast = ["--additional-distribution", folder / "code.tar.gz", "--dest-dir", folder / "root"]
     return [SCRIPTS / "pyflyte-fast-execute", *fast, "--", *(places.get(word, word) for word in found["command"])]
@@ -217,113 +201,3 @@ def test_an_element_of_a_map_by_the_containers_command(project: Path, tmp_path: 
     uri = made["model"].scalar.blob.uri
     assert uri.startswith(f"{tmp_path}/raw/")
     assert json.loads(Path(uri).read_text())["total"] == 77.0
-
-
-RESUMES = """
-    import os, pathlib, sys, time
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    folder, epochs = pathlib.Path(sys.argv[2]), 8
-    dist.init_process_group("gloo")
-    rank, snapshot = dist.get_rank(), folder / "snapshot.pt"
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    first = 0
-    if snapshot.exists():
-        state = torch.load(snapshot)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["epoch"]
-    for epoch in range(first, epochs):
-        with (folder / f"epochs-{rank}").open("a") as file:
-            file.write(f"{epoch} {os.getpid()}\\n")
-        while epoch >= int((folder / "limit").read_text()):
-            time.sleep(0.02)
-        torch.manual_seed(10 * epoch + rank)
-        loss = (model(torch.randn(16, 4)) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if rank == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
-            torch.save(state, folder / "unfinished.pt")
-            os.replace(folder / "unfinished.pt", snapshot)
-        dist.barrier()
-"""
-GOES_ON = """
-    from flytekit import kwtypes
-    from flytekitplugins.daskpytorch import DaskDDP, ScriptTask
-
-    train = ScriptTask(name="train", script="resumes.py", inputs=kwtypes(folder=str), task_config=DaskDDP())
-"""
-
-
-@dataclass
-class Held:
-    """A training whose ranks wait at the epoch of a file."""
-
-    folder: Path
-
-    def pids(self, epoch: int, old: Sequence[int] = ()) -> list[int]:
-        """Return the processes of both ranks, once they wait at an epoch, in other processes than the old ones."""
-        found: list[int] = []
-
-        def are_there() -> bool:
-            traces = [self.folder / f"epochs-{rank}" for rank in (0, 1)]
-            last = [trace.read_text().splitlines()[-1].split() for trace in traces if trace.exists()]
-            found[:] = [int(pid) for at, pid in last if int(at) == epoch and int(pid) not in old]
-            return len(found) == 2
-
-        until(are_there, f"both ranks to wait at epoch {epoch}")
-        return found
-
-    def go_on(self, limit: int) -> None:
-        """Let the ranks train until an epoch."""
-        (self.folder / "next").write_text(str(limit))
-        (self.folder / "next").rename(self.folder / "limit")
-
-
-def test_a_script_goes_on_from_its_own_file_though_rank_worker_and_driver_are_killed(tmp_path: Path) -> None:
-    project, environment = tmp_path / "project", {"FLYTE_INTERNAL_EXECUTION_ID": "f3a"}
-    project.mkdir()
-    for name, text in {"resumes.py": RESUMES, "flows.py": GOES_ON}.items():
-        (project / name).write_text(textwrap.dedent(text))
-    training, undisturbed = Held(tmp_path / "training"), Held(tmp_path / "undisturbed")
-    for held in (training, undisturbed):
-        held.folder.mkdir()
-    for name in ("first", "second", "alone"):
-        (tmp_path / name).mkdir()
-    with nothing_left_behind(), dask_cluster(tmp_path / "cluster", imported_ahead=TASKS_IMPORT) as cluster:
-        environment["DASK_SCHEDULER_ADDRESS"] = cluster.address
-        training.go_on(2)
-        inputs = {"folder": str(training.folder)}
-        command = prepared(project, tmp_path / "first", "train", inputs)
-        with (tmp_path / "first/log").open("wb") as log:
-            driver = start_program(command, cwd=tmp_path / "first/root", env=os.environ | environment, log=log)
-            pids = training.pids(2)
-            os.kill(pids[1], signal.SIGKILL)
-            training.pids(2, old=pids)
-            training.go_on(4)
-            pids = training.pids(4)
-            cluster.kill_worker_process(0)
-            training.pids(4, old=pids)
-            training.go_on(6)
-            pids = training.pids(6)
-            end(driver)
-        until(lambda: not any(map(is_alive, pids)), "the ranks of the killed driver to end")
-        training.go_on(8)
-        previous = f"{tmp_path}/first/checkpoint"
-        command = prepared(project, tmp_path / "second", "train", inputs, previous=previous)
-        retried = run_program(command, cwd=tmp_path / "second/root", env=environment)
-        undisturbed.go_on(8)
-        executed(project, tmp_path / "alone", "train", {"folder": str(undisturbed.folder)}, environment)
-    assert not (tmp_path / "first/outputs").exists()
-    assert (tmp_path / "second/outputs/outputs.pb").exists(), retried.stdout + retried.stderr
-    epochs = [int(line.split()[0]) for line in (training.folder / "epochs-0").read_text().splitlines()]
-    assert epochs == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7]
-    found, expected = (torch.load(held.folder / "snapshot.pt") for held in (training, undisturbed))
-    assert found["epoch"] == expected["epoch"] == 8
-    assert all(torch.equal(found["model"][name], weights) for name, weights in expected["model"].items())

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-from concurrent.futures import CancelledError
 
-import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import Goodput, StoppedEarlyError
+from flytekitplugins.daskpytorch import Goodput
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 
 
@@ -63,34 +60,10 @@ def test_the_last_line_of_a_model_that_took_its_time_says_where_that_went() -> N
     assert text.getvalue().splitlines() == ["model 1 7: goodput 100 %: 80.0 s of 80.0 s stepping"]
 
 
-def test_how_many_have_ended_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "COUNT_INTERVAL", 0.0)
-    text = io.StringIO()
-    board = board_of(5, text)
-    stopped = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)
-    for index, error in enumerate((None, stopped, ValueError("no good"), None, CancelledError())):
-        for _ in range(2):  # each model counts once
-            board.count(index, error)
-    assert text.getvalue().splitlines() == [
-        "1 of 5 models have ended: 1 finished",
-        "2 of 5 models have ended: 1 finished, 1 stopped early",
-        "3 of 5 models have ended: 1 failed, 1 finished, 1 stopped early",
-        "4 of 5 models have ended: 1 failed, 2 finished, 1 stopped early",
-        "5 of 5 models have ended: 1 failed, 2 finished, 1 stopped early, 1 cancelled",
-    ]
-
-
 def test_models_that_have_only_begun_in_an_earlier_call_are_no_ended_ones() -> None:
     text = io.StringIO()
     board_of(4, text).restored([], "s3://bucket/sweep")
     assert text.getvalue() == "0 of 4 models have ended before, as s3://bucket/sweep has it\n"
-
-
-def test_a_model_that_was_stopped_early_has_not_failed() -> None:
-    text = io.StringIO()
-    error = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)
-    board_of(4, text).line(2, {"lr": 2}).ended(error)
-    assert text.getvalue() == "model 2 {'lr': 2} was stopped early, after epoch 3: loss 1.25\n"
 
 
 def test_a_terminal_has_a_line_for_each_model_that_trains() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import fsspec
 import numpy as np
 import pytest
@@ -278,12 +276,6 @@ def test_what_needs_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: p
         ValueError, match=r"grid/0/outcome\.pkl cannot be read \(AttributeError: .*does its class still exist"
     ):
         SweepStorage(str(tmp_path), "grid").open(train, [1])
-
-
-def test_classes_go_by_reference_where_that_is_possible() -> None:
-    assert module._pickled(Experiment(0.1)) == pickle.dumps(Experiment(0.1))
-    function = lambda: 17  # noqa: E731
-    assert cloudpickle.loads(module._pickled(function))() == 17
 
 
 # ---- What `map` refuses

@@ -8,7 +8,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import PreemptedError
 from made_outcomes import outcome, result
-from tasks.char_lstm import Hyperparameters, TrainingResult
+from tasks.char_lstm import TrainingResult
 from tasks.sweeps import (
     Experiment,
     ScalingRow,
@@ -43,13 +43,6 @@ def test_the_grid_is_the_product_in_order() -> None:
     ]
 
 
-def test_the_full_grid_of_ranks_has_equal_global_batches() -> None:
-    full = grid([1024, 4096, 16384], [0.001, 0.004, 0.016], [1, 4, 16])
-    assert len(full) == 27
-    shapes = {size: {one.ranks for one in full if one.global_batch == size} for size in (1024, 4096, 16384, 65536)}
-    assert shapes == {1024: {1}, 4096: {1, 4}, 16384: {1, 4, 16}, 65536: {4, 16}}
-
-
 @pytest.mark.parametrize(
     ("batch_sizes", "learning_rates", "ranks", "said"),
     [
@@ -78,12 +71,6 @@ def test_a_target_that_makes_no_sense(target: float) -> None:
     check_target(2.5)
     with pytest.raises(ValueError, match=r"target_loss=.*: must be a finite number of nats per character above 0"):
         check_target(target)
-
-
-def test_the_grid_replaces_what_all_share() -> None:
-    common = Hyperparameters(epochs=3, dropout=0.3)
-    found = Experiment(batch_size=7, lr=0.25, ranks=2).hyperparameters(common)
-    assert found == Hyperparameters(epochs=3, dropout=0.3, batch_size=7, learning_rate=0.25)
 
 
 def test_rows() -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, distribution, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import pytest
 import torch
-from flyteidl.core import literals_pb2
 from flytekit import ContainerTask, Deck, Documentation, PodTemplate, Resources, Secret, dynamic, eager, task
 from flytekit.configuration import DataConfig, Image, ImageConfig, SerializationSettings
 from flytekit.core.base_task import TaskMetadata
@@ -130,33 +127,22 @@ def test_an_accelerator_that_the_workers_would_not_get_is_warned_of_where_the_ta
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "variable"),
     [
-        {},
-        {"requests": Resources(gpu="1"), "accelerator": A100},
-        {"limits": Resources(gpu="1"), "accelerator": A100},
-        {"pod_template": PodTemplate(), "accelerator": A100},
+        ({}, "MINE"),
+        ({"requests": Resources(gpu="1"), "accelerator": A100}, "MINE"),
+        ({"limits": Resources(gpu="1"), "accelerator": A100}, "MINE"),
+        ({"pod_template": PodTemplate(), "accelerator": A100}, "MINE"),
+        ({"accelerator": A100}, "DASK_SCHEDULER_ADDRESS"),  # pods and ranks do not repeat the warning
+        ({"accelerator": A100}, "RANK"),
     ],
 )
 def test_an_accelerator_that_the_workers_get_is_not_warned_of(
-    options: dict[str, Any], recwarn: pytest.WarningsRecorder
-) -> None:
-    make(DaskDDP(workers=WORKERS), **options)
-    assert warnings_of_accelerators(recwarn) == []
-
-
-@pytest.mark.parametrize("variable", ["DASK_SCHEDULER_ADDRESS", "RANK"])
-def test_pods_and_ranks_do_not_repeat_the_warning(
-    variable: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    options: dict[str, Any], variable: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    make(DaskDDP(workers=WORKERS), accelerator=A100)
-    assert warnings_of_accelerators(recwarn) == []
-
-
-def warnings_of_accelerators(caught: pytest.WarningsRecorder) -> list[str]:
-    """Without those of what other tests have left to be collected."""
-    return [text for each in caught if "accelerator" in (text := str(each.message))]
+    make(DaskDDP(workers=WORKERS), **options)
+    assert not [each for each in recwarn if "accelerator" in str(each.message)]  # garbage may be warned of, too
 
 
 def pod_template(env: list[V1EnvVar] | None = None) -> PodTemplate:
@@ -187,26 +173,18 @@ def test_pod_template_passes_through_with_our_settings_in_its_primary_container(
 # ---- Dask's settings ------------------------------------------------------------------------------------------------
 
 
-def test_gangs_environment_has_our_dask_settings() -> None:
-    assert ours(DaskDDP).container.env == {DAEMON: "False", FAILURES: "0"} | QUIET | OTHERS
-
-
-def test_clusters_environment_leaves_the_retries_of_dask_tasks_to_the_user() -> None:
-    assert ours(DaskCluster).container.env == {DAEMON: "False"} | OTHERS
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_environment_of_the_user_wins_and_is_kept(config: type) -> None:
-    env = ours(config, environment={DAEMON: "True", "MINE": "1"}).container.env
-    assert env[DAEMON] == "True"
-    assert env["MINE"] == "1"
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_environment_given_at_registration_wins_too(config: type) -> None:
-    env = serialised(make(config()), env={DAEMON: "True", "MINE": "1"}).container.env
-    assert env["MINE"] == "1"
-    assert env[DAEMON] == "True"
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [(DaskDDP, {DAEMON: "False", FAILURES: "0"} | QUIET | OTHERS), (DaskCluster, {DAEMON: "False"} | OTHERS)],
+)
+def test_the_environment_has_our_dask_settings_but_the_users_and_those_of_the_registration_win(
+    config: type, settings: dict[str, str]
+) -> None:
+    assert ours(config).container.env == settings
+    own = {DAEMON: "True", "MINE": "1"}
+    for made in (make(config(), environment=own), make(config())):
+        assert serialised(made, env=own).container.env.items() >= own.items()
+    assert serialised(make(config(), environment=own)).container.env.items() >= own.items()
 
 
 # ---- Weights & Biases -----------------------------------------------------------------------------------------------
@@ -331,36 +309,8 @@ def test_scheduler_that_does_not_answer_is_a_system_error(monkeypatch: pytest.Mo
         lonely.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
 
 
-class Named(NamedTuple):
-    loss: float
-
-
-def nothing() -> None:
-    pass
-
-
 def one() -> float:
     return 0.5
-
-
-def two() -> tuple[float, str]:
-    return 0.5, "x"
-
-
-def named() -> Named:
-    return Named(0.5)
-
-
-@pytest.mark.parametrize("function", [nothing, one, two, named])
-def test_who_calls_execute_gets_values(function: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = task(task_config=SpawnDDP())(function)
-
-    def literals_of_rank_0(*_: object) -> LiteralMap:
-        host = FlyteRank.of_current_task("train", made.python_interface, LiteralMap({}), results="")
-        return LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(host.outputs(function()).literal_map))
-
-    monkeypatch.setattr(made, "_train", literals_of_rank_0)
-    assert made.execute() == function()
 
 
 def test_a_task_that_another_one_calls_has_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,34 +349,6 @@ def test_a_lost_worker_of_a_mapped_gang_is_retried_on_a_backend_alone(monkeypatc
         pytest.raises(FlyteRecoverableException, match="gone"),
     ):
         made.execute()
-
-
-# ---- The commands that the backend starts ---------------------------------------------------------------------------
-
-
-def script(name: str) -> EntryPoint:
-    [entry] = distribution("flytekitplugins-daskpytorch").entry_points.select(group="console_scripts", name=name)
-    return entry
-
-
-@pytest.mark.parametrize("name", ["dask-scheduler", "dask-worker"])
-def test_this_package_installs_the_commands_of_the_backend(name: str) -> None:
-    assert script(name).value.startswith("distributed.cli.")
-    assert shutil.which(name, path=str(Path(sys.executable).parent))
-
-
-def parsed(name: str, args: list[str]) -> dict[str, Any]:
-    command = script(name).load()
-    assert isinstance(command, click.Command)
-    return command.make_context(name, args, resilient_parsing=False).params
-
-
-def test_worker_command_takes_the_backends_arguments() -> None:
-    args = ["--name", "f3a-default-worker-0", "--nthreads", "2", "--memory-limit", "1536Mi"]
-    params = parsed("dask-worker", args)
-    assert params["name"] == "f3a-default-worker-0"
-    assert params["nthreads"] == 2
-    assert params["memory_limit"] == "1536Mi"
 
 
 def test_a_generator_function_is_no_training() -> None:

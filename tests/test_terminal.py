@@ -71,12 +71,6 @@ def test_plain_lines_come_now_and_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step ") == 4
 
 
-def test_a_terminal_has_a_live_line_with_epoch_step_loss_and_rate() -> None:
-    text = shown(record(3, epoch=1, loss=0.25, samples_per_second=1000.0), terminal=True)
-    assert "epoch 1  step 3/8  loss 0.25  1,000 samples/s" in text
-    assert "━" in text
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The display's time, of which a test says how it goes on."""
@@ -190,10 +184,6 @@ def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
     display.restarting("lost", 2)
     display.conclude("failed", {})
     assert "loss" not in text.getvalue().splitlines()[-1]
-
-
-def test_other_ranks_are_not_shown() -> None:
-    assert "step" not in shown(record(0, rank=1, loss=1.0))
 
 
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:

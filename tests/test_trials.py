@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch import EarlyStopping, Search, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import Kept
-from flytekitplugins.daskpytorch.sweep.trials import MAX_NAMES, Trials
+from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 LOSS = EarlyStopping(metric="loss", reduction_factor=2)
 
@@ -141,14 +141,6 @@ def test_optuna_hears_of_the_rungs_only() -> None:
     [trial] = models.study.trials
     assert list(trial.intermediate_values) == [2**rung for rung in range(11)]
     judge.ended(None)
-
-
-def test_names_are_collected_for_a_notice_only() -> None:
-    models = Models()
-    for number in range(2_000):
-        models.log(0, **{f"other_{number}": 1.0})
-    models.judges[0].ended(None)
-    assert models.said[0].count("other_") == MAX_NAMES
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, -math.inf, True, 1e308])

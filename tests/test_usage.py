@@ -39,77 +39,56 @@ def take(clock: Clock, seconds: float) -> None:
     clock.now += seconds
 
 
-def test_a_step_begins_with_its_batch_and_ends_with_the_optimizer(ledger: Ledger, clock: Clock) -> None:
-    take(clock, 3.0)  # a model is made
-    for _ in range(2):
-        with ledger.spending("data"):
-            take(clock, 0.5)
-        take(clock, 2.0)
-        ledger.step()
-    assert spent(ledger.seconds()) == {"preparing": 3.0, "data": 1.0, "stepping": 4.0}
-    assert ledger.num_steps == 2
+PARTS = ("data", "evaluation", "saving")
 
 
-def test_without_a_loader_the_first_step_is_part_of_the_start(ledger: Ledger, clock: Clock) -> None:
-    take(clock, 3.0)
-    ledger.step()
-    take(clock, 2.0)
-    ledger.step()
-    assert spent(ledger.seconds()) == {"preparing": 3.0, "stepping": 2.0}
+def happen(ledger: Ledger, clock: Clock, *acts: str | float) -> None:
+    """Let seconds pass, steps and marks happen, and parts begin. `leave` ends the newest part."""
+    entered = []
+    for act in acts:
+        if isinstance(act, float):
+            clock.now += act
+        elif act in PARTS:
+            entered.append(ledger.spending(act))
+            entered[-1].__enter__()
+        elif act != "leave":
+            getattr(ledger, act)()
+        elif entered:
+            entered.pop().__exit__(None, None, None)
 
 
-def test_without_an_optimizer_a_step_is_over_when_it_is_logged(ledger: Ledger, clock: Clock) -> None:
-    take(clock, 3.0)
-    ledger.mark()
-    take(clock, 2.0)
-    ledger.mark()
-    take(clock, 1.0)
-    assert spent(ledger.close()) == {"preparing": 3.0, "stepping": 2.0, "waiting": 1.0}
-    assert ledger.num_steps == 0
-
-
-def test_of_parts_within_parts_the_outer_one_counts(ledger: Ledger, clock: Clock) -> None:
-    ledger.step()
-    with ledger.spending("evaluation"):
-        take(clock, 1.0)
-        with ledger.spending("data"):
-            take(clock, 1.0)
-        ledger.step()
-        take(clock, 1.0)
-    assert spent(ledger.seconds()) == {"evaluation": 3.0}
-    assert ledger.num_steps == 2
-
-
-def test_what_follows_the_last_step_is_waiting_once_the_work_is_done(ledger: Ledger, clock: Clock) -> None:
-    ledger.step()
-    take(clock, 2.0)
-    assert spent(ledger.seconds()) == {"stepping": 2.0}  # a step may be under way
-    assert spent(ledger.close()) == {"waiting": 2.0}
-
-
-def test_a_function_that_takes_no_step_is_one(ledger: Ledger, clock: Clock) -> None:
-    take(clock, 2.0)
-    assert spent(ledger.seconds()) == {"preparing": 2.0}
-    assert spent(ledger.close()) == {"stepping": 2.0}
-
-
-def test_a_part_that_has_not_ended_counts(ledger: Ledger, clock: Clock) -> None:
-    ledger.step()
-    with ledger.spending("evaluation"):
-        take(clock, 4.0)
-        assert spent(ledger.seconds()) == {"evaluation": 4.0}
+@pytest.mark.parametrize(
+    ("acts", "expected", "closed", "num_steps"),
+    [
+        # A step begins with its batch and ends with the optimizer. Before is the preparation of the model.
+        ([3.0, *["data", 0.5, "leave", 2.0, "step"] * 2], {"preparing": 3.0, "data": 1.0, "stepping": 4.0}, {}, 2),
+        ([3.0, "step", 2.0, "step"], {"preparing": 3.0, "stepping": 2.0}, {}, 2),  # without a loader
+        ([3.0, "mark", 2.0, "mark", 1.0], None, {"preparing": 3.0, "stepping": 2.0, "waiting": 1.0}, 0),  # no optimizer
+        (["step", "evaluation", 1.0, "data", 1.0, "leave", "step", 1.0, "leave"], {"evaluation": 3.0}, {}, 2),
+        (["step", 2.0], {"stepping": 2.0}, {"waiting": 2.0}, 1),  # a step may be under way until the end
+        ([2.0], {"preparing": 2.0}, {"stepping": 2.0}, 0),  # a function without steps is one
+        (["step", "evaluation", 4.0], {"evaluation": 4.0}, {}, 1),  # a part that has not ended
+    ],
+)
+def test_each_second_has_one_use(
+    ledger: Ledger,
+    clock: Clock,
+    acts: list[str | float],
+    expected: dict[str, float] | None,
+    closed: dict[str, float],
+    num_steps: int,
+) -> None:
+    happen(ledger, clock, *acts)
+    assert expected is None or spent(ledger.seconds()) == expected
+    assert not closed or spent(ledger.close()) == closed
+    assert ledger.num_steps == num_steps
 
 
 def test_a_part_ends_with_an_error_too(ledger: Ledger, clock: Clock) -> None:
-    def fail() -> None:
-        with ledger.spending("saving"):
-            take(clock, 1.0)
-            raise KeyError
-
     ledger.step()
-    with pytest.raises(KeyError):
-        fail()
-    take(clock, 1.0)
+    with pytest.raises(AttributeError), ledger.spending("saving"):
+        happen(ledger, clock, 1.0, "no such act")
+    clock.now += 1.0
     assert spent(ledger.seconds()) == {"saving": 1.0, "stepping": 1.0}
 
 
@@ -126,23 +105,14 @@ def test_what_other_threads_wait_for_holds_nobody_up(ledger: Ledger, clock: Cloc
     assert spent(ledger.seconds()) == {"stepping": 1.0}
 
 
-@given(st.lists(st.sampled_from(["step", "mark", "data", "evaluation", "saving", "leave", "look"]), max_size=30))
+@given(st.lists(st.sampled_from(["step", "mark", "data", "evaluation", "saving", "leave"]), max_size=30))
 def test_all_parts_add_up_to_the_time_in_any_order(acts: list[str]) -> None:
     clock = Clock()
-    ledger = Ledger(clock)
-    began_at, entered = clock.now, []
-    for number, act in enumerate(acts):
-        take(clock, 2.0**-number)
-        if act in ("step", "mark"):
-            getattr(ledger, act)()
-        elif act == "leave" and entered:
-            entered.pop().__exit__(None, None, None)
-        elif act in ("data", "evaluation", "saving"):
-            entered.append(ledger.spending(act))
-            entered[-1].__enter__()
-        for seconds in (ledger.seconds(), ledger.close()):
-            assert math.isclose(math.fsum(seconds.values()), clock.now - began_at)
-            assert all(value >= 0 for value in seconds.values())
+    ledger, began_at = Ledger(clock), clock.now
+    happen(ledger, clock, *(part for number, act in enumerate(acts) for part in (2.0**-number, act)))
+    for seconds in (ledger.seconds(), ledger.close()):
+        assert math.isclose(math.fsum(seconds.values()), clock.now - began_at)
+        assert all(value >= 0 for value in seconds.values())
 
 
 class Slow(Dataset[int]):

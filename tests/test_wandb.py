@@ -98,11 +98,6 @@ def test_run_id_has_only_characters_that_wandb_takes() -> None:
     assert len(wandb_observer.run_id("f3a", "x" * 500)) <= 128
 
 
-def test_id_and_name_that_are_given_win() -> None:
-    made = settings(Wandb(project="names", id="mine", name="my run"))
-    assert (made.id, made.name) == ("mine", "my run")
-
-
 def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
     """What rank 0 opens after the gang was placed so."""
     observer = WandbObserver(lambda: run)
@@ -219,12 +214,6 @@ def test_long_names_leave_ids_short_and_different() -> None:
     }
     assert len(ids) == 3
     assert all(len(id_) <= 128 and id_.startswith("e" * 30) for id_ in ids)
-
-
-def test_console_link_has_project_host_and_type_and_what_else_is_given() -> None:
-    link = wandb_observer.console_link(Wandb(project="names", host="https://wandb.example", entity="team", id="mine"))
-    expected = {"project": "names", "host": "https://wandb.example", "entity": "team", "id": "mine"}
-    assert link == {**expected, "link_type": wandb_observer.LINK_TYPE}
 
 
 # ---- Which key ------------------------------------------------------------------------------------------------------
@@ -437,16 +426,6 @@ def test_the_driver_hears_where_the_run_is(tmp_path: Path, capsys: pytest.Captur
     command, folder = observer.where.rsplit(" ", 1)
     assert command == "wandb sync"
     assert Path(folder) == file_of(tmp_path).parent
-
-
-def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_path: Path) -> None:
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.logged(record(0, loss=3.0))
-    tracker.close(1)
-    tracker.close(0)
-    run = run_in(tmp_path)
-    assert run["exit_code"] == 1
-    assert [row["loss"] for row in run["history"]] == [3.0]
 
 
 def test_run_says_in_its_summary_why_it_was_stopped_early_and_where_the_time_went(tmp_path: Path) -> None:
