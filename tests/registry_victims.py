@@ -16,9 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from aiobotocore.httpsession import AIOHTTPSession
-from aiobotocore.session import AioSession
-
 from tasks.registry import ChampionChangedError, Registry
 
 CHANGES = {"fsync", "link", "mkdir", "open", "replace", "sendfile", "unlink", "write"}
@@ -28,8 +25,6 @@ BARRIER = multiprocessing.get_context("fork").Barrier(2)
 
 def kill_each(uri: str, options: dict[str, Any], folder: Path) -> int:
     """Have a registry for each step of a retraining, which is killed there; how many steps there are."""
-    if uri.startswith("s3://"):
-        options = {**options, "session": warm_session()}
     for step in itertools.count():
         child = os.fork()
         if child == 0:
@@ -48,7 +43,7 @@ def retrain_until(step: int, uri: str, options: dict[str, Any], folder: Path) ->
         registry = Registry(uri, options)
         old = registry.add({"state.pt": folder / "old"}, {"state": "old"})
         champion = registry.promote(old, instead_of=None, reason="the first")
-        (kill_at_request if uri.startswith("s3://") else kill_at_file_operation)(step)
+        kill_at_file_operation(step)
         new = registry.add({"state.pt": folder / "new"}, {"state": "new"})
         registry.promote(new, instead_of=champion, reason="better")
         code = 0
@@ -71,22 +66,6 @@ def kill_at_file_operation(step: int) -> None:
 def is_file_operation(function: Callable[..., Any]) -> bool:
     owner = getattr(function, "__self__", None)
     return function.__name__ in CHANGES and (isinstance(owner, io.IOBase) or owner in {posix, io, _io})
-
-
-def kill_at_request(step: int) -> None:
-    """Even steps: before an object is sent. Odd steps: when the server has answered and nobody has seen it."""
-    steps, send = itertools.count(), AIOHTTPSession.send
-
-    async def send_or_die(session: Any, request: Any) -> Any:
-        counts = request.method == "PUT" and "/probes/" not in request.url
-        if counts and next(steps) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        answer = await send(session, request)
-        if counts and next(steps) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return answer
-
-    AIOHTTPSession.send = send_or_die
 
 
 def race(uri: str, options: dict[str, Any], folder: Path, num_rounds: int) -> list[list[bool]]:
@@ -114,16 +93,6 @@ def retrains(registry: Registry, state: Path) -> bool:
         return True
     finally:
         BARRIER.wait()
-
-
-def warm_session() -> AioSession:
-    """One that has read what botocore knows of S3, for all that are forked from here."""
-    session = AioSession()
-    loader = session.get_component("data_loader")
-    for what in ("service-2", "endpoint-rule-set-1"):
-        loader.load_service_model("s3", what)
-    loader.load_data("endpoints")
-    return session
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from mnist_files import write_mnist
 from pages import command
 from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks.cnn import CNN, Hyperparameters, evaluate
-from tasks.digits import FILES, load_digits, small_digits
+from tasks.digits import load_digits, small_digits
 from wandb_file import read_run
 from workflows.mnist import prepare
 
@@ -71,22 +71,6 @@ def mnist(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = 
     return Run(done=done, folder=own)
 
 
-def upload(directory: Path, s3: Mapping[str, str]) -> str:
-    """Put a directory of digits into the bucket; returns where."""
-    import boto3
-
-    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-    client = boto3.client("s3", endpoint_url=s3["AWS_ENDPOINT_URL"], **keys)
-    for file in FILES:
-        client.put_object(Bucket=s3["bucket"], Key=f"digits/{file}", Body=(directory / file).read_bytes())
-    return f"s3://{s3['bucket']}/digits"
-
-
-@pytest.fixture(scope="module")
-def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("small")
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits in torchvision's layout."""
@@ -101,9 +85,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def small(small_runs: Path) -> Run:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One rank on what there is without a network."""
-    return mnist(small_runs, "first", "--hp", json.dumps(SMALL_HP), env=UNPLUGGED)
+    return mnist(tmp_path_factory.mktemp("small"), "first", "--hp", json.dumps(SMALL_HP), env=UNPLUGGED)
 
 
 def test_two_ranks_learn_the_digits(two_ranks: Run, directory: Path) -> None:
@@ -146,18 +130,6 @@ def test_without_network_it_says_what_it_trains_on(small: Run) -> None:
     assert said[0].startswith("1,438 training and 359 test digits from scikit-learn")
     assert "MNIST could not be downloaded: " in said[0]
     assert "give data_dir" in said[0]
-
-
-def test_equal_digits_from_elsewhere_are_not_trained_again(
-    small: Run, small_runs: Path, directory: Path, s3: Mapping[str, str]
-) -> None:
-    """Nor are they if what is recorded changes."""
-    uri = upload(directory, s3)
-    flags = ("--data_dir", uri, "--hp", json.dumps(SMALL_HP), "--num_logged_batches", "1", "--watch")
-    again = mnist(small_runs, "again", *flags, env=OFF | {name: value for name, value in s3.items() if "AWS_" in name})
-    assert f"1,438 training and 359 test digits from {uri}\n" in again.done.stdout
-    assert not again.has_trained
-    assert again.outputs == small.outputs
 
 
 @pytest.mark.parametrize(

@@ -110,12 +110,6 @@ def test_a_second_task_of_a_process_has_the_same_fork_server_and_the_process_as_
     assert servers == {fork_server().pid}
 
 
-def test_one_rank_on_a_node_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    if gpus_here().names:
-        pytest.skip("has GPUs")
-    assert here(monkeypatch, "default_size").literals["o0"].scalar.primitive.integer == 1
-
-
 LONELY = """
 from flytekit import task
 from flytekitplugins.daskpytorch import SpawnDDP

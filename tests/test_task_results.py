@@ -119,25 +119,6 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
         assert downloaded(results, tmp_path) == {}
 
 
-def test_a_refused_path_is_a_line_that_names_the_folder(remote: TaskResults, capfd: pytest.CaptureFixture[str]) -> None:
-    with remote.received() as received:
-        submit(received, "../a", b"bad", rank=3)
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(
-        f"the result that rank 3 submitted for the path '../a' was not written below {remote.folder}"
-    )
-
-
-@pytest.mark.parametrize("place", ["here", "remote"])
-def test_a_failed_gangs_results_are_kept(place: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    results: TaskResults = request.getfixturevalue(place)
-    assert not results.has_files
-    with pytest.raises(LookupError, match="the gang's own"):
-        fail(results, LookupError("the gang's own"))
-    assert downloaded(results, tmp_path) == {"a": b"last words"}
-    assert results.has_files
-
-
 @pytest.fixture
 def refused(remote: TaskResults, tmp_path: Path) -> TaskResults:
     """In a bucket whose name no server accepts."""
