@@ -30,19 +30,12 @@ def pet_names(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--hp", '{"epochs": 0}'), r"epochs=0\): must be a whole number from 1 up"),
         (("--hp", '{"epoch": 3}'), r"no 'epoch' \(did you mean 'epochs'\?\)"),
-        (("--hp", '{"epochs": "many"}'), "epochs='many'"),
         (("--num_names", "-1"), "num_names=-1"),
-        (("--data", "nowhere.json"), "nowhere.json"),
-        (("--data", "empty.json"), "empty"),
-        (("--data", "foreign.json"), "alphabet"),
         (("--data", "two.json"), "2 training samples .* are fewer than the 3 ranks"),
     ],
 )
 def test_bad_input_is_refused_before_a_cluster_starts(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
-    (tmp_path / "empty.json").write_text("[]")
-    (tmp_path / "foreign.json").write_text(json.dumps(["Ωmega", "Ñu", "René"]))
     (tmp_path / "two.json").write_text(json.dumps(["a", "b"]))
     done = pet_names(*flags, cwd=tmp_path, env={"PET_NAMES_WORKERS": "3"})
     text = " ".join((done.stdout + done.stderr).split())

@@ -17,7 +17,6 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
-from flytekitplugins.daskpytorch.driver.request import Keys
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.run import RunFutures, place_of
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
@@ -107,25 +106,6 @@ def test_a_name_of_no_run_is_an_error_before_the_training(monkeypatch: pytest.Mo
     monkeypatch.setenv(local_runs.RESUME_VARIABLE, str(tmp_path))
     with pytest.raises(ValueError, match=r"DASKPYTORCH_RESUME=.*: must be 1 or last"):
         run(LOSSES)
-
-
-def test_a_notebook_has_a_table_and_goes_on_after_a_restart_of_its_kernel(
-    notebook: Any, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client = mock.create_autospec(Client, instance=True)
-    for steps in (1, 2):  # a cell that was run twice, whose kernel was restarted then
-        assert dispatch.run(client, train, LOSSES[:steps]).result() == [0]
-    first, *others = notebook.outputs
-    assert ("starting" in first["data"]["text/html"], first["update"]) == (True, False)
-    newest = others[-1]["data"]["text/html"]
-    assert all(f">{text}</td>" in newest for text in ("train", "done", "1 of 2", "0.2")), newest
-    said = capsys.readouterr().err
-    assert re.search(r"^train: done after \S+ s, step 1/2  loss 0.2\n  checkpoints: ", said, re.MULTILINE), said
-    assert "train: step" not in said  # that is in the table
-    monkeypatch.setattr("flytekitplugins.daskpytorch.driver.request._keys", Keys())
-    monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
-    assert dispatch.run(client, train, LOSSES).result() == [2]
-    assert [folder.name for folder in kept.iterdir()] == [PLACE]
 
 
 def of_main() -> None: ...

@@ -130,36 +130,22 @@ def test_the_last_line_says_how_long_it_took_the_last_metrics_and_where_things_a
     ]
 
 
-def test_the_very_last_line_says_where_the_time_went(clock: list[float]) -> None:
-    text = io.StringIO()
-    display = training(console_of(text, clock, width=60), clock)
-    display.accounted(Goodput(total=1.0, stepping=1.0))
-    display.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
-    display.ended(None)
-    display.conclude("done", {"Deck": "/tmp/deck.html"})
-    assert text.getvalue().splitlines()[-1] == "train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s"
-
-
-def test_of_a_run_of_seconds_no_goodput_is_said(clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("total", "is_said"), [(80.0, True), (6.6, False)])
+def test_the_very_last_line_of_a_run_of_some_time_says_where_that_went(
+    clock: list[float], capfd: pytest.CaptureFixture[str], *, total: float, is_said: bool
+) -> None:
     text, echo = io.StringIO(), Display(Board(is_quiet=True))
     display = training(console_of(text, clock, width=60), clock)
     echo.placed(SHAPE)
-    for observer in (display, echo):
-        observer.accounted(Goodput(total=6.6, starting=6.6))
-        observer.ended(None)
-    display.conclude("done", {})
-    assert "goodput" not in text.getvalue() + capfd.readouterr().err
-
-
-def test_the_plain_echo_ends_with_where_the_time_went(capfd: pytest.CaptureFixture[str]) -> None:
-    echo = Display(Board(is_quiet=True))
-    echo.placed(SHAPE)
-    echo.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
-    echo.ended(GangError("rank 0 of 2 failed"))
-    assert capfd.readouterr().err.splitlines() == [
-        "train failed: rank 0 of 2 failed",
-        "train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s",
-    ]
+    for observer, error in ((display, None), (echo, GangError("rank 0 of 2 failed"))):
+        observer.accounted(Goodput(total=1.0, stepping=1.0))
+        observer.accounted(Goodput(total=total, stepping=total - 20.0, starting=20.0))
+        observer.ended(error)
+    display.conclude("done", {"Deck": "/tmp/deck.html"})
+    told = ["train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s"] if is_said else []
+    assert [line for line in text.getvalue().splitlines() if "goodput" in line] == told
+    assert text.getvalue().splitlines()[-1:] == (told or ["  Deck: /tmp/deck.html"])
+    assert capfd.readouterr().err.splitlines() == ["train failed: rank 0 of 2 failed", *told]
 
 
 def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd: pytest.CaptureFixture[str]) -> None:

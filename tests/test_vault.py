@@ -173,13 +173,6 @@ def test_checkpoint_is_copied_before_a_manifest_that_names_it(task: Task, store:
     assert store.calls == [file.name, MANIFEST]
 
 
-def test_newest_come_first_and_older_ones_are_removed_from_storage(task: Task) -> None:
-    files = task.ran(0, *range(1, NUM_KEPT + 3))
-    kept = files[: -NUM_KEPT - 1 : -1]
-    assert task.listed(0) == [file.step for file in kept]
-    assert sorted(path.name for path in task.stored(0).iterdir()) == sorted([MANIFEST, *(file.name for file in kept)])
-
-
 def test_who_goes_on_in_the_same_folder_copies_nothing_twice_and_leaves_nothing_old(task: Task, store: Store) -> None:
     files = task.ran(0, 1, 2)
     store.calls.clear()
