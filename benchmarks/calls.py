@@ -2,7 +2,7 @@
 
     pip install '.[bench]'                                # Monarch
     python benchmarks/calls.py                            # five rounds of 200 calls, then 1,000 calls; two minutes
-    python benchmarks/calls.py --quick --skip Monarch
+    python benchmarks/calls.py --quick --only gang
 
 gang       `gang.call(...).result()` of `dispatch.gang(nproc=2)`
 Monarch    an endpoint's `call(...).get()` of actors in two processes of `this_host()`, in a process group (gloo)
