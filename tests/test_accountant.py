@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.orders import Accounted
 from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent
-from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
+from simulated_gang import Agent, OwnError, Watcher, World, raised
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
 
@@ -256,16 +256,6 @@ def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: MakeTrained) 
     world.obey_all()
     assert isinstance(raised(world), StoppedEarlyError)
     assert parts(world.end()) == {"starting": 5.0, "stepping": 8.0}
-
-
-def test_a_gang_that_fails_for_good_has_lost_what_it_has_not_kept(world_of: MakeTrained) -> None:
-    world = world_of(max_restarts=0)
-    world.go(5.0)
-    world.spend(stepping=8.0)
-    world.fail(world.main, 0, OwnError("no"))
-    world.obey_all()
-    assert is_own(raised(world))
-    assert parts(world.end()) == {"starting": 5.0, "lost": 8.0}
 
 
 def test_a_gang_that_never_forms_has_only_started(world_of: MakeTrained) -> None:

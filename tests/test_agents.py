@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.driver.agents import (
     Agents,
     Call,
 )
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello
+from flytekitplugins.daskpytorch.protocol.messages import Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from simulated_gang import Agent, Cluster
 
@@ -59,14 +59,6 @@ def recruit(agents: Agents, num_wanted: int = 2) -> list[str]:
     agents.launcher.asked.clear()  # type: ignore[attr-defined]
     agents.recruit()
     return list(agents.launcher.asked)  # type: ignore[attr-defined]
-
-
-def test_orders_have_all_that_agents_need(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: list[AgentOrder] = []
-    monkeypatch.setattr(agents.launcher, "launch", lambda asked, _: orders.extend(asked))
-    agents.launch([W1])
-    assert orders == [AgentOrder(worker=W1, driver=("127.0.0.1", 4711), token=b"secret")]
-    assert agents.expected == {W1}
 
 
 def test_only_what_is_missing_is_recruited_in_the_order_of_the_ranks(agents: Agents, cluster: Cluster) -> None:
@@ -149,15 +141,6 @@ def test_worker_that_went_before_it_answered_is_lost(agents: Agents, cluster: Cl
         agents.note_absences()
         assert W3 not in cluster.asked
     assert str(agents.lost[W2]) == "the worker was lost before the gang was formed"
-
-
-def test_cluster_is_not_looked_at_all_the_time(agents: Agents, cluster: Cluster) -> None:
-    agents.recruit()
-    assert cluster.asked == {}  # those that were there a moment ago have been asked
-    assert recruit(agents) == [W1, W2]
-    cluster.is_there = False
-    agents.recruit()
-    assert agents._unanswered_since is None
 
 
 @pytest.mark.parametrize(("is_connected", "patience"), [(False, SCHEDULER_TIMEOUT), (True, BUSY_SCHEDULER_TIMEOUT)])

@@ -469,27 +469,6 @@ def keeper(rank: Rank) -> Keeper:
     return keeper
 
 
-@pytest.mark.parametrize(("how", "step", "asked"), [({"best": True}, 2, (1, None)), ({"step": 3}, 3, (1, 3))])
-def test_best_or_step_loads_another_one(keeper: Keeper, how: Any, step: int, asked: tuple[int, int | None]) -> None:
-    checkpoint = keeper.checkpoint()
-    assert checkpoint.loaded is None
-    before = keeper.rank.progress.step
-    state = checkpoint.load(**how)
-    assert state["weights"].tolist() == [step, step]
-    assert keeper.asked == [asked]
-    assert checkpoint.loaded == checkpoint.list()[step - 1]
-    assert checkpoint.loaded.metrics["loss"] == pytest.approx({2: 0.1, 3: 0.9}[step])
-    assert checkpoint.loaded.place == f"s3://b/{keeper.rank.announced[step - 1].name}"
-    assert keeper.rank.progress.step == before  # the training has not gone back
-
-
-def test_what_is_saved_just_before_is_written_before_it_is_asked_for(keeper: Keeper) -> None:
-    checkpoint = keeper.checkpoint()
-    checkpoint.save({"weights": torch.full((2,), 4.0)}, 4, metrics={"loss": 0.05})
-    state = checkpoint.load(best=True)
-    assert state["weights"].tolist() == [4.0, 4.0]
-
-
 def test_without_one_there_is_no_best(rank: Rank) -> None:
     assert Keeper(rank).checkpoint().load(best=True) is None
 
@@ -592,15 +571,6 @@ def test_a_flush_in_time_waits_no_longer_altogether(rank: Rank, monkeypatch: pyt
 # ---- What the hang detector sees of it ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_main", [True, False])
-def test_save_names_the_step(rank: Rank, is_main: bool) -> None:
-    rank.progress.move()
-    checkpoint = rank.checkpoint(is_main=is_main)
-    checkpoint.save(1, step=9)
-    checkpoint.flush()
-    assert (rank.progress.step, rank.progress.num_moves, rank.progress.num_moves_since) == (9, 2, 0)
-
-
 def test_load_names_the_step_that_training_goes_on_from(rank: Rank, saved: CheckpointFile) -> None:
     rank.progress = Progress()
     checkpoint = rank.checkpoint(start=saved, is_main=False)
@@ -608,10 +578,3 @@ def test_load_names_the_step_that_training_goes_on_from(rank: Rank, saved: Check
     assert checkpoint.load()["w"].equal(torch.ones(2))
     assert checkpoint.loaded == saved.saved(None)
     assert (rank.progress.step, rank.progress.num_moves_since) == (40, 0)
-
-
-def test_step_may_be_a_one_element_tensor(rank: Rank) -> None:
-    checkpoint = rank.checkpoint()
-    checkpoint.save(1, torch.tensor(12))  # type: ignore[arg-type]
-    checkpoint.flush()
-    assert rank.announced[0].step == 12

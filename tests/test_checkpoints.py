@@ -90,14 +90,6 @@ def flip_a_byte(path: Path) -> None:
 # ---- Keeping --------------------------------------------------------------------------------------------------------
 
 
-def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Vault, agent: Path, folder: Path) -> None:
-    first, second = write(agent, 1, size=100), write(agent, 2, size=100)
-    for file in (first, second, *[first] * NUM_KEPT):
-        upload(checkpoints, agent, file)
-    assert checkpoints.newest() == first
-    assert names(folder) == sorted([first.name, second.name])
-
-
 # ---- The best --------------------------------------------------------------------------------------------------------
 
 BEST = Keep(last=1, best=1, metric="loss")
@@ -222,16 +214,6 @@ def test_a_file_that_is_there_is_taken_without_a_look_at_its_bytes_and_stays_whe
     assert checkpoints.newest() == file
     assert (folder / file.name).stat().st_ino == inode
     assert names(folder) == [file.name]
-
-
-def test_a_file_that_is_there_and_damaged_afterwards_is_passed_over(
-    checkpoints: Vault, agent: Path, folder: Path
-) -> None:
-    files = [write(agent, step) for step in (1, 2)]
-    for file in files:
-        lend(checkpoints, agent, folder, file)
-    flip_a_byte(agent / files[1].name)
-    assert checkpoints.newest() == files[0]
 
 
 @pytest.mark.parametrize("what", ["of an older attempt", "torn"])

@@ -54,12 +54,6 @@ def test_a_scheduler_is_greeted_also_inside_an_event_loop(silent: str) -> None:
         asyncio.run(greet())
 
 
-def test_a_refused_connection_and_a_silent_scheduler_have_different_errors() -> None:
-    with pytest.raises(OSError, match="connect") as failure:
-        cluster.greet("tcp://127.0.0.1:9", 0.3)
-    assert "says nothing" not in str(failure.value)
-
-
 def intervals() -> dict[str, float]:
     """What a worker of a cluster made here does over and over, and after how many milliseconds."""
 

@@ -146,27 +146,6 @@ def driver(tmp_path: Path) -> Iterator[MakeDriver]:
         one.close()
 
 
-def test_what_all_ranks_have_written_is_a_checkpoint_once_the_manifest_names_it(driver: MakeDriver) -> None:
-    mine = driver()
-    assert mine.save(7, 0).error is None
-    [named] = mine.named()
-    assert [named] == mine.vault.sharded
-    assert (named.step, named.world_size, named.size, named.metrics) == (7, 2, 16, {"loss": 1 / 7})
-    layout = Path(named.uri, LAYOUT).read_bytes()
-    assert hashlib.sha256(layout).hexdigest() == named.layout_digest
-    content = json.loads(layout)
-    assert content["state"] == json.loads(STATE)
-    assert [(part["name"], part["size"]) for part in content["parts"]] == [("__0_0.distcp", 8), ("__1_0.distcp", 8)]
-    assert [(item["part"], item["offset"]) for item in content["items"]] == [
-        ("__0_0.distcp", [0]),
-        ("__1_0.distcp", [2]),
-    ]
-    assert sorted(path.name for path in Path(named.uri).iterdir()) == [
-        *(".metadata", "__0_0.distcp", "__1_0.distcp"),
-        LAYOUT,
-    ]
-
-
 def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it(
     driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,28 +250,6 @@ def test_manifest_that_cannot_be_read_costs_no_shards(
     assert second.steps() == []
     assert second.flush()
     assert first.folders() == ["step-10/0-0"]
-
-
-def test_next_attempt_of_a_task_names_what_the_one_before_has_left_and_copies_and_removes_nothing(
-    driver: MakeDriver, tmp_path: Path
-) -> None:
-    first = driver(str(tmp_path / "0"))
-    first.save(10, 0)
-    first.save(11, 1)
-    first.close()
-    for number in (1, 2):  # attempts that save nothing themselves
-        later = driver(str(tmp_path / str(number)), previous=str(tmp_path / str(number - 1)))
-        assert later.steps() == [11, 10]
-        assert later.flush()
-        assert [(entry.step, Path(entry.uri).parents[1]) for entry in later.named()] == [
-            (11, tmp_path / "0"),
-            (10, tmp_path / "0"),
-        ]
-        assert later.folders() == []
-    for number in (0, 1):
-        later.save(12 + number, number)
-    assert later.steps() == [13, 12]
-    assert first.folders() == ["step-10/0-0", "step-11/0-1"]  # their own manifest names them
 
 
 def test_next_attempt_of_a_task_removes_what_the_one_before_has_not_finished(

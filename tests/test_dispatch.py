@@ -7,7 +7,7 @@ import itertools
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,30 +16,10 @@ import optuna
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import EarlyStopping, Gang, GangError, Search, dispatch
+from flytekitplugins.daskpytorch import EarlyStopping, Gang, Search, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
-
-
-class Ended:
-    """A supervisor whose gang has ended."""
-
-    def __init__(self, outcome: Callable[[], list[Any]]) -> None:
-        self.received = ReceivedResults()
-        self.run = outcome
-
-
-def test_a_failed_gang_fails_whole() -> None:
-    def fail() -> list[Any]:
-        raise GangError("rank 1 of 2 failed")
-
-    supervisor: Any = Ended(fail)
-    futures = GangFutures(supervisor, 3)
-    assert {str(future.exception(10)) for future in futures} == {"rank 1 of 2 failed"}
-    assert isinstance(futures.exception(), GangError)
-    with pytest.raises(GangError, match="rank 1 of 2 failed"):
-        futures.result()
 
 
 class Running:

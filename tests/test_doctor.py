@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +25,6 @@ WORKERS = ("tcp://10.0.0.1:4000", "tcp://10.0.0.2:4000")
 
 
 # ---- Versions
-
-
-def test_what_is_installed_in_a_version_that_will_do_is_fine() -> None:
-    assert doctor.examine_requirement(Requirement("torch>=2")) == Finding(what="torch", value=version("torch"))
 
 
 def test_an_old_version_is_a_problem() -> None:
@@ -129,13 +124,6 @@ def test_an_address_without_a_scheduler_is_a_problem(address: str) -> None:
     [finding] = doctor.examine_cluster(address, timeout=0.5)
     assert (finding.what, finding.verdict) == ("scheduler", "problem")
     assert f"no answer from {address}" in finding.value
-
-
-def test_a_scheduler_that_never_answers_is_a_problem() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        [finding] = doctor.examine_cluster(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=0.5)
-    assert (finding.what, finding.verdict) == ("scheduler", "problem")
-    assert "did not answer as a scheduler within 0.5 s" in finding.value
 
 
 # ---- The command

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ear import GONE, listening
+from ear import listening
 from flytekitplugins.daskpytorch.driver import listener as driver
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
@@ -102,13 +102,6 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
 
 
 # ---- Strangers at the driver
-
-
-def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Call]) -> None:
-    with contextlib.closing(transfers.dial(order(listener.address))) as connection:
-        connection.send(Leaving())
-        assert heard(events) == Leaving()
-    assert heard(events) == GONE
 
 
 def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:

@@ -131,22 +131,6 @@ def waiting_in(number: int, *, is_done: bool = False) -> Recalled:
     return Recalled(groups=["g"], collectives=[collective])
 
 
-def test_report_has_the_collective_before_the_stacks_where_ranks_remember() -> None:
-    states = {
-        0: RankState(is_done=False, num_collectives=5, still_for=9.0, stacks=IN_BARRIER, recalled=waiting_in(5)),
-        1: RankState(is_done=True, num_collectives=4, still_for=9.0, stacks="", recalled=waiting_in(4, is_done=True)),
-    }
-    rank, report = report_hang(states, "auto")
-    first, shown, _ = report.split("\n", 2)
-    assert rank == 1
-    assert first.endswith(
-        "(hang_timeout='auto'); rank 1 has not called collective 5 of g, barrier, in which rank 0 waits; "
-        "its function has returned"
-    )
-    assert shown == "Collective 5 of g, as torch's flight recorder has it:"
-    assert report.index("rank 1: not called") < report.index("What the main threads were doing")
-
-
 def test_ranks_wait_if_none_of_them_is_at_work_or_silent() -> None:
     def of(recalled: Recalled | None, *, is_done: bool = False) -> RankState:
         return RankState(is_done=is_done, num_collectives=1, still_for=1.0, stacks="", recalled=recalled)

@@ -216,16 +216,6 @@ def test_a_broken_jpeg_is_an_error_at_any_size(body: bytes) -> None:
         decode(body, "tensor", min_side=100)
 
 
-def test_a_jpeg_is_not_copied(monkeypatch) -> None:
-    def copy(*_: object) -> None:
-        raise AssertionError("copied")
-
-    monkeypatch.setattr(Image.Image, "copy", copy)
-    monkeypatch.setattr(Image.Image, "convert", copy)
-    for kind in ("jpeg", "progressive", "rotated"):
-        decode(FILES[kind], "pil")
-
-
 # ---- Who decodes ----------------------------------------------------------------------------------------------------
 
 

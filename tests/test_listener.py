@@ -344,18 +344,6 @@ def no_thread(thread: threading.Thread) -> None:
 # ---- Signs of life
 
 
-def test_a_heartbeat_that_tells_of_no_rank_is_heard_and_nobody_is_told(
-    dial: Callable[[], Connection], ear: Listener, events: queue.SimpleQueue[Call]
-) -> None:
-    connection = dial()
-    [ours] = ear._agents
-    before = ours.heard_at
-    connection.send_frame(framing.heartbeat({}))
-    until(lambda: ours.heard_at > before, "it to be heard")
-    connection.send(Leaving())
-    assert heard(events) == Leaving()
-
-
 def test_heartbeats_come_together_and_of_each_agent_the_newest(
     dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,11 @@ def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("level", "events"),
-    [("10", ["begun", "placed", "metrics", "metrics", "ended"]), ("20", ["begun", "placed", "metrics", "ended"])],
+    [
+        ("10", ["begun", "placed", "metrics", "metrics", "ended"]),
+        ("20", ["begun", "placed", "metrics", "ended"]),
+        ("40", ["ended"]),
+    ],
 )
 def test_level_is_that_of_flyte(
     level: str, events: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -129,17 +133,8 @@ def test_level_is_that_of_flyte(
     observer = begun()
     observer.logged(record(1))
     observer.logged(record(1, rank=1))
-    observer.ended(None)
+    observer.ended(GangError("no"))
     assert [line["event"] for line in said(capsys)] == events
-
-
-def test_at_the_level_of_errors_only_errors_are_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(log.LEVEL_VARIABLE, "40")
-    begun().ended(GangError("no"))
-    log.say("a notice")
-    assert [line["event"] for line in said(capsys)] == ["ended"]
 
 
 def test_what_the_package_says_in_a_rank_is_no_text_within_an_object(capsys: pytest.CaptureFixture[str]) -> None:
