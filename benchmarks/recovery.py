@@ -18,7 +18,7 @@ lost       a worker is killed with its nanny, as in the loss of a pod, and the o
 returned   a worker is killed alone, and all are needed: time since the registration of its nanny's next worker
            (workers preload the ranks' imports; without that, the first restart of a worker's first gang takes 2 s more)
 blame      number of reports with the right rank and cause, for faults in either rank whose consequences hide the cause:
-           `dispatch.run`, `torchrun` (its report, with `@record`) and torchrunx
+           `dispatch.run`, and `torchrun` (its report, with `@record`)
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from running import (
     Cluster,
     Program,
     asked,
-    is_installed,
     nothing_left,
     take_turns,
     torchrun,
@@ -244,24 +243,6 @@ with Client(scheduler_file=sys.argv[1]) as client:
     serve(blame)
 """
 
-BLAME_TORCHRUNX = f"""{FAULTS}{SERVE}
-import re
-import torchrunx
-
-def blame(fault, guilty):
-    limit = {{"worker_timeout": {int(HANG_TIMEOUT)}}} if fault == "hang" else {{}}
-    launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host={NUM_RANKS}, backend="gloo", **limit)
-    try:
-        launcher.run(train, fault, guilty)
-    except Exception as error:
-        text = f"{{type(error).__name__}}: {{error}}"
-        rank = re.search(r"rank\\\\s*:? ?(\\\\d+)", text)
-        return (int(rank[1]) if rank else None), text
-
-if __name__ == "__main__":
-    serve(blame)
-"""
-
 # ---- Time to train again --------------------------------------------------------------------------------------------
 
 
@@ -432,17 +413,12 @@ def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
 def judge(repeats: int, folder: Path, cluster: Cluster) -> Figure:
     """Return the row with the number of right reports of each launcher."""
     dask = Program.of(BLAME_DASK, folder / "blame", cluster.contact)
+    dask.hear("ready")
     numbers = iter(range(sys.maxsize))
     launchers: dict[str, Callable[[str, int], Blamed]] = {
         "`dispatch.run`": dask.call,
         "`torchrun`": lambda *case: blame_by_torchrun(folder / f"blame-{next(numbers)}", *case),
     }
-    programs = [dask]
-    if is_installed("torchrunx"):
-        programs.append(runx := Program.of(BLAME_TORCHRUNX, folder / "blame-runx"))
-        launchers["torchrunx"] = runx.call
-    for program in programs:
-        program.hear("ready")
     right = dict.fromkeys(launchers, 0)
     for number in range(repeats):
         guilty = (number + 1) % NUM_RANKS
@@ -454,10 +430,8 @@ def judge(repeats: int, folder: Path, cluster: Cluster) -> Figure:
                 said = "right" if is_right else f"wrong: rank {rank}, {json.dumps(text[-200:])}"
                 print(f"rank {guilty} {fault}: {name}: {said}", file=sys.stderr)
     most = repeats * len(CASES)
-    here, *others = right.items()
-    peer = " and ".join(f"{name} {count}" for name, count in others)
-    what = f"guilty rank and cause named, of {most}"
-    return Figure(what=what, here=[here[1]], unit="", peer=peer, goals=at_least(most, "here"))
+    what, peer = f"guilty rank and cause named, of {most}", f"`torchrun` {right['`torchrun`']}"
+    return Figure(what=what, here=[right["`dispatch.run`"]], unit="", peer=peer, goals=at_least(most, "here"))
 
 
 def main() -> None:

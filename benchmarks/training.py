@@ -32,10 +32,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from figures import Figure, at_least, at_most, gpus, report
-from running import Cluster, Program, asked, console_script, nothing_left, take_turns, until, worker_below
+from running import Cluster, Program, asked, console_script, nothing_left, read, take_turns, until, worker_below
 
 BACKEND = "nccl" if gpus() else "gloo"
 BATCH = 128
@@ -47,6 +47,7 @@ NUM_RESAMPLED = 2000
 
 TRAIN = f"""
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -112,8 +113,10 @@ def train(folder, device, tools):
 
     rank = distributed.get_rank()
     reports = open(f"{{folder}}/reports-{{rank}}", "a", buffering=1)
-    for line in open(f"{{folder}}/orders-{{rank}}"):
-        reports.write(json.dumps(take_turn(json.loads(line))) + "\\n")
+    for number in itertools.count():
+        while not os.path.exists(order := f"{{folder}}/order-{{number}}"):
+            time.sleep(0.01)
+        reports.write(json.dumps(take_turn(json.load(open(order)))) + "\\n")
 """
 
 TORCHRUN = f"""{TRAIN}
@@ -139,47 +142,25 @@ with Client(scheduler_file=sys.argv[2]) as client:
 
 
 class Ranks:
-    """Ranks that train a block at each order, and wait in between."""
+    """Ranks that train a block at each order, and wait in between. An order is a file in their folder."""
 
-    def __init__(self, num_ranks: int, folder: Path, text: str, command: list[str], *arguments: str) -> None:
+    def __init__(self, folder: Path, text: str, command: list[str], *arguments: str) -> None:
         """Write the program `text` to the folder and start it. The program's first argument is the folder."""
         folder.mkdir(parents=True)
         (folder / "program.py").write_text(text)
-        self._paths = [folder / f"orders-{rank}" for rank in range(num_ranks)]
-        for path in self._paths:
-            os.mkfifo(path)
-        self._reported_in = folder / "reports-0"
-        self._orders: list[IO[str]] = []
-        self._num_turns = 0
+        self._folder, self._num_turns = folder, 0
         self.program = Program([*command, "program.py", str(folder), *arguments], folder)
 
     def take_turn(self, order: object) -> Any:
         """Order each rank to train a block, and return the report of rank 0."""
-        if not self._orders:
-            self._orders = [self._opened(path) for path in self._paths]
-        for orders in self._orders:
-            orders.write(f"{json.dumps(order)}\n")
-            orders.flush()
+        (unfinished := self._folder / "order").write_text(json.dumps(order))
+        unfinished.rename(self._folder / f"order-{self._num_turns}")
         self._num_turns += 1
         until(lambda: len(self._reports()) == self._num_turns or self._has_ended(), "a turn")
         return json.loads(self._reports()[-1])
 
-    def _opened(self, path: Path) -> IO[str]:
-        """Open the orders of a rank, once the rank reads them."""
-        found: list[int] = []
-
-        def is_read() -> bool:
-            try:
-                found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            except OSError:  # no rank has opened the pipe
-                return self._has_ended()
-            return True
-
-        until(is_read, "the ranks to start")
-        return os.fdopen(found[0], "w")
-
     def _reports(self) -> list[str]:
-        lines = self._reported_in.read_text().splitlines(keepends=True)
+        lines = read(self._folder / "reports-0").splitlines(keepends=True)
         return [line for line in lines if line.endswith("\n")]
 
     def _has_ended(self) -> bool:
@@ -220,9 +201,9 @@ def contestants(numbers: list[int], folder: Path, cluster: Cluster) -> dict[str,
     ways: dict[str, Callable[[], Block]] = {}
     for number in numbers:
         command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={number}"]
-        plain = Ranks(number, folder / f"torchrun-{number}", TORCHRUN, command)
+        plain = Ranks(folder / f"torchrun-{number}", TORCHRUN, command)
         told = cluster.contact, str(number)
-        gang = Ranks(number, folder / f"gang-{number}", DASK, [sys.executable], *told)
+        gang = Ranks(folder / f"gang-{number}", DASK, [sys.executable], *told)
         beside = [gang.program.pid, cluster.scheduler, *cluster.nannies, *map(worker_below, cluster.nannies)]
         ways[f"torchrun {number}"] = partial(turn, plain, [], calls=False)
         ways[f"gang {number}"] = partial(turn, gang, beside, calls=True)
