@@ -23,7 +23,7 @@ from flytekit import task
 from flytekitplugins.daskpytorch import DaskDDP, Gang, WorkerGroup, current_rank
 
 
-@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(hang_timeout=1.0)))
+@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(hang_timeout=1.0, attach_timeout=3.0)))
 def train(debugged: list[int]) -> float:
     rank = current_rank()
     weight = 10 + rank.rank
@@ -114,12 +114,13 @@ def test_quitting_ends_the_run_once_and_leaves_the_terminal_as_it_was(terminal: 
     assert re.search(r"\sicanon\s.*\secho\s", terminal.before, re.DOTALL)
 
 
-def test_without_a_terminal_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_terminal_the_rank_waits_and_then_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     done = run_program([SCRIPTS / "pyflyte", "run", "train.py", "train", "--debugged", "[1]"], cwd=tmp_path)
     told = " ".join(re.sub(r"[│╭╰─]", "", done.stderr + done.stdout).split())
     assert done.returncode == 1
-    assert "a debugger was called for in rank 1, by breakpoint() or pdb, and there is no terminal" in told
+    assert "and waits up to 3 s for a terminal. Attach by: daskpytorch attach 1" in told
+    assert "for 3 s (Gang(attach_timeout=...)) no terminal was attached to its debugger" in told
     assert "DASKPYTORCH_DEBUGPY=1:5678" in told
     assert "starting again" not in told
     assert told.count("starting 2 ranks") == 1

@@ -1,7 +1,8 @@
 """Command that checks whether gangs can train here and on a cluster: `python -m flytekitplugins.daskpytorch`.
 
 `python -m flytekitplugins.daskpytorch profile` requests a flame graph of a running rank. `daskpytorch run` runs a
-script in ranks. `daskpytorch` stands for `python -m flytekitplugins.daskpytorch`.
+script in ranks, and `daskpytorch attach` opens a rank's debugger. `daskpytorch` stands for `python -m
+flytekitplugins.daskpytorch`.
 """
 
 import argparse
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from flytekitplugins.daskpytorch import run_command
 
         return run_command.main(words[1:])
+    if words[:1] == ["attach"]:
+        from flytekitplugins.daskpytorch import attach_command
+
+        return attach_command.main(words[1:])
     options = _parser().parse_args(words)
     findings = doctor.examine(options.scheduler, with_gangs=options.gang, timeout=options.timeout)
     if options.json:

@@ -95,14 +95,14 @@ class GangError(RuntimeError):
 
 
 class NoDebuggerError(RuntimeError):
-    """A rank called `breakpoint()`, and has no terminal for the debugger.
+    """A rank called `breakpoint()`, and no terminal has attached to its debugger in time.
 
     Examples:
-        >>> from flytekitplugins.daskpytorch import dispatch
+        >>> from flytekitplugins.daskpytorch import Gang, dispatch
         >>> from flytekitplugins.daskpytorch.errors import NoDebuggerError
         >>> def train() -> None:
-        ...     breakpoint()  # with DASKPYTORCH_DEBUG=1 this is the driver's own process, and has its terminal
-        >>> isinstance(dispatch.run(client, train).exception(), NoDebuggerError)
+        ...     breakpoint()  # `daskpytorch attach 0` opens pdb here
+        >>> isinstance(dispatch.run(client, train, gang=Gang(attach_timeout=0.1)).exception(), NoDebuggerError)
         True
     """
 

@@ -191,6 +191,9 @@ class Gang:
     """Seconds for ranks to save and return after the task or a worker receives SIGTERM. Later steps, such as the
     checkpoint's upload, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one and a half
     times this value. For 20 the product is Kubernetes' default of 30."""
+    attach_timeout: float = 300.0
+    """Timeout, in seconds, for a terminal to attach to a rank that waits for one by `daskpytorch attach`. The
+    gang keeps its GPUs meanwhile. Then `breakpoint()` raises `NoDebuggerError`."""
     hints: bool = True
     """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
     collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has,
@@ -264,6 +267,7 @@ class Gang:
                 lambda value: value is None or checks.is_auto(value) or checks.is_seconds(value, MIN_HANG_TIMEOUT),
             ),
             "grace_period": checks.SECONDS,
+            "attach_timeout": checks.SECONDS,
             "hints": checks.BOOLEAN,
             "environment": _problem_of_variables,
             "keep": checks.instance_of(Keep),

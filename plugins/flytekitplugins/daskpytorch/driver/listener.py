@@ -1,4 +1,4 @@
-"""The driver's server, which accepts agents and turns their messages into calls for the gang's thread."""
+"""The driver's server, which accepts agents and terminals, and turns messages into calls for the gang's thread."""
 
 import asyncio
 import contextlib
@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import framing
+from flytekitplugins.daskpytorch.protocol.attaching import FromTerminal
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
@@ -60,6 +61,8 @@ FIRST_MESSAGE_TIMEOUT = 120.0
 """Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
 """Pause, in seconds, after an error while accepting callers, such as too many open files."""
+MAX_TERMINAL_WAIT = 1.0
+"""Seconds for which a send to an attached terminal may block the gang's thread. Then the driver drops the terminal."""
 END_TIME = 5.0
 """Timeout, in seconds, for the listener's threads to end after the shutdown of all connections."""
 
@@ -271,7 +274,9 @@ class Listener:
 
     # ---- agents
 
-    def _take_in(self, connection: Connection, message: FromAgent) -> None:
+    def _take_in(self, connection: Connection, message: FromAgent | FromTerminal) -> None:
+        if isinstance(message, FromTerminal):
+            connection.limit_sends(MAX_TERMINAL_WAIT)
         self._known.append(connection)
         if self._is_over:
             connection.hang_up()
@@ -314,7 +319,7 @@ class Listener:
             self._calls.put(functools.partial(self._state.hear_beats, self._beats))
             self._beats = {}
 
-    def _note(self, connection: Connection, message: FromAgent) -> None:
+    def _note(self, connection: Connection, message: FromAgent | FromTerminal) -> None:
         self._is_calm = False
         if (beat := self._beats.pop(connection, None)) is not None:  # the older heartbeat goes first
             self._calls.put(functools.partial(self._state.hear_beats, {connection: beat}))
@@ -323,7 +328,10 @@ class Listener:
                 time.sleep(WAIT_INTERVAL)
             self._calls.put(call)
 
-    def _calls_for(self, connection: Connection, message: FromAgent) -> Iterator[Call]:
+    def _calls_for(self, connection: Connection, message: FromAgent | FromTerminal) -> Iterator[Call]:
+        if isinstance(message, FromTerminal):
+            yield functools.partial(self._state.hear_terminal, connection, message)
+            return
         if not isinstance(message, Reported):
             yield functools.partial(self._state.hear, connection, message)
             return

@@ -17,7 +17,9 @@ from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.saving import Saving
+from flytekitplugins.daskpytorch.driver.terminals import Terminals
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol.attaching import Awaits, FromTerminal, Shown
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -79,6 +81,7 @@ class GangState:
         self.accountant = Accountant(asked_at, clock)
         self.observers = observers
         self.evaluator = evaluator
+        self.terminals = Terminals(request.name, agents.launcher, observers, self.now)
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
         self.evaluator.on_record = self._tell_trackers
         self.evaluator.on_metrics = lambda: self.saving.tell_kept(self.attempt)
@@ -135,6 +138,10 @@ class GangState:
 
     # ---- from agents
 
+    def hear_terminal(self, connection: Connection, message: FromTerminal) -> None:
+        """Follow a message of a terminal that attaches to a rank."""
+        self.terminals.hear(self.attempt, connection, message)
+
     def hear(self, connection: Connection, message: messages.FromAgent) -> None:  # noqa: C901 - a case for each message
         """Record an agent's message."""
         if isinstance(message, messages.Hello):
@@ -173,10 +180,12 @@ class GangState:
         another connection with the same descriptor.
         """
         connection.close()
+        self.terminals.forget(self.attempt, connection)
         self._lose(connection)
 
     def look_for_silence(self) -> None:
-        """Give up agents that have been silent for 15 seconds (`agents.MAX_SILENCE`)."""
+        """Give up agents that have been silent for 15 seconds (`agents.MAX_SILENCE`). Answer terminals on time."""
+        self.terminals.answer(self.attempt)
         for peer in self.agents.silent():
             self.give_up(peer)
 
@@ -264,6 +273,8 @@ class GangState:
             case reports.Waits(text):
                 attempt.prompts.debugged.add(rank)
                 self.observers.note(text)
+            case Awaits() | Shown():
+                self.terminals.note(attempt, rank, report)
             case reports.Ready():
                 self._note_ready(attempt, rank)
             case reports.Held(num_calls):
@@ -271,7 +282,7 @@ class GangState:
             case reports.Stands(is_still):
                 attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located():
-                attempt.note_located(rank, report)
+                self._note_located(attempt, rank, report)
             case reports.Remembered():
                 attempt.note_remembered(rank, report)
             case CallEnded():
@@ -298,10 +309,16 @@ class GangState:
                 if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
                     self.observers.hint(f"slow rank {rank}", found)
 
+    def _note_located(self, attempt: Attempt, rank: int, located: reports.Located) -> None:
+        attempt.note_located(rank, located)
+        self.terminals.note_located(attempt, rank, located)
+
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
+        if attempt.prompts.shown == rank:
+            self.observers.tell("debugging", None)
         attempt.prompts.leave(rank, steps=steps)
         attempt.note_sign_of_life()
-        self.observers.tell("debugging", None)
+        self.terminals.note_left(rank, steps=steps)
 
     def _account_for(
         self, peer: Peer, attempt: Attempt, rank: int, said: RankUsage | reports.Spent | reports.GoodputWanted

@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol.attaching import DriverContact, leave_contact
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -73,6 +74,7 @@ def run(
         contextlib.closing(_Agent(order, scratch, leaving, data, start_method)) as agent,
     ):
         connection = dial(order)
+        leave_contact(scratch, DriverContact(order.driver, order.token))
         at_last.callback(connection.close)  # the closed connection tells the driver that no rank is left
         try:
             agent.serve(connection)
@@ -115,12 +117,10 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._archive = b""
-        """Archive of the user's source files that the driver has sent. A later attempt unpacks the archive if the files
-        on this machine have changed."""
+        """Archive of the user's sources. A later attempt unpacks the archive if files on this machine have changed."""
         self._server = fork_client.connect(start_method)
         self._meeting: socket.socket | None = None
-        """Listening socket of this node, which the rendezvous store uses if rank 0 runs here. Early connections wait in
-        the socket's queue."""
+        """Listening socket of this node, for the store of rank 0. Early connections wait in the socket's queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._num_kills_for_memory = 0

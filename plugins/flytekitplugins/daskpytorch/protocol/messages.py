@@ -61,6 +61,11 @@ class AgentLauncher(Protocol):
         """
         return self.workers
 
+    @property
+    def scheduler(self) -> str | None:
+        """Address of the workers' Dask scheduler. None without Dask workers."""
+        return None
+
     def is_connected(self) -> bool:
         """Return True while the Dask scheduler is connected. Always True on one node, which has no scheduler."""
         return True

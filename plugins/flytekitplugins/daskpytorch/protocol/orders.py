@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.protocol.attaching import TerminalOrder
 from flytekitplugins.daskpytorch.protocol.calls import CallOrder, EndCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
@@ -287,8 +288,8 @@ class Quit:
     """Grace period in seconds, after which the agent kills the rank."""
 
 
-OrderToEnd = Leave | CallOrder | EndCall
-"""Order that ends the rank, or is about a call in a gang that stays."""
+OrderToEnd = Leave | CallOrder | EndCall | TerminalOrder
+"""Order that ends the rank, is about a call in a gang that stays, or comes from an attached terminal."""
 OrderToAll = (
     Hold | Release | Settled | Kept | Accounted | Evaluated | Locate | ShowStacks | Prompt | Interrupt | OrderToEnd
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from flytekitplugins.daskpytorch.protocol.attaching import Awaits, Shown
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
@@ -210,6 +211,8 @@ ShortReport = (
     | AtPrompt
     | LeftPrompt
     | Waits
+    | Awaits
+    | Shown
     | Returned
     | CallEnded
     | Halted
@@ -221,6 +224,7 @@ ShortReport = (
 - `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
 - `WrittenShards`: the rank's written shards of a sharded checkpoint
 - `RankUsage`: the rank's use of its machine, and its work so far
+- `Awaits`, `Shown`: a debugger that waits for a terminal, and its output
 - `CallEnded`, `Halted`: the end, and the halt before an early end, of a staying gang's call
 - `Failure`: an exception of the function
 """

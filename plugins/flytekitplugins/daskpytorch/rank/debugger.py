@@ -1,7 +1,8 @@
-"""Debuggers in a rank: `breakpoint()` at the user's terminal, or an editor that attaches. Runs in a rank.
+"""Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-Ranks have no terminal. The driver grants its own terminal to one rank at a time. The rank then opens the
-terminal and uses it as standard input, output and error while the prompt is shown.
+Ranks have no terminal. The driver grants its own terminal to one rank at a time. A rank that cannot open the driver's
+terminal makes a pseudo-terminal, to which users attach by `daskpytorch attach`. While the prompt is shown, the rank
+uses the terminal as standard input, output and error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
@@ -26,10 +27,12 @@ from wrapt import register_post_import_hook
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import orders, reports
-from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging
+from flytekitplugins.daskpytorch.protocol.attaching import Awaits, TerminalOrder
+from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE
+from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+    from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 
 
 MAX_DRAIN = 1.0
@@ -38,85 +41,114 @@ HOST = "127.0.0.1"
 """Address at which a rank waits for an editor's debugger. Only loopback, as whoever connects can run any code."""
 
 
-@dataclass
 class Prompt:
-    """This rank's use of the driver's terminal for a debugger."""
+    """This rank's use of a terminal for a debugger: the driver's terminal, or terminals that attach."""
 
-    rank: int
-    debugging: Debugging
-    send: Callable[[reports.ShortReport], None]
-    _granted: threading.Event = field(default_factory=threading.Event)
-    _pid: int = field(default_factory=os.getpid)
+    def __init__(self, rank: int, job: Job, send: Callable[[reports.ShortReport], None]) -> None:
+        self.rank = rank
+        self._terminal = job.debugging.terminal
+        self._timeout = job.settings.attach_timeout
+        self._send = send
+        self._granted = threading.Event()
+        self._attached = PseudoTerminal(send)
+        self._is_stepping = False
+        """True if a step of the debugger has led to the next prompt, which is no news then."""
+        self._pid = os.getpid()
 
-    def obey(self, order: orders.Prompt | orders.Interrupt) -> None:
+    def obey(self, order: orders.Prompt | orders.Interrupt | TerminalOrder) -> None:
         """Let this rank's waiting debugger open the driver's terminal, or interrupt the main thread as Ctrl-C does.
 
-        Ignore orders to other ranks.
+        Also follow the orders of attached terminals. Ignore orders to other ranks.
         """
         if order.rank != self.rank:
             return
-        if isinstance(order, orders.Prompt):
-            self._granted.set()
-        else:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        match order:
+            case orders.Prompt():
+                self._granted.set()
+            case orders.Interrupt():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            case _:
+                self._attached.follow(order)
 
     def check(self) -> None:
-        """Check that the rank can open the driver's terminal.
+        """Check that this process can have a debugger.
 
         Raises:
-            NoDebuggerError: The rank has no terminal, or this process was forked by the rank.
+            NoDebuggerError: The rank has forked this process.
         """
         if os.getpid() != self._pid:
             raise NoDebuggerError(
                 f"a debugger was called for in a process that rank {self.rank} has started, as a DataLoader's worker: "
                 "it is out of the terminal's reach. Load in the rank itself, with num_workers=0."
             )
-        if (terminal := self.debugging.terminal) is not None and (found := terminal.open()) is not None:
-            os.close(found)
-            return
-        raise NoDebuggerError(
-            f"a debugger was called for in rank {self.rank}, by breakpoint() or pdb, and there is no terminal to talk "
-            "to it. Start the run in a terminal of this machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank "
-            f"in the calling process; or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that "
-            "port of its host for an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
-        )
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Wait for the driver to grant its terminal, and use it as standard input, output and error in the block."""
+    def shown(self, where: str) -> Iterator[None]:
+        """Wait for a terminal, and use it as standard input, output and error in the block.
+
+        Args:
+            where: Text about the rank for users, such as `stops at train.py:12 (train)`.
+
+        Raises:
+            NoDebuggerError: No terminal was attached in time, or this process was forked by the rank.
+        """
         self.check()
         _drain()
+        terminal = self._terminal.open() if self._terminal is not None else None
+        if terminal is None:
+            with self._at_attached(where):
+                yield
+            return
         self._granted.clear()
-        self.send(reports.AtPrompt())
+        self._send(reports.AtPrompt())
         self._granted.wait()
-        with self._in_place():
-            yield
+        try:
+            fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
+            with _in_place(terminal):
+                yield
+        finally:
+            os.close(terminal)
+
+    @contextlib.contextmanager
+    def _at_attached(self, where: str) -> Iterator[None]:
+        if not self._is_stepping:
+            self._send(Awaits(where, self._timeout))
+        try:
+            with self._attached.opened(self._timeout) as terminal, _in_place(terminal):
+                yield
+        except OSError:
+            if not self._attached.is_given_up:
+                raise
+        if self._attached.is_given_up:
+            raise NoDebuggerError(
+                f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
+                "attached to its debugger. The log has the command: daskpytorch attach. Or start the run in a terminal "
+                "of the rank's machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank in the calling process; "
+                f"or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port of its host for "
+                "an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
+            )
 
     def leave(self, *, steps: bool) -> None:
         """Tell the driver that the debugger's prompt is over. `steps`: True if this rank shows its next prompt soon."""
-        self.send(reports.LeftPrompt(steps))
+        self._is_stepping = steps
+        self._send(reports.LeftPrompt(steps))
 
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
-        terminal = self.debugging.terminal.open() if self.debugging.terminal is not None else None
-        if terminal is None:
-            raise NoDebuggerError(
-                f"a debugger was called for in rank {self.rank}, and the run's terminal has been closed. Start the run "
-                f"in a terminal that stays open, or with {PORTS_VARIABLE}={self.rank}:5678 for an editor"
-            )
-        fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
-        kept = [os.dup(number) for number in range(3)]
-        for number in range(3):
-            os.dup2(terminal, number)
-        try:
-            yield
-        finally:
-            for stream in (sys.stdout, sys.stderr):
+
+@contextlib.contextmanager
+def _in_place(terminal: int) -> Iterator[None]:
+    """Use a terminal as standard input, output and error in the block."""
+    kept = [os.dup(number) for number in range(3)]
+    for number in range(3):
+        os.dup2(terminal, number)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # a pseudo-terminal that has hung up
                 stream.flush()
-            for number, descriptor in enumerate(kept):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            os.close(terminal)
+        for number, descriptor in enumerate(kept):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def watch_pdb(prompt: Prompt) -> None:
@@ -128,14 +160,16 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
     usual = pdb.Pdb.interaction
 
     @functools.wraps(usual)
-    def interaction(self: Any, *args: Any, **kwargs: Any) -> None:
+    def interaction(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
         if self.prompt == "(Pdb) ":
             self.prompt = f"(Pdb rank {prompt.rank}) "
+        steps = False
         try:
-            with prompt.shown():
-                usual(self, *args, **kwargs)
+            with prompt.shown(_place_of(frame)):
+                usual(self, frame, *args, **kwargs)
+            steps = _is_stepping(self)
         finally:
-            prompt.leave(steps=_is_stepping(self))
+            prompt.leave(steps=steps)
 
     def set_trace(*, header: str | None = None) -> None:
         prompt.check()  # here, so that the traceback ends at the user's call
@@ -147,6 +181,13 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
     pdb.Pdb.interaction = interaction
     pdb.set_trace = set_trace
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """Return the text for users about the place of a debugger's prompt. pdb's post-mortem mode has no frame."""
+    if frame is None:
+        return "is in pdb's post-mortem mode"
+    return f"stops at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _is_stepping(debugger: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_variables
+from flytekitplugins.daskpytorch.protocol.attaching import Attach, Detach, Typed
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import (
@@ -53,7 +54,7 @@ class Session:
         """Environment variables that the rank starts with."""
         self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
-        """This rank's use of the driver's terminal for a debugger. None if the rank runs in the driver's process."""
+        """This rank's use of terminals for a debugger. None if the rank runs in the driver's process."""
         self.server: Server | None = None
         """Serves the calls of a gang that stays. None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
@@ -137,7 +138,7 @@ class Session:
                 self._locate(look)
             case orders.ShowStacks():
                 standstill.show_stacks()
-            case orders.Prompt() | orders.Interrupt():
+            case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
                 if self.prompt is not None:
                     self.prompt.obey(order)
             case orders.Kept(checkpoints):

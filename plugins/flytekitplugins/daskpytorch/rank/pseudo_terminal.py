@@ -1,0 +1,102 @@
+"""Pseudo-terminal of a rank's debugger, for terminals that attach from elsewhere. Runs in a rank.
+
+pdb, readline and the user's own `input()` work as at any terminal. Output and keys travel as messages, by way of agent
+and driver.
+"""
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from flytekitplugins.daskpytorch.protocol.attaching import Attach, Detach, Shown, TerminalOrder
+
+INTERRUPT = b"\x03"
+"""Byte that a terminal in raw mode sends for Ctrl-C."""
+CHUNK = 1 << 14
+"""Maximum number of bytes of output in one message."""
+LOOK_INTERVAL = 1.0
+"""Seconds between two checks whether a terminal is attached."""
+END_TIME = 1.0
+"""Timeout, in seconds, for the rest of a prompt's output. A process that the user has started may keep it open."""
+
+
+class PseudoTerminal:
+    """Terminal without a screen. `follow` runs in the thread that receives orders, all else in the main thread."""
+
+    def __init__(self, send: Callable[[Shown], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._master: int | None = None
+        """Descriptor through which keys get to the debugger. None while no prompt is shown."""
+        self._size = (24, 80)
+        self._is_attached = False
+        self.is_given_up = False
+        """True if the newest prompt has ended since no terminal was attached in time."""
+
+    def follow(self, order: TerminalOrder) -> None:
+        """Follow an order of an attached terminal."""
+        match order:
+            case Attach(size=size):
+                self._is_attached, self._size = True, size
+                self._resize()
+            case Detach():
+                self._is_attached = False
+            case _:
+                self._type(order.data)
+
+    @contextlib.contextmanager
+    def opened(self, timeout: float) -> Iterator[int]:
+        """Yield the descriptor of a new terminal, and send the driver what is written there.
+
+        Args:
+            timeout: Seconds without an attached terminal after which this terminal hangs up: reads get the end of the
+                file, and writes fail.
+        """
+        master, slave = os.openpty()
+        os.set_blocking(master, False)  # keys beyond the kernel's buffer are lost: orders of the driver must not wait
+        self.is_given_up, self._master = False, master
+        self._resize()
+        relay = threading.Thread(target=self._relay, args=(master, timeout), name="daskpytorch-terminal", daemon=True)
+        relay.start()
+        try:
+            yield slave
+        finally:
+            os.close(slave)
+            relay.join(END_TIME)
+
+    def _relay(self, master: int, timeout: float) -> None:
+        look = select.poll()
+        look.register(master, select.POLLIN)
+        give_up_at = time.monotonic() + timeout
+        try:
+            while not self.is_given_up:
+                if look.poll(1000 * min(LOOK_INTERVAL, timeout)):
+                    self._send(Shown(os.read(master, CHUNK)))  # an OSError once the debugger has closed its end
+                if self._is_attached:
+                    give_up_at = time.monotonic() + timeout
+                self.is_given_up = time.monotonic() >= give_up_at
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._master = None
+                os.close(master)
+
+    def _type(self, data: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._master is not None:
+                os.write(self._master, data)
+                if INTERRUPT in data:  # no process group belongs to this terminal
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _resize(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._master is not None:
+                fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", *self._size, 0, 0))
