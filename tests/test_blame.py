@@ -387,58 +387,43 @@ def test_failure_keeps_type_text_and_a_traceback_from_the_users_function_on() ->
     assert "in failure" not in record.traceback  # the rank's own frame
 
 
-def test_exception_without_a_text_can_be_recorded() -> None:
-    record = failure(MuteError())
-    assert record.type_name == "MuteError"
-    assert "in _users_function" in record.traceback
-
-
 # ---- Exceptions made again in the driver ----------------------------------------------------------------------------
 
 
+def with_lock(error: Exception) -> Exception:
+    """An error whose pickle is useless."""
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind"),
     [
-        PlainError("a", 2),
-        CodedError(3, "x"),
-        KeyError("name"),
-        FlyteRecoverableException("again"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+        (PlainError("a", 2), PlainError),
+        (CodedError(3, "x"), CodedError),
+        (KeyError("name"), KeyError),
+        (FlyteRecoverableException("again"), FlyteRecoverableException),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError),
+        (with_lock(ValueError("bad")), ValueError),  # by its name
+        (with_lock(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")), None),  # which needs more than a text
+        (LockedError("x"), None),
+        (LockedValueError("x"), None),
+        *((error, None) for error in (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError())),
     ],
 )
-def test_exception_that_pickles_is_rebuilt_in_its_own_type(error: Exception) -> None:
+def test_exception_is_rebuilt_in_its_own_type_unless_it_cannot_be_or_would_end_the_driver(
+    error: BaseException, kind: type[Exception] | None
+) -> None:
     rebuilt = failure(error).rebuilt()
-    assert type(rebuilt) is type(error)
     assert rebuilt is not error
-    assert rebuilt.args == error.args
+    assert type(rebuilt) is (kind or type(None))
+    assert rebuilt is None or rebuilt.args == error.args
 
 
-@pytest.mark.parametrize("error", [LockedError("x"), LockedValueError("x")])
-def test_exception_that_cannot_be_rebuilt_is_not(error: Exception) -> None:
-    record = failure(error)
-    assert record.pickled is None
-    assert record.rebuilt() is None
-
-
-def test_builtin_exception_is_rebuilt_by_name_where_its_pickle_is_useless() -> None:
-    error = ValueError("bad")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
-    record = failure(error)
-    assert record.pickled is None
-    rebuilt = record.rebuilt()
-    assert type(rebuilt) is ValueError
-    assert str(rebuilt) == "bad"
-
-
-def test_builtin_exception_that_needs_more_than_a_text_is_not_rebuilt_by_name() -> None:
-    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
-    assert failure(error).rebuilt() is None
-
-
-def test_pickle_that_does_not_open_here_falls_back_to_the_builtin_of_that_name() -> None:
-    record = Failure(**{**vars(failure(ValueError("bad"))), "pickled": b"garbage"})
-    assert type(record.rebuilt()) is ValueError
+@pytest.mark.parametrize("pickled", [b"garbage", pickle.dumps(Panics())])
+def test_pickle_that_does_not_open_here_falls_back_to_the_builtin_of_that_name(pickled: bytes) -> None:
+    assert type(replace(failure(ValueError("bad")), pickled=pickled).rebuilt()) is ValueError
+    assert replace(failure(LockedError("x")), pickled=pickled).rebuilt() is None
 
 
 @pytest.mark.parametrize(
@@ -458,28 +443,21 @@ def test_what_ends_a_catchers_loop_without_an_error_is_rebuilt_as_a_runtime_erro
     assert type(rebuilt.__cause__) is type(error)
 
 
-def test_an_exception_whose_unpickling_panics_is_not_rebuilt() -> None:
-    record = failure(LockedError("x"))
-    assert Failure(**{**vars(record), "pickled": pickle.dumps(Panics())}).rebuilt() is None
-
-
-def test_an_exception_that_panics_when_it_is_shown_or_pickled_can_be_recorded() -> None:
-    record = failure(PanickingError())
-    assert record.pickled is None
-    assert record.message == "<exception str() failed>"
-
-
 @pytest.mark.parametrize(
-    ("code", "said"),
-    [(None, "exit code 0"), (3, "exit code 3"), (True, "exit code 1"), ("no such file", "exit code 1 (no such file)")],
+    ("error", "message"),
+    [
+        (MuteError(), "<exception str() failed>"),
+        (PanickingError(), "<exception str() failed>"),
+        (SystemExit(None), "exit code 0"),
+        (SystemExit(3), "exit code 3"),
+        (SystemExit(True), "exit code 1"),
+        (SystemExit("no such file"), "exit code 1 (no such file)"),
+    ],
 )
-def test_an_exit_says_its_code(code: object, said: str) -> None:
-    assert failure(SystemExit(code)).message == said
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()])
-def test_exceptions_that_would_end_the_driver_are_not_rebuilt(error: BaseException) -> None:
-    assert failure(error).rebuilt() is None
+def test_exit_says_its_code_and_exception_without_a_text_can_be_recorded(error: BaseException, message: str) -> None:
+    record = failure(error)
+    assert record.message == message
+    assert "in _users_function" in record.traceback
 
 
 def test_of_an_endless_message_both_ends_are_kept() -> None:

@@ -29,7 +29,6 @@ from flytekitplugins.daskpytorch.errors import (
     GangHungError,
     GangStartError,
     PreemptedError,
-    StoppedEarlyError,
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, payload
@@ -170,28 +169,6 @@ def test_newcomer_that_is_taken_away_again_does_not_stop_the_smaller_gang(world_
     assert len(world.starts) == 2
     world.finish()
     assert world.results == [0]
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_failure_while_the_gang_stops_to_grow_is_a_failure(world_of: MakeWorld, moment: str) -> None:
-    world = world_of(min_workers=1, max_restarts=1)
-    old = shrunk(world)
-    newcomer = world.join(world.new_worker())
-    world.train()
-    if moment == "before":
-        world.fail(old, 0, OwnError("bad batch"))
-    else:
-        world.lose(newcomer)
-    start_again(world)
-    assert ("OwnError: bad batch" in world.watcher.reasons[-1]) is (moment == "before")
-
-
-def test_gang_that_ends_smaller_than_it_was_to_be_says_so(world_of: MakeWorld) -> None:
-    world = world_of(min_workers=1)
-    world.deliver(shrunk(world))
-    world.finish()
-    assert world.results == [0]
-    assert world.watcher.notes[-1] == "train: ended with 1 of 2 workers, as min_workers allows"
 
 
 def test_whole_gang_has_nothing_to_say_at_its_end(world_of: MakeWorld) -> None:
@@ -396,18 +373,6 @@ def test_a_lost_scheduler_is_the_cause_whoever_hears_of_it_first(gang_of: MakeWo
     assert error.cause == "the Dask scheduler was lost"
 
 
-def test_a_worker_that_leaves_is_the_cause_while_the_scheduler_is_there(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.heeds = True
-    world.train()
-    world.say(world.agent(W2), messages.Leaving())
-    world.obey_all()
-    world.finish()
-    error = raised(world)
-    assert isinstance(error, PreemptedError)
-    assert error.cause == f"the worker {W2} was told to end"
-
-
 def test_error_of_a_rank_at_the_same_time_is_not_swallowed(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.train()
@@ -427,19 +392,6 @@ def test_error_that_ends_the_gang_anyway_comes_before_a_request(gang_of: MakeWor
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     assert is_own(raised(world))
-
-
-def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.heeds = True
-    world.train(3)
-    world.feed(world.state.request_stop, REASON)
-    world.obey_all()
-    world.finish()
-    error = raised(world)
-    assert isinstance(error, PreemptedError)
-    assert world.committed == 4
-    assert "the newest checkpoint (step 4) is deleted" in str(error)
 
 
 @pytest.mark.parametrize(("heeds", "seconds"), [(True, 40.0), (False, 10.0)])
@@ -467,14 +419,6 @@ def test_cancelling_comes_before_all_else(gang_of: MakeWorld) -> None:
     world.feed(world.state.cancel)
     world.finish()
     assert isinstance(raised(world), GangCancelledError)
-
-
-def test_model_that_is_stopped_early_ends_as_that(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.watcher.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
-    world.step(world.agent(W1))
-    world.obey_all()
-    assert raised(world) is world.watcher.wish
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -541,12 +485,6 @@ def folders(world: World) -> list[str]:
     return sorted(f"{path.parent.name}/{path.name.rpartition('-')[0]}" for path in found)
 
 
-def steps_to_start_from(world: World) -> list[int]:
-    sharding = world.starts[-1].job.sharding
-    assert sharding is not None
-    return [entry.step for entry in sharding.start]
-
-
 def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_layout(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.write_shards(world.agent(W1))
@@ -564,22 +502,6 @@ def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_layou
     layout = Path(newest.uri, "layout.json").read_bytes()
     assert hashlib.sha256(layout).hexdigest() == newest.layout_digest
     assert [part["name"] for part in json.loads(layout)["parts"]] == ["__0_0.distcp", "__1_0.distcp"]
-    assert world.complaints == []
-
-
-def test_gang_goes_on_from_the_newest_shards_and_keeps_no_more_than_needed(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    for _ in range(4):
-        world.save_shards()
-    world.kill_worker(W2)
-    world.new_worker()
-    start_again(world)
-    assert steps_to_start_from(world) == [103, 102]
-    assert world.watcher.resumed == [103]
-    assert "train: going on from step 103" in world.watcher.notes
-    assert folders(world) == ["step-102/0-2", "step-103/0-3"]
-    world.finish()
-    assert world.results == [0, 1]
     assert world.complaints == []
 
 
@@ -616,21 +538,6 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     world.files.fails = False
     world.save_shards()
     assert world.watcher.kept_steps == [100, 102]
-
-
-def test_ranks_lost_in_the_middle_of_a_save_leave_the_one_before(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.save_shards()
-    world.write_shards(world.agent(W1))
-    world.kill_worker(W2)
-    world.new_worker()
-    world.obey_all()
-    world.wait(1.0)
-    world.work()
-    assert folders(world) == ["step-100/0-0"]
-    world.form()
-    assert steps_to_start_from(world) == [100]
-    assert world.complaints == []
 
 
 def test_shards_of_an_older_attempt_are_refused(gang_of: MakeWorld) -> None:
@@ -1105,17 +1012,6 @@ def gpus_of(world: World) -> dict[str, list[str]]:
     return {agent.worker: [place.gpu or "none" for place in agent.places] for agent in world.connected() if agent.ranks}
 
 
-def test_gpu_that_has_failed_is_left_out_where_its_worker_has_another(world_of: MakeWorld) -> None:
-    world = on_gpus(world_of(max_restarts=1), ("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
-    assert gpus_of(world) == {W1: ["0"], W2: ["0"]}
-    end_by_gpu(world, W2, 1)
-    assert gpus_of(world) == {W1: ["0"], W2: ["1"]}
-    assert world.starts[1].job.backend == "nccl"
-    assert world.watcher.reasons == [
-        f"rank 1 on {W2} after step 0: GPU 0 (UUID GPU-c) of host {W2} failed: {ECC}; starting again (failure 1)"
-    ]
-
-
 def test_worker_whose_gpu_has_failed_is_left_out_where_another_worker_is_there(world_of: MakeWorld) -> None:
     world = world_of(max_restarts=1)
     on_gpus(world, ("GPU-a",), ("GPU-b",))
@@ -1331,22 +1227,6 @@ def test_nothing_is_hinted_at_with_hints_off(gang_of: MakeWorld) -> None:
     world.save(world.agent(W1), 1, accuracy=0.5)
     arrive(world)
     assert [note for note in world.watcher.notes if "A hint" in note] == []
-
-
-def test_the_gang_goes_on_from_the_newest_and_never_from_the_best(gang_of: MakeWorld) -> None:
-    world = gang_of(keep=BEST)
-    for step, loss in ((1, 0.1), (2, 0.9)):
-        world.save(world.agent(W1), step, loss=loss)
-        arrive(world)
-    world.leave(world.agent(W2), 1, -9)
-    start_again(world)
-    job = world.starts[1].job
-    assert job.checkpoint is not None
-    assert (job.checkpoint.step, [kept.step for kept in job.kept], job.settings.keep.metric) == (2, [1, 2], "loss")
-    world.report(world.agent(W2), 1, Wanted(1, None))
-    world.report(world.agent(W1), 0, Wanted(1, None))
-    world.obey_all()
-    assert [agent.brought[-1].value.step for agent in world.connected() if agent.brought[-1].value] == [1, 1]
 
 
 def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_has_come(gang_of: MakeWorld) -> None:

@@ -334,17 +334,6 @@ def test_a_stop_saves_once_and_returns(gang: list[dict[str, Any]], tmp_path: Pat
     assert checkpoint.steps == [record.step for record in log] == [1]
 
 
-def test_an_epoch_keeps_its_time_over_an_interruption(tmp_path: Path) -> None:
-    checkpoint = FakeCheckpoint(tmp_path / "state")
-    _train_once(checkpoint, INTERRUPTED, stop_after=0)
-    state = torch.load(checkpoint.path, weights_only=False)
-    torch.save(state | {"seconds": 1000.0}, checkpoint.path)
-    result, log = _train_once(checkpoint, INTERRUPTED)
-    assert result is not None
-    assert [metrics.epoch_seconds > 1000 for metrics in result.epochs] == [True, False, False]
-    assert log[0].metrics["samples_per_second"] < 32 / 1000
-
-
 def test_checkpoint_of_other_data(tmp_path: Path) -> None:
     checkpoint = FakeCheckpoint(tmp_path / "state", die_after=1)
     _train_once(checkpoint, INTERRUPTED)

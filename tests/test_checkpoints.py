@@ -203,19 +203,6 @@ def lend(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointFile) ->
     checkpoints.add(file)
 
 
-def test_a_file_that_is_there_is_taken_without_a_look_at_its_bytes_and_stays_when_the_agent_drops_it(
-    checkpoints: Vault, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(agent, 1)
-    inode = (agent / file.name).stat().st_ino
-    monkeypatch.setattr(vault_module, "digest_of", None)
-    lend(checkpoints, agent, folder, file)
-    (agent / file.name).unlink()
-    assert checkpoints.newest() == file
-    assert (folder / file.name).stat().st_ino == inode
-    assert names(folder) == [file.name]
-
-
 @pytest.mark.parametrize("what", ["of an older attempt", "torn"])
 def test_a_file_that_is_there_and_does_not_count_is_removed(
     checkpoints: Vault, agent: Path, folder: Path, what: str

@@ -27,13 +27,6 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_is_raised_as_usual_without_a_gang() -> None:
-    ctrl_c = CtrlC()
-    with pytest.raises(KeyboardInterrupt), ctrl_c.heeded():
-        press()
-    assert ctrl_c.was_pressed
-
-
 def test_ctrl_c_is_raised_only_after_the_gangs_end() -> None:
     def run() -> None:
         press()

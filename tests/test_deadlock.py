@@ -100,24 +100,6 @@ def watch(world: World, seconds: float = 120.0) -> float:
     return float(world.clock() - began)
 
 
-def test_rank_that_returned_before_a_barrier_ends_the_gang_without_a_second_attempt(
-    world_of: Callable[..., World],
-) -> None:
-    world = world_of(max_restarts=3)
-    waits(world, 0, calls(2, "barrier"))
-    returns(world, 1)
-    stands(world, 0)
-    assert watch(world) < TIMEOUT
-    error = raised(world)
-    assert isinstance(error, GangHungError)
-    assert error.rank == 1
-    assert f"rank 1 has not called collective 2 of {GROUP}, barrier" in str(error)
-    assert "its function has returned" in str(error)
-    assert "Not started again, because it is certain to come again." in str(error)
-    assert "/code/train.py" in str(error)
-    assert len(world.starts) == 1
-
-
 def test_rank_that_returns_while_others_wait_already_ends_the_gang(world_of: Callable[..., World]) -> None:
     world = world_of(3)
     for rank in (0, 2):
@@ -170,15 +152,6 @@ def test_collectives_that_cannot_meet_are_a_deadlock(world_of: Callable[..., Wor
     stands(world, 0, 1)
     assert watch(world) < TIMEOUT
     assert "rank 1 called broadcast" in str(raised(world)) or "rank 0 called all_reduce" in str(raised(world))
-
-
-def test_two_groups_in_another_order_are_a_deadlock(world_of: Callable[..., World]) -> None:
-    world = world_of()
-    waits(world, 0, calls(2, group=GROUP))
-    waits(world, 1, calls(1, group=OTHER))
-    stands(world, 0, 1)
-    assert watch(world) < TIMEOUT
-    assert "the ranks wait in a circle" in str(raised(world))
 
 
 def test_rank_that_computes_however_long_is_none(world_of: Callable[..., World]) -> None:

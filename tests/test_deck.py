@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import math
 import re
@@ -196,16 +195,6 @@ def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
     assert len(chart_data(page)) == MAX_CURVES
     assert f"Only the first {MAX_CURVES} metrics" in page
     assert f"{MAX_CURVES - 8} more charts" in page
-
-
-def test_a_change_is_counted_once_it_can_be_seen() -> None:
-    recorder = Recorder()
-    counts: list[int] = []
-    recorder.story.clock = lambda: counts.append(recorder.num_changes) or 0.0  # type: ignore[func-returns-value]
-    recorder.noted("a display that looks now would miss this change")
-    assert counts
-    assert set(counts) == {0}
-    assert recorder.num_changes == 1
 
 
 # ---- How it is going
@@ -437,14 +426,6 @@ def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown(
     assert charts["optimizer steps per second"][-1] == 250
     assert ["0", "200", "250"] in [row[:3] for row in rows_of(page)]
     assert "starting 2 ranks (CPU, gloo)" in text.getvalue()  # one machine
-
-
-def test_a_training_of_seconds_has_no_goodput_among_its_figures() -> None:
-    recorder = Recorder()
-    recorder.accounted(Goodput(total=6.5, starting=6.4, stepping=0.1))
-    page = body(recorder)
-    assert "goodput" not in figures(page)
-    assert "Where the gang's time went" in html.unescape(page)
 
 
 def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:

@@ -80,39 +80,10 @@ def test_ctrl_c_at_a_ranks_debugger_does_not_end_the_gang() -> None:
     assert not supervisor.end_asked.is_set()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("tcp://127.0.0.1:1", len), r"run\(client='tcp://127.0.0.1:1'\): must be (None or )?a distributed.Client"),
-        ((None, 5), r"run\(pytorch_function=5\): must be something that can be called"),
-        ((None, "x" * 100_000), r"run\(pytorch_function='x{199}\.\.\. \(100002 characters\)\): must be"),
-    ],
-)
-def test_run_refuses_arguments_of_the_wrong_kind(arguments: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
-        dispatch.run(*arguments)
-    assert len(str(caught.value)) < 1_000
-
-
 @pytest.fixture
 def unconnected() -> Client:
     """Nothing that is refused is ever asked of it."""
     return Client.__new__(Client)
-
-
-@pytest.mark.parametrize("call", [dispatch.run, dispatch.map])
-@pytest.mark.parametrize("gang", ["gloo", {"min_workers": 1}, 2, Gang, False])
-def test_a_gang_is_none_or_a_gang(unconnected: Client, call: Any, gang: Any) -> None:
-    with pytest.raises(ValueError, match=r"dispatch\.\w+\(gang=.*\): must be None or a Gang"):
-        call(unconnected, len, [], gang=gang)
-
-
-def test_run_refuses_other_values(unconnected: Client) -> None:
-    with pytest.raises(ValueError, match=r"pass_local_rank='yes'\): must be True or False"):
-        dispatch.run(unconnected, len, pass_local_rank="yes")  # type: ignore[arg-type]
-    for backend in ("mpi", None, 7):
-        with pytest.raises(ValueError, match=rf"Gang\(backend={backend!r}\): must be one of auto, gloo, nccl"):
-            dispatch.run(unconnected, len, [], backend=backend)  # type: ignore[arg-type]
 
 
 def train(hp: int, *, epochs: int = 1) -> int:
@@ -168,33 +139,51 @@ def test_arguments_are_bound_before_any_worker_is_asked(unconnected: Client, arg
         dispatch.run(unconnected, train, *args, **kwargs)
 
 
-def test_an_experiment_that_the_function_does_not_take_is_refused(unconnected: Client) -> None:
-    def nothing() -> None: ...
+def nothing() -> None:
+    """A function without a parameter for an experiment."""
 
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        dispatch.map(unconnected, nothing, [1])
+
+SEARCH = Search(study=optuna.create_study(), suggest=len, num_models=1)
+RUN: list[tuple[dict[str, Any], str]] = [
+    ({"client": "tcp://127.0.0.1:1"}, r"run\(client='tcp://127.0.0.1:1'\): must be (None or )?a distributed.Client"),
+    ({"pytorch_function": 5}, r"run\(pytorch_function=5\): must be something that can be called"),
+    ({"pytorch_function": "x" * 100_000}, r"='x{199}\.\.\. \(100002 characters\)\): must be"),
+    ({"pass_local_rank": "yes"}, r"pass_local_rank='yes'\): must be True or False"),
+    *(({"backend": name}, rf"Gang\(backend={name!r}\): must be one of auto, gloo, nccl") for name in ("mpi", None, 7)),
+]
+MAP: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"experiments": value}, r"map\(experiments=.*\): must be ")
+        for value in ("abc", b"abc", {"a": 1}, {1}, 5, None)
+    ),
+    ({"experiments": Search}, r"map\(experiments=.*\): must be "),
+    ({"stop_early": "loss"}, r"map\(stop_early='loss'\): must be "),
+    ({"wandb": "project"}, r"map\(wandb='project'\): must be "),
+    ({"gang": Gang(workers=2)}, r"dispatch\.map\(gang\.workers=2\): must be left out; dispatch\.map"),
+    (
+        {"experiments": SEARCH, "stop_early": EarlyStopping(metric="loss")},
+        r"stop_early=.*must be None with a Search, whose study has a pruner",
+    ),
+]
+NO_GANGS = [({"gang": gang}, r"\(gang=.*\): must be None or a Gang") for gang in ("gloo", {"a": 1}, 2, Gang, False)]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("call", "given", "said"),
     [
-        *(("experiments", value) for value in ("abc", b"abc", {"a": 1}, {1, 2}, frozenset({1}), 5, None)),
-        ("stop_early", "loss"),
-        ("wandb", "project"),
-        ("experiments", Search),
+        *((dispatch.run, *refused) for refused in (*RUN, *NO_GANGS)),
+        *((dispatch.map, *refused) for refused in (*MAP, *NO_GANGS)),
     ],
 )
-def test_map_refuses_arguments_of_the_wrong_kind(unconnected: Client, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"dispatch\.map\({name}=.*\): must be "):
-        dispatch.map(unconnected, len, **{"experiments": [], name: value})
+def test_wrong_arguments_are_refused_in_few_words(
+    unconnected: Client, call: Any, given: dict[str, Any], said: str
+) -> None:
+    usual = {"client": unconnected, "pytorch_function": print} | ({"experiments": []} if call is dispatch.map else {})
+    with pytest.raises(ValueError, match=said) as caught:
+        call(**usual | given)
+    assert len(str(caught.value)) < 1_000
 
 
-def test_map_has_its_own_number_of_workers(unconnected: Client) -> None:
-    with pytest.raises(ValueError, match=r"dispatch\.map\(gang\.workers=2\): must be left out; dispatch\.map"):
-        dispatch.map(unconnected, len, [], gang=Gang(workers=2))
-
-
-def test_a_search_has_a_pruner_of_its_own(unconnected: Client) -> None:
-    search = Search(study=optuna.create_study(), suggest=len, num_models=1)
-    with pytest.raises(ValueError, match=r"stop_early=.*must be None with a Search, whose study has a pruner"):
-        dispatch.map(unconnected, len, search, stop_early=EarlyStopping(metric="loss"))
+def test_an_experiment_that_the_function_does_not_take_is_refused(unconnected: Client) -> None:
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        dispatch.map(unconnected, nothing, [1])

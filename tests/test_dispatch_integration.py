@@ -60,17 +60,6 @@ def count_call(path: str) -> int:
     return os.getpid()
 
 
-def environment_of_rank(local_rank: int) -> dict[str, str]:
-    """What plain PyTorch code reads."""
-
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: os.environ[name] for name in names} | {
-        "argument": str(local_rank),
-        "threads": str(torch.get_num_threads()),
-        "worker": str(current_rank().device),
-    }
-
-
 class SimpleError(Exception):
     """A user's own exception."""
 
@@ -139,14 +128,6 @@ def test_two_identical_calls_train_twice(client: Client, tmp_path: Path) -> None
     second = dispatch.run(client, count_call, path).result()
     assert sorted(Path(path).read_text().split()) == ["0", "0", "1", "1"]
     assert not set(first) & set(second)
-
-
-def test_ranks_see_the_variables_of_plain_pytorch(client: Client) -> None:
-    first, second = dispatch.run(client, environment_of_rank, pass_local_rank=True).result()
-    assert [first[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["0", "0", "2", "1"]
-    assert [second["RANK"], second["GROUP_RANK"], second["argument"]] == ["1", "1", "0"]
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
-    assert first["threads"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def test_ranks_can_be_told_apart_by_what_the_system_shows_of_them(client: Client) -> None:

@@ -38,12 +38,6 @@ def test_a_missing_package_is_a_problem() -> None:
     assert (finding.value, finding.verdict) == ("not installed", "problem")
 
 
-def test_equal_versions_take_one_line() -> None:
-    others = {who: {**HERE, "python": "3.11.9.final.0"} for who in ("the scheduler", *WORKERS)}
-    [finding] = doctor.compare_versions(HERE, others)
-    assert (finding.value, finding.verdict) == ("those of the scheduler and of all workers are as here", "ok")
-
-
 @pytest.mark.parametrize(
     ("package", "theirs", "verdict"),
     [

@@ -102,10 +102,6 @@ def test_a_heartbeat_arrives_as_it_was_sent(num_moves: dict[int, int]) -> None:
     assert dict(framing.moves_in(frame)) == num_moves
 
 
-def test_a_heartbeat_of_eight_ranks_takes_a_hundred_bytes() -> None:
-    assert len(framing.heartbeat(dict.fromkeys(range(8), 1 << 40))) < 100
-
-
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_no_message_is_taken_for_a_heartbeat(protocol: int) -> None:
     for message in (Leaving(), Lines(0, ["x"])):

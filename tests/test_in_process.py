@@ -136,27 +136,6 @@ def test_a_run_goes_on_from_the_checkpoint_of_the_one_before(monkeypatch: pytest
     assert trains(steps=3, fails=False)[-1] == 2
 
 
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(observers=(Ear,))))
-def shards(steps: int) -> list[int]:
-    rank, state = current_rank(), {"weight": torch.zeros(3), "epoch": 0}
-    first = rank.checkpoint.load_sharded(state) or 0
-    assert torch.equal(state["weight"], torch.full((3,), float(first)))
-    for step in range(first, steps):
-        state = {"weight": torch.full((3,), step + 1.0), "epoch": step}
-        rank.checkpoint.save_sharded(state, step + 1)
-        rank.checkpoint.flush()
-    return [first, int(state["epoch"])]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_sharded_checkpoints_are_committed_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(local_runs.FOLDER_VARIABLE, str(tmp_path))
-    assert shards(steps=4) == [0, 3]
-    assert [what for what in HEARD if isinstance(what, int)] == [1, 2, 3, 4]
-    monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
-    assert shards(steps=5) == [4, 4]
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_an_error_has_the_frames_that_a_post_mortem_debugger_looks_into() -> None:
     with pytest.raises(KeyError) as caught:
@@ -287,15 +266,6 @@ def test_what_keeps_the_gang_from_starting_is_raised(monkeypatch: pytest.MonkeyP
     error = dispatch.run(client, train, steps=1, gang=Gang(debug=True)).exception()
     assert isinstance(error, ValueError)
     assert "DASKPYTORCH_DEBUGPY" in str(error)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_wrapped_model_is_returned_without_the_wrapper_that_needs_the_group() -> None:
-    futures = dispatch.run(
-        mock.create_autospec(Client, instance=True),
-        lambda: {"model": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)), "loss": 0.5},
-    )
-    assert type(futures.result()[0]["model"]) is torch.nn.Linear
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server, nothing_left_behind
 from test_fork_server import Rank
 
@@ -37,22 +39,27 @@ LOADING = """
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) -> None:
+@pytest.fixture
+def client() -> Iterator[ForkServerClient]:
+    """A client of a fork server that ends with the test."""
     with nothing_left_behind(), contextlib.ExitStack() as stack:
         stack.callback(fork_client.shutdown)
-        client = stack.enter_context(contextlib.closing(fork_client.connect()))
-        rank = Rank.running(client, 0, LOADING.format(method=method, folder=str(tmp_path)))
-        assert rank.line() == "ready"  # each may have to import torch
-        family = psutil.Process(fork_server().pid).children(recursive=True)
-        assert len(family) >= 3
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        (tmp_path / "gate").touch()
-        assert rank.line() == "1000"
-        assert rank.line() == "-9 True"  # by the rank's own word, which is never without effect
-        assert client.next_exit() == (0, 0)
+        yield stack.enter_context(contextlib.closing(fork_client.connect()))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_end_by_no_sigterm_but_their_ranks(method: str, client: ForkServerClient, tmp_path: Path) -> None:
+    rank = Rank.running(client, 0, LOADING.format(method=method, folder=str(tmp_path)))
+    assert rank.line() == "ready"  # each may have to import torch
+    family = psutil.Process(fork_server().pid).children(recursive=True)
+    assert len(family) >= 3
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    (tmp_path / "gate").touch()
+    assert rank.line() == "1000"
+    assert rank.line() == "-9 True"  # by the rank's own word, which is never without effect
+    assert client.next_exit() == (0, 0)
 
 
 STARTING = """
@@ -83,13 +90,10 @@ STARTING = """
 """
 
 
-def test_programs_that_a_worker_starts_end_by_sigterm_and_nothing_of_a_worker_stays() -> None:
-    with nothing_left_behind(), contextlib.ExitStack() as stack:
-        stack.callback(fork_client.shutdown)
-        client = stack.enter_context(contextlib.closing(fork_client.connect()))
-        rank = Rank.running(client, 0, STARTING)
-        assert rank.line() == "[-15]"
-        assert rank.line() == "None"
+def test_programs_that_a_worker_starts_end_by_sigterm_and_nothing_of_a_worker_stays(client: ForkServerClient) -> None:
+    rank = Rank.running(client, 0, STARTING)
+    assert rank.line() == "[-15]"
+    assert rank.line() == "None"
 
 
 SAMPLING = """
@@ -120,8 +124,5 @@ SAMPLING = """
 """
 
 
-def test_processes_that_a_sampler_starts_end_by_sigterm() -> None:
-    with nothing_left_behind(), contextlib.ExitStack() as stack:
-        stack.callback(fork_client.shutdown)
-        client = stack.enter_context(contextlib.closing(fork_client.connect()))
-        assert Rank.running(client, 0, SAMPLING).line() == "-15 -15"
+def test_processes_that_a_sampler_starts_end_by_sigterm(client: ForkServerClient) -> None:
+    assert Rank.running(client, 0, SAMPLING).line() == "-15 -15"
