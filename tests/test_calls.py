@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol.orders import Locate
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.reports import Stands
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
-from test_deadlock import TIMEOUT, calls, remembers, waits, works
+from test_deadlock import calls, remembers, works
 
 W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 
@@ -83,22 +83,6 @@ def told(world: World, kind: type) -> list[Any]:
 # ---- Order
 
 
-def test_calls_run_one_after_the_other_in_the_order_in_which_they_were_asked_for(world: Staying) -> None:
-    for _ in range(3):
-        world.ask()
-    assert world.of_staying.begun == [(0, 1), (1, 1)]
-    world.end_call(0)
-    world.obey_all()
-    assert world.of_staying.begun == [(0, 1), (1, 1)]
-    world.end(1)
-    assert world.values(1) == {0: (1, 0), 1: (1, 1)}
-    assert world.of_staying.begun == [(0, 1), (1, 1), (0, 2), (1, 2)]
-    world.end()
-    world.end()
-    assert [world.values(number)[1] for number in (2, 3)] == [(2, 1), (3, 1)]
-    assert world.complaints == []
-
-
 def test_calls_that_are_asked_for_before_the_ranks_have_met_wait_for_them(tmp_path: Path) -> None:
     world = Staying(tmp_path)
     world.ask()
@@ -116,17 +100,6 @@ def test_a_kept_value_is_freed_after_the_calls_before_it(world: Staying) -> None
     assert world.of_staying.freed == []
     world.end()
     assert world.of_staying.freed == [(0, 1), (1, 1)]
-
-
-def test_closing_ends_the_ranks_after_the_calls_so_far_and_without_an_error(world: Staying) -> None:
-    world.ask()
-    world.of_gang.close()
-    world.obey_all()
-    assert not world.is_over
-    world.end()
-    world.obey_all()
-    assert world.results == [0, 1]
-    assert list(world.outcomes) == [1]
 
 
 # ---- Failures that are the call's
@@ -182,21 +155,6 @@ def test_a_rank_that_works_on_after_anothers_exception_has_all_the_time_it_wants
 # ---- Failures that end the gang
 
 
-def test_a_rank_that_waits_in_a_collective_for_one_that_has_raised_ends_the_gang(world: Staying) -> None:
-    world.ask()
-    waits(world, 0, calls(2))
-    world.end_call(1, OwnError("no data"))
-    world.report(world.agent(W1), 0, Stands(is_still=True))
-    for _ in range(int(TIMEOUT)):
-        world.obey_all()
-        world.wait(1.0)
-    error = raised(world)
-    assert is_own(error), error
-    assert "begin a new gang" in str(error.__cause__)
-    assert world.outcomes == {}
-    assert len(world.starts) == 1
-
-
 def test_without_a_proof_it_ends_when_nobody_has_moved_for_a_while(world: Staying) -> None:
     """On GPUs, the main thread need not be inside of a collective's call."""
     world.ask()
@@ -237,15 +195,6 @@ def test_a_lost_worker_ends_the_gang_without_a_restart(world: Staying, is_in_cal
     world.obey_all()
     assert isinstance(raised(world), WorkerLostError)
     assert len(world.starts) == 1
-
-
-def test_a_hang_in_a_call_ends_the_gang(tmp_path: Path) -> None:
-    world = Staying(tmp_path, hang_timeout=5.0).begin()
-    world.ask()
-    for _ in range(10):
-        world.wait(1.0)
-        world.obey_all()
-    assert isinstance(raised(world), GangHungError)
 
 
 def test_an_idle_gang_is_asked_nothing_and_does_not_hang(tmp_path: Path) -> None:
@@ -307,22 +256,6 @@ def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(wo
         assert [order.number for order in begun] == [number, number]
         assert {order.code and order.code.digest for order in begun} == {"newer" if number == 4 else None}
         world.obey_all()
-
-
-def test_a_call_that_all_ranks_leave_together_is_cancelled_and_the_gang_goes_on(world: Staying) -> None:
-    world.of_staying.halts_at = {0: 3, 1: 4}
-    call = world.ask()
-    world.of_gang.interrupt(call)
-    world.obey_all()  # both halt
-    world.obey_all()
-    assert {rank.to_end for agent in world.agents for rank in agent.ranks.values()} == {(1, 4)}
-    for rank in (0, 1):
-        world.end_call(rank, KeyboardInterrupt())
-    world.obey_all()
-    assert world.outcomes[1].is_interrupted
-    world.ask()
-    world.end()
-    assert world.values(2) == {0: (2, 0), 1: (2, 1)}
 
 
 def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying) -> None:

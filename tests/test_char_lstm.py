@@ -1,12 +1,15 @@
-"""The character model: its windows, its training alone and in a real gang of two ranks, and its sampled names."""
+"""The character model: its windows, its training alone and in a real gang of two ranks, and its sampled names.
+
+`test_transfer.py` holds that such a training resumes bit for bit, whenever it was interrupted.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import RankContext, StopSignal, current_rank
+from flytekitplugins.daskpytorch.context import RankContext, current_rank
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import FakeCheckpoint, KilledError, Logged, run_ranks
+from gangs import Logged, run_ranks
 from tasks.char_lstm import (
     BLANK,
     NUM_SYMBOLS,
@@ -45,16 +48,6 @@ FULL = TRAINING[TRAINING[:, 1] != BLANK][:20]
 # `one_batch` is less than a batch.
 CASES = {"even": (64, 8), "uneven": (67, 8), "one_batch": (20, 50)}
 
-# What is interrupted: three epochs of five steps, of 67 windows in global batches of 16.
-NUM_WINDOWS = 67
-INTERRUPTED = Hyperparameters(epochs=3, batch_size=16, dropout=0.3, log_interval=1, checkpoint_interval=2)
-SAVED = [2, 4, 5, 6, 8, 10, 12, 14, 15]
-"""The steps at which it saves, without interruption: even ones, and 5, 10 and 15 at the ends of the epochs."""
-SAVE = {"mid_epoch": 4, "end_of_epoch": 3, "end": 9}
-"""The save after which the ranks die."""
-STOP_AFTER = {"between_saves": 6, "at_a_save": 7, "last_step_of_an_epoch": 9}
-"""Calls of `should_stop` before the one that is true."""
-
 
 @pytest.fixture
 def records() -> Iterator[list[LogRecord]]:
@@ -65,63 +58,13 @@ def records() -> Iterator[list[LogRecord]]:
     context.enter(RankContext())
 
 
-def _train_once(
-    checkpoint: FakeCheckpoint, hp: Hyperparameters, *, stop_after: int | None = None, num_windows: int = NUM_WINDOWS
-) -> tuple[TrainingResult | None, list[LogRecord]]:
-    """Train as one attempt of a gang; no result if it died."""
-    log: list[LogRecord] = []
-    signal = StopSignal()
-    if stop_after is not None:
-        signal.release(stop_after)
-    outside = current_rank()
-    context.enter(replace(outside, checkpoint=checkpoint, stop_signal=signal, link=Logged(log)))
-    try:
-        return train(TRAINING[:num_windows], HELD_OUT, hp), log
-    except KilledError:
-        return None, log
-    finally:
-        context.enter(outside)
-
-
-def _run_interruptions(
-    directory: Path, hp: Hyperparameters, interruptions: Iterable[str] = tuple(SAVE | STOP_AFTER)
-) -> dict[str, Any]:
-    """For each interruption the steps saved, and the result and log of the attempt after it; in a rank or alone."""
-    checkpoint = FakeCheckpoint(directory / "uninterrupted")
-    found: dict[str, Any] = {"uninterrupted": (checkpoint.steps, *_train_once(checkpoint, hp))}
-    for name in interruptions:
-        checkpoint = FakeCheckpoint(directory / name, die_after=SAVE.get(name))
-        result, _ = _train_once(checkpoint, hp, stop_after=STOP_AFTER.get(name))
-        assert (result is None) == (name in SAVE)
-        found[name] = (checkpoint.steps, *_train_once(FakeCheckpoint(directory / name), hp))
-    return found
-
-
-def _assert_equal_to_uninterrupted(found: dict[str, Any], interruption: str) -> None:
-    _, expected, expected_log = found["uninterrupted"]
-    steps, result, log = found[interruption]
-    torch.testing.assert_close(result.state_dict, expected.state_dict, rtol=0, atol=0)
-    assert [_untimed(metrics) for metrics in result.epochs] == [_untimed(metrics) for metrics in expected.epochs]
-    rest = [record for record in expected_log if record.step > steps[-1]]
-    if interruption == "last_step_of_an_epoch":  # it was not evaluated before the stop
-        rest = [record for record in expected_log if record.step > 10 or "held_out_loss" in record.metrics][1:]
-    assert [_untimed(record.metrics) for record in log] == [_untimed(record.metrics) for record in rest]
-    assert [(record.step, record.num_steps) for record in log] == [(record.step, 15) for record in rest]
-
-
-def _untimed(metrics: Any) -> dict[str, Any]:
-    """Metrics of a step or an epoch that do not depend on the clock."""
-    values = metrics if isinstance(metrics, dict) else asdict(metrics)
-    return {name: value for name, value in values.items() if name not in {"samples_per_second", "epoch_seconds"}}
-
-
 @pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
     return run_ranks(_run_cases, 2, tmp_path_factory.mktemp("gang"))
 
 
-def _run_cases(directory: Path) -> dict[str, Any]:
+def _run_cases(_: Path) -> dict[str, Any]:
     log: list[LogRecord] = []
     context.enter(replace(current_rank(), link=Logged(log)))
     found: dict[str, Any] = {case: _train_case(*CASES[case], log) for case in CASES}
@@ -130,7 +73,6 @@ def _run_cases(directory: Path) -> dict[str, Any]:
     found["other_order"] = _error(
         lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=current_rank().rank))
     )
-    found["interruptions"] = _run_interruptions(directory, replace(INTERRUPTED, batch_size=8))
     return found
 
 
@@ -308,39 +250,6 @@ def test_training_needs_windows() -> None:
         train(TRAINING, HELD_OUT[:0], Hyperparameters())
 
 
-# Training with interruptions
-
-
-def test_when_a_checkpoint_is_saved(gang: list[dict[str, Any]], tmp_path: Path) -> None:
-    interruptions = gang[0]["interruptions"]
-    assert interruptions["uninterrupted"][0] == SAVED
-    for name, num_saves in SAVE.items():
-        assert interruptions[name][0] == SAVED[:num_saves]
-    checkpoint = FakeCheckpoint(tmp_path / "state")
-    _train_once(checkpoint, replace(INTERRUPTED, checkpoint_interval=0))
-    assert checkpoint.steps == [5, 10, 15]
-
-
-def test_a_stop_saves_once_and_returns(gang: list[dict[str, Any]], tmp_path: Path) -> None:
-    interruptions = gang[0]["interruptions"]
-    assert interruptions["between_saves"][0] == [2, 4, 5, 6, 7]
-    assert interruptions["at_a_save"][0] == [2, 4, 5, 6, 8]
-    assert interruptions["last_step_of_an_epoch"][0] == [2, 4, 5, 6, 8, 10]
-    checkpoint = FakeCheckpoint(tmp_path / "state")
-    result, log = _train_once(checkpoint, INTERRUPTED, stop_after=0)
-    assert result is not None
-    assert result.epochs == []
-    assert result.state_dict.keys() == CharLSTM().state_dict().keys()
-    assert checkpoint.steps == [record.step for record in log] == [1]
-
-
-def test_checkpoint_of_other_data(tmp_path: Path) -> None:
-    checkpoint = FakeCheckpoint(tmp_path / "state", die_after=1)
-    _train_once(checkpoint, INTERRUPTED)
-    with pytest.raises(ValueError, match="the state was saved with num_items=67, but now there is num_items=66"):
-        _train_once(checkpoint, INTERRUPTED, num_windows=66)
-
-
 # Training in a gang
 
 
@@ -377,12 +286,6 @@ def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
     for found in gang:
         assert found["other_order"].startswith("RuntimeError: the ranks saw ")
         assert "of 64 training samples not at all" in found["other_order"]
-
-
-@pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
-def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], interruption: str) -> None:
-    for found in gang:
-        _assert_equal_to_uninterrupted(found["interruptions"], interruption)
 
 
 # Sampling

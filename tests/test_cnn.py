@@ -1,6 +1,7 @@
 """The network for digits: its training, and its evaluation alone and in real gangs of one, two and three ranks.
 
-`test_char_lstm.py` holds that a gang of several ranks trains like one rank, and resumes bit for bit.
+`test_char_lstm.py` holds that a gang of several ranks trains like one rank, and `test_transfer.py` that it resumes bit
+for bit.
 """
 
 from __future__ import annotations

@@ -145,24 +145,6 @@ def test_metrics_arrive_under_the_checkpoints_step_and_rank_it_though_newer_ones
     assert world.agent(W1).kept == [1, 5]
 
 
-def test_sharded_checkpoints_are_held_and_ranked_too(world_of: MakeWorld) -> None:
-    world = world_of()
-    for _ in range(3):
-        world.save_shards()
-    world.end_evaluation()
-    world.work()
-    assert kept(world) == [100, 102]  # 101 was skipped
-    world.save_shards()
-    world.work()
-    world.end_evaluation()
-    world.work()
-    world.save_shards()
-    assert kept(world)[0] == 100
-    assert world.watcher.evaluated == [(100, {"held_out": 0.0}), (102, {"held_out": 2.0})]
-    assert world.watcher.checkpoints[-1][0].metrics["held_out"] == 0.0
-    assert Path(world.committer.vault.sharded[0].uri, "layout.json").is_file()
-
-
 def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> None:
     world = world_of()
     save(world, 1, 2)
@@ -192,20 +174,6 @@ def test_a_failure_that_returns_is_told_without_its_traceback(world_of: MakeWorl
     assert ["score.py" in note for note in told] == [True, False]
 
 
-def test_a_restart_of_the_training_leaves_the_evaluation_alone(world_of: MakeWorld) -> None:
-    world = world_of()
-    save(world, 1)
-    world.leave(world.agent(W2), 1, -9)
-    world.obey_all()
-    world.wait(2.0)
-    assert world.evaluating is not None
-    world.end_evaluation()  # between the attempts
-    world.form()
-    assert len(world.starts) == 2
-    save(world, 2)
-    assert (steps(world), world.watcher.evaluated) == ([1, 2], [(1, {"held_out": 1.0})])
-
-
 def told(agent: Agent) -> list[tuple[int, Any]]:
     """Return steps and metrics that rank 0 was told for its trackers."""
     orders = [order.order for order in agent.orders if isinstance(order, Tell)]
@@ -231,21 +199,6 @@ def test_trackers_in_rank_0_get_the_metrics_after_a_restart_and_before_the_end(w
     world.end_evaluation()
     assert told(world.agent(W1)) == [(2, {"held_out": 2.0})]
     assert left(world)
-
-
-def test_the_end_waits_for_the_last_checkpoint_and_its_evaluation(world_of: MakeWorld) -> None:
-    world = world_of()
-    world.save(world.agent(W1), 1)
-    deliver(world)
-    world.obey_all()
-    assert world.agent(W1).ranks  # the checkpoint has yet to arrive
-    world.upload(world.agent(W1))
-    world.obey_all()
-    assert world.agent(W1).ranks
-    world.end_evaluation()
-    world.finish()
-    assert world.results == [0, 1]
-    assert world.watcher.notes[-1] == "train: 1 of 1 checkpoints evaluated"
 
 
 def test_the_end_waits_no_longer_than_the_timeout(world_of: MakeWorld) -> None:
