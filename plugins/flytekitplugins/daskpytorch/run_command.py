@@ -106,6 +106,8 @@ def _gang_of(options: argparse.Namespace) -> Gang:
         max_restarts=options.max_restarts,
         start_timeout=options.start_timeout,
         hang_timeout=options.hang_timeout,
+        on_error=options.on_error,
+        attach_timeout=options.attach_timeout,
         environment=dict(options.env or ()),
         log_dir=options.log_dir,
         checkpoint_uri=options.checkpoints,
@@ -204,6 +206,21 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="auto|none|SECONDS",
         help="time without signs of life after which the gang ends (default: auto)",
+    )
+    add(
+        faults,
+        "--on-error",
+        choices=("stop", "hold"),
+        default="stop",
+        help="hold: a rank that raises an exception waits in pdb until a terminal has come and left (default: stop)",
+    )
+    add(
+        faults,
+        "--attach-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="timeout for `daskpytorch attach` to open the debugger of a rank that waits (default: 300)",
     )
     files = parser.add_argument_group("files and variables")
     add(

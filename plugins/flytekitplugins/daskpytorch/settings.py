@@ -192,8 +192,11 @@ class Gang:
     checkpoint's upload, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one and a half
     times this value. For 20 the product is Kubernetes' default of 30."""
     attach_timeout: float = 300.0
-    """Timeout, in seconds, for a terminal to attach to a rank that waits for one by `daskpytorch attach`. The
-    gang keeps its GPUs meanwhile. Then `breakpoint()` raises `NoDebuggerError`."""
+    """Timeout, in seconds, for `daskpytorch attach` to open a rank's debugger. The gang keeps its GPUs meanwhile."""
+    on_error: Literal["stop", "hold"] = "stop"
+    """`stop`: an exception ends the attempt at once. `hold`: a rank that raises an exception waits in pdb's
+    post-mortem mode until a terminal has attached and left, or `attach_timeout` is over. Other ranks stand still in
+    their next collective, whose timeout is `attach_timeout` and an hour. All GPUs stay taken."""
     hints: bool = True
     """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
     collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has,
@@ -268,6 +271,7 @@ class Gang:
             ),
             "grace_period": checks.SECONDS,
             "attach_timeout": checks.SECONDS,
+            "on_error": checks.one_of("stop", "hold"),
             "hints": checks.BOOLEAN,
             "environment": _problem_of_variables,
             "keep": checks.instance_of(Keep),

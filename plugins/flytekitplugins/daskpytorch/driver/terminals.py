@@ -92,10 +92,12 @@ class Terminals:
             for terminal in self._terminals_of(rank):
                 _tell(attempt, self._attached[terminal])  # a restarted rank does not know its terminals
             if not self._terminals_of(rank):
+                gpus = [place.gpu for place, _ in attempt.places.values() if place.gpu is not None]
+                held = f"{attempt.world_size} ranks" + (f" and {len(gpus)} GPUs" if gpus else "")
                 host = attempt.places[rank][1].host
                 self._observers.note(
-                    f"rank {rank} ({host}) {said.state}, and waits up to {said.timeout:g} s for a terminal. Attach by: "
-                    f"{self.command} {rank}"
+                    f"rank {rank} ({host}) {said.state}, and waits up to {said.timeout:g} s for "
+                    f"a terminal. The gang holds its {held} meanwhile. Attach by: {self.command} {rank}"
                 )
         elif (prompt := self._prompt_of(attempt, rank)) is not None:
             prompt.tail = (prompt.tail + said.data)[-MAX_TAIL:]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 
+from flytekitplugins.daskpytorch.settings import Gang
+
 PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
 """Environment variable with the ranks that wait for an editor's debugger, and their ports: `0:5678,1:5679`."""
 RANK_AND_PORT = re.compile(r"\s*(\d{1,6}):(\d{1,5})\s*", re.ASCII)
@@ -75,11 +77,16 @@ class Debugging:
         """
         return cls(terminal=Terminal.here(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
-    @property
-    def patience(self) -> timedelta | None:
-        """Timeout of collectives while a person may debug a rank. None means the backend's own timeout."""
+    def patience(self, settings: Gang) -> timedelta | None:
+        """Return the timeout of collectives while a person may debug a rank. None means the backend's own timeout.
+
+        Args:
+            settings: Settings of the gang. After an error, ranks may wait for one that is held in a debugger.
+        """
         if self.ports:
             return IN_EDITOR
+        if settings.on_error == "hold":
+            return AT_TERMINAL + timedelta(seconds=settings.attach_timeout)
         return AT_TERMINAL if self.terminal is not None else None
 
 

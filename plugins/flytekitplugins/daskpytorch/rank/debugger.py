@@ -32,11 +32,14 @@ from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE
 from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
 
 if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.protocol.failure import Failure
     from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 
 
 MAX_DRAIN = 1.0
 """Maximum number of seconds that a debugger's prompt waits for the rank's earlier output to be shown."""
+MAX_SAID = 200
+"""Maximum number of characters of an exception's text in the notice that its rank is held."""
 HOST = "127.0.0.1"
 """Address at which a rank waits for an editor's debugger. Only loopback, as whoever connects can run any code."""
 
@@ -54,6 +57,29 @@ class Prompt:
         self._is_stepping = False
         """True if a step of the debugger has led to the next prompt, which is no news then."""
         self._pid = os.getpid()
+        self.failure: Failure | None = None
+        """Report of the exception for which the rank is held. None: the rank is not held."""
+
+    def hold(self, error: BaseException, failure: Failure) -> None:
+        """Hold the rank in pdb's post-mortem mode until a terminal has attached and left, or none attaches in time.
+
+        Quit debuggers, failed GPUs, and consequences of another rank's end hold no rank.
+
+        Args:
+            error: The exception of the user's function.
+            failure: Report of the exception, for the driver.
+        """
+        is_own = isinstance(error, Exception) and not isinstance(error, (bdb.BdbQuit, NoDebuggerError))
+        if not is_own or failure.is_consequence or failure.gpu_fault:
+            return
+        import pdb  # noqa: T100
+
+        self.failure = failure
+        debugger = pdb.Pdb(nosigint=True)
+        debugger.reset()
+        with contextlib.suppress(NoDebuggerError):  # nobody has attached: the exception itself is the news
+            debugger.interaction(None, error.__traceback__)
+        self.failure = None
 
     def obey(self, order: orders.Prompt | orders.Interrupt | TerminalOrder) -> None:
         """Let this rank's waiting debugger open the driver's terminal, or interrupt the main thread as Ctrl-C does.
@@ -94,8 +120,8 @@ class Prompt:
         """
         self.check()
         _drain()
-        terminal = self._terminal.open() if self._terminal is not None else None
-        if terminal is None:
+        terminal = self._terminal.open() if self._terminal is not None and self.failure is None else None
+        if terminal is None:  # also for a held rank: the driver's terminal may have nobody in front of it
             with self._at_attached(where):
                 yield
             return
@@ -165,7 +191,7 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
             self.prompt = f"(Pdb rank {prompt.rank}) "
         steps = False
         try:
-            with prompt.shown(_place_of(frame)):
+            with prompt.shown(_place_of(frame, prompt.failure)):
                 usual(self, frame, *args, **kwargs)
             steps = _is_stepping(self)
         finally:
@@ -183,8 +209,11 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
     pdb.set_trace = set_trace
 
 
-def _place_of(frame: FrameType | None) -> str:
+def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
     """Return the text for users about the place of a debugger's prompt. pdb's post-mortem mode has no frame."""
+    if failure is not None:
+        said, *_ = failure.message.splitlines() or [""]
+        return f"raised {failure.type_name}: {said[:MAX_SAID]}"
     if frame is None:
         return "is in pdb's post-mortem mode"
     return f"stops at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -63,6 +63,7 @@ def main(channel: Connection) -> int:
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
     link = GangLink(channel, order)
+    prompt: debugger.Prompt | None = None
     has_returned = False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the handlers below report its error
@@ -70,12 +71,12 @@ def main(channel: Connection) -> int:
         with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
             session = Session(order, link, os.environ)
-            session.prompt = debugger.Prompt(order.place.rank, order.job, link.send)
-            session.server = _server(order, link, session) if order.job.call is None else None
+            session.prompt = prompt = debugger.Prompt(order.place.rank, order.job, link.send)
+            session.server = _server(order, link, session, prompt) if order.job.call is None else None
             threading.Thread(
                 target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
             ).start()
-            debugger.watch_pdb(session.prompt)
+            debugger.watch_pdb(prompt)
             if order.data is not None:
                 register_post_import_hook(functools.partial(_let_dask_find_worker, order.data), "distributed")
             debugger.wait_for_editor(order, link.send)
@@ -97,7 +98,8 @@ def main(channel: Connection) -> int:
             value = None if is_stopped else _payload(order, returned, host, link)
             link.send(reports.Returned(value, stopped_early=is_stopped))
     except BaseException as error:
-        link.send(_explained(order, link, error, is_final=has_returned and not _is_of_storage(error)))
+        is_final = has_returned and not _is_of_storage(error)
+        link.send(_explained(order, link, None if has_returned else prompt, error, is_final=is_final))
         _wind_up(order, link, 1)
         return 1
     session.see_out()
@@ -106,21 +108,39 @@ def main(channel: Connection) -> int:
 
 
 def _explained(
-    order: RankOrder, link: GangLink, error: BaseException, call: int | None = None, *, is_final: bool = False
+    order: RankOrder,
+    link: GangLink,
+    prompt: debugger.Prompt | None,
+    error: BaseException,
+    call: int | None = None,
+    *,
+    is_final: bool = False,
 ) -> Failure:
-    """Return the report of an exception, with notes for the user. `call`: its call's number in a gang that stays."""
+    """Return the report of an exception, with notes for the user. First hold the rank, if the gang wants that.
+
+    Args:
+        order: The rank's settings.
+        link: Link to the driver.
+        prompt: Opens the debugger in which the rank is held. None: do not hold the rank.
+        error: The exception.
+        call: Number of the call that raised the exception, in a gang that stays.
+        is_final: True if a restart would fail in the same way.
+    """
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
     gpu_memory.explain(error, order, link.submit, call)
-    return failure_of(error, at, link, is_final=is_final)
+    failure = failure_of(error, at, link, is_final=is_final)
+    if prompt is not None and order.job.settings.on_error == "hold":
+        prompt.hold(error, failure)
+    return failure
 
 
-def _server(order: RankOrder, link: GangLink, session: Session) -> Server:
+def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger.Prompt) -> Server:
     """Return the server of a rank that stays."""
     from flytekitplugins.daskpytorch.rank.calls import Server
 
-    explained = functools.partial(_explained, order, link)
+    explained = functools.partial(_explained, order, link, prompt)
     folder = Path(order.scratch, f"sources-{order.place.local_rank}")
     return Server(link, folder, session.rank.stop_signal, completed, explained, _ending_forks)
 
@@ -133,6 +153,8 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
             session.follow(order)
     except (EOFError, OSError):  # the agent died
         os._exit(STOPPED)
+    if session.prompt is not None and session.prompt.failure is not None:  # another rank has ended the wait
+        link.send(session.prompt.failure)
     session.checkpoint.sharded.close()
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()

@@ -136,7 +136,7 @@ def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None
         _check_recorder()
         device = take_device()
         member.store = _store(job, listener, place.world_size)
-        distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
+        distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience(job.settings))
 
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
