@@ -123,8 +123,9 @@ def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_repla
             [kept] = beside.workers
             assert kept != own
             assert (agents.num_wanted, beside.num_wanted, beside.present()) == (1, 1, [kept])
-            beside.close()
             made.sync(made.workers.pop(1).close)
+            assert beside.present() == []
+            beside.close()
             assert agents.beside() is None
             made.scale(2)
             until(agents.beside, "a worker in the place of the lost one")
@@ -132,7 +133,7 @@ def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_repla
         with contextlib.closing(DaskAgents(client, num_kept=0)) as agents:
             beside = agents.beside()
             assert beside is not None
-            assert beside.workers == agents.workers[:1]
+            assert beside.workers == beside.present() == agents.workers[:1]
             assert len(agents.workers) == 2
         assert DaskAgents(client).beside() is None
 

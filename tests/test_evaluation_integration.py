@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import Client
+from distributed import Client, get_worker
 from flytekit import task
 
 from flytekitplugins.daskpytorch import (
@@ -29,7 +30,7 @@ from flytekitplugins.daskpytorch import (
     dispatch,
 )
 from flytekitplugins.daskpytorch.node import fork_client
-from processes import dask_cluster, nothing_left_behind, until
+from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 NUM_STEPS = 8
 KEEP = Keep(last=1, best=1, metric="distance")
@@ -125,6 +126,100 @@ def test_a_kill_on_either_side_costs_an_evaluation_or_a_restart_and_the_best_is_
     assert futures.best_checkpoint.step == best
     assert any("rank 1" in text and "SIGKILL" in text and "starting again" in text for text in Seen.texts)
     assert re.search(r"\d of 8 checkpoints evaluated; .*1 failed", Seen.texts[-1])
+
+
+# ---- Whole checkpoints, and a kill of either side's rank or the evaluation's worker at each moment
+
+
+MOMENTS = ("begun", "loaded", "scored", "waited for")
+"""Moments of an evaluation: the training waits for the evaluation of its last checkpoint at its end."""
+
+
+class SeenAtMoment(Seen):
+    """Keeps what the gang has told since the last kill."""
+
+    texts: ClassVar[list[str]] = []
+
+
+def train_until(folder: str, victim: str, moment: str) -> int:
+    """Save three checkpoints, and return the best one's step. The third is saved after an evaluation's end."""
+    checkpoint, marks = current_rank().checkpoint, Path(folder)
+    first = (checkpoint.load() or {"step": 0})["step"]
+    (marks / f"trains-{os.getpid()}").touch()
+    for step in range(first + 1, 4):
+        if step == 3:
+            until((marks / "scored").exists, "an evaluation")
+        checkpoint.save({"step": step}, step)
+        checkpoint.flush()
+        until(functools.partial(is_kept, step), f"the checkpoint of step {step}")
+    (marks / "waits").touch()
+    checkpoint.load(best=True)
+    assert checkpoint.loaded is not None
+    return checkpoint.loaded.step
+
+
+def evaluate_until(folder: str, victim: str, moment: str) -> dict[str, float]:
+    """The distance from step 1. At the moment, once, the victim is killed."""
+    marks = Path(folder)
+
+    def reach(reached: str) -> None:
+        if reached != moment or (marks / "killed").exists():
+            return
+        (marks / "killed").touch()
+        [training] = [int(mark.name.partition("-")[2]) for mark in marks.glob("trains-*")]
+        pids = {"training": training, "rank": os.getpid(), "worker": worker_of_this_rank(marks)}
+        os.kill(pids[victim], signal.SIGKILL)
+        if victim == "training":
+            until(lambda: len(list(marks.glob("trains-*"))) == 2, "the training, which starts again meanwhile")
+        else:
+            time.sleep(60.0)
+
+    reach("begun")
+    step = current_rank().checkpoint.load()["step"]
+    reach("loaded")
+    if step == 3:
+        until((marks / "waits").exists, "the training's last step")
+        reach("waited for")
+    (marks / "scored").touch()
+    reach("scored")
+    return {"distance": float(step - 1)}
+
+
+def worker_of_this_rank(marks: Path) -> int:
+    pids: dict[str, int] = json.loads((marks / "workers.json").read_text())
+    return pids[get_worker().address]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with dask_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("victim", ["rank", "training", "worker"])
+def test_a_kill_at_any_moment_costs_one_evaluation_or_one_restart(
+    cluster: Cluster, tmp_path: Path, victim: str
+) -> None:
+    gang = Gang(keep=KEEP, evaluate=Evaluate(evaluate_until), observers=(SeenAtMoment,), backend="gloo")
+    for moment in MOMENTS:
+        (marks := tmp_path / moment).mkdir()
+        SeenAtMoment.texts.clear()
+        with Client(cluster.address) as client:
+            client.wait_for_workers(2)
+            (marks / "workers.json").write_text(json.dumps(client.run(os.getpid)))
+            futures = dispatch.run(client, train_until, str(marks), victim, moment, gang=gang)
+            [best] = futures.result(300.0)
+        assert (marks / "killed").exists(), moment
+        evaluated = {record.step: record.metrics["distance"] for record in futures.records if record.is_evaluation}
+        assert best == min(evaluated), (moment, evaluated)
+        assert evaluated == {step: step - 1.0 for step in evaluated}, moment
+        failures = [text for text in SeenAtMoment.texts if "failed, and the training goes on" in text]
+        restarts = [text for text in SeenAtMoment.texts if "starting again" in text]
+        assert (len(failures), len(restarts)) == ((0, 1) if victim == "training" else (1, 0)), (
+            moment,
+            SeenAtMoment.texts,
+        )
+        assert (3 in evaluated) == (victim == "training" or moment != "waited for"), moment
 
 
 # ---- A task on its own node, whole checkpoints, and one rank beside the others

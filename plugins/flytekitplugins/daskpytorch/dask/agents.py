@@ -177,16 +177,28 @@ class DaskAgents:
         Raises:
             OSError: The Dask scheduler does not answer, or the client has closed itself.
         """
+        if self._num_kept is None:
+            return None
+        chosen: list[str] = []
+
+        def refill() -> list[str]:
+            chosen[:] = self._workers_beside(chosen)
+            return list(chosen)
+
+        workers = refill()
+        return Share(self, workers, refill) if workers else None
+
+    def _workers_beside(self, chosen: Sequence[str]) -> list[str]:
+        """Return the present workers for evaluations. Without kept workers, the chosen one as long as it is present."""
         present = self.present()
         if not self._num_kept:
-            workers = [worker for worker in present if worker in self.workers][:1] or present[:1]
-        else:
-            with _lock:
-                spare = [worker for worker in present if worker not in _held[self]]
-                self._kept.update(spare[: self._num_kept - len(self._kept)])
-                _held[self].update(self._kept)
-                workers = sorted(self._kept, key=worker_order)
-        return Share(self, workers, lambda: workers) if workers and self._num_kept is not None else None
+            wanted = (*chosen, *self.workers, *present)
+            return [worker for worker in wanted if worker in present][:1]
+        with _lock:
+            spare = [worker for worker in present if worker not in _held[self]]
+            self._kept.update(spare[: self._num_kept - len(self._kept)])
+            _held[self].update(self._kept)
+            return sorted(self._kept, key=worker_order)
 
     def _held_by_others(self) -> Counter[str]:
         """Return the number of other launchers in this process that hold each worker of this cluster."""

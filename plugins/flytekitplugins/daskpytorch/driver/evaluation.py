@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
@@ -354,6 +354,8 @@ class Evaluator:
         if self._agenda.is_closed:
             return
         is_error = isinstance(metrics, BaseException)
+        if isinstance(metrics, WorkerLostError):  # Dask's scheduler may still list the lost worker
+            self._try_at = self._now() + RETRY_INTERVAL
         if isinstance(metrics, BaseException):
             self._tell_failure(entry, metrics)
         self._agenda.note_end(has_failed=is_error)
