@@ -110,25 +110,6 @@ def test_sources_travel_once_to_each_agent(world_of: MakeWorld) -> None:
 # ---- Growing --------------------------------------------------------------------------------------------------------
 
 
-def test_gang_grows_with_one_interruption_and_stops_none_of_the_newcomers_ranks(world_of: MakeWorld) -> None:
-    world = world_of(min_workers=1)
-    old = shrunk(world)
-    newcomer = world.join(world.new_worker())
-    world.train()  # stops the smaller gang, now that its step is kept
-    world.obey_all()
-    assert world.complaints == []
-    world.form()
-    assert [start.job.attempt for start in world.starts] == [0, 1, 2]
-    assert world.starts[2].job.checkpoint is not None
-    assert world.starts[2].job.checkpoint.step == world.committed == 2
-    assert newcomer.attempt == old.attempt == 2
-    assert world.watcher.reasons.count("more workers have come") == 1
-    world.train(3)
-    assert len(world.starts) == 3
-    world.finish()
-    assert world.results == [0, 1]
-
-
 def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld) -> None:
     world = world_of(3, min_workers=1)
     shrunk(world, W2, W3)
@@ -298,12 +279,6 @@ def test_a_hint_is_given_once(gang_of: MakeWorld) -> None:
 # ---- Being told to end ----------------------------------------------------------------------------------------------
 
 
-def grow(world: World) -> None:
-    shrunk(world)
-    world.join(world.new_worker())
-    world.train()
-
-
 def fail_alone(world: World) -> None:
     world.form()
     world.train()
@@ -316,34 +291,19 @@ def lose_a_worker(world: World) -> None:
     world.kill_worker(W2)
 
 
-def upload_after_a_failure(world: World) -> None:
-    world.form()
-    world.train()
-    world.step(world.agent(W1))
-    world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.agent(W1).orders.append(None)  # whatever it has to obey takes a while
-    world.agent(W1).orders.clear()
-    world.leave(world.agent(W1), 0, 143, stopped=True)
-
-
-def gather_again(world: World) -> None:
-    lose_a_worker(world)
-    world.obey_all()
-
-
-@pytest.mark.parametrize("happens", [grow, fail_alone, lose_a_worker, upload_after_a_failure, gather_again])
+@pytest.mark.parametrize("happens", [fail_alone, lose_a_worker])
 @pytest.mark.parametrize("order", ["request first", "request last"])
 def test_request_to_end_survives_whatever_else_happens(
     world_of: MakeWorld, happens: Callable[[World], None], order: str
 ) -> None:
-    world = world_of(min_workers=None if happens is gather_again else 1)
+    world = world_of(min_workers=1)
     if order == "request last":
         happens(world)
         world.feed(world.state.request_stop, REASON)
     else:
         world.form()
         world.feed(world.state.request_stop, REASON)
-        if happens in (fail_alone, upload_after_a_failure):
+        if happens is fail_alone:
             world.fail(world.agent(W2), 1, OwnError("bad batch"))
         else:
             world.kill_worker(W2)
@@ -438,16 +398,6 @@ def test_whole_checkpoint_is_waited_for_as_long_as_its_agent_is_there(gang_of: M
     assert world.starts[1].job.checkpoint is not None
     assert world.starts[1].job.checkpoint.step == 2
     assert world.complaints == []
-
-
-def test_checkpoint_whose_agent_has_gone_is_not_waited_for(gang_of: MakeWorld) -> None:
-    world = gang_of(min_workers=1)
-    world.train()
-    world.step(world.agent(W1))
-    world.kill_worker(W1)
-    start_again(world)
-    assert world.starts[1].job.checkpoint is not None
-    assert world.starts[1].job.checkpoint.step == 1
 
 
 def test_upload_whose_connection_broke_is_asked_for_again(gang_of: MakeWorld) -> None:

@@ -42,18 +42,6 @@ def test_the_best_experiments_are_compared_by_epoch_and_by_time() -> None:
     assert "best of" not in html
 
 
-def test_of_many_experiments_the_best_are_drawn() -> None:
-    outcomes = [outcome(3.0, 2.0 + i / 100, lr=0.1 + i) for i in range(12)]
-    html = loss_charts([*reversed(outcomes), outcome(lr=0.01)], BIGRAM)
-    by_epoch, _ = lines_of(html)
-    assert list(by_epoch)[:-1] == [one.experiment.label for one in outcomes[:7]]
-    assert "These are the 7 best of 12; the table has all." in html
-
-
-def test_where_all_have_failed_there_is_nothing_to_draw() -> None:
-    assert lines_of(loss_charts([outcome(lr=0.2)], BIGRAM)) == [{}, {}]
-
-
 def test_a_failed_experiment_has_a_line_in_the_table() -> None:
     outcomes = [outcome(3.0, 2.0, lr=0.1), outcome(lr=0.2), outcome(1.5, 1.8, lr=0.3)]
     assert rows_of(experiments_table(outcomes))[1:] == [

@@ -136,11 +136,3 @@ def test_where_memory_cannot_be_locked_copies_are_made_all_the_same(
     assert all(copy.equal(wanted) for copy, wanted in zip(copies.tensors, values(), strict=True))
     assert devices.num_cleared == 1  # the failed call is not reported by the user's next kernel
     assert "could not be page-locked" in capsys.readouterr().err
-
-
-def test_tensors_of_the_cpu_need_no_device(devices: Devices) -> None:
-    originals = values()
-    copies = HostCopies(originals)
-    copies.fill(originals)
-    assert all(copy.equal(wanted) for copy, wanted in zip(copies.tensors, originals, strict=True))
-    assert not devices.locked

@@ -72,37 +72,15 @@ def test_each_event_says_which_gang_attempt_rank_and_host_it_is_of(capsys: pytes
     observer.accounted(Goodput(total=2.0, stepping=2.0, **parts))
     observer.ended(GangError("rank 1 failed"))
     begins, placed, output, restarting, _, metrics, goodput, ended = said(capsys)
-    own = {"gang": "train-f3a-n0"}
-    assert {**begins, "host": ""} == {
-        **own,
-        "level": "INFO",
-        "event": "begun",
-        "host": "",
-        "name": "flows.train",
-        "inputs": {"lr": 0.5},
-    }
+    own = {"gang": "train-f3a-n0", "level": "INFO"}
+    inputs = {"name": "flows.train", "inputs": {"lr": 0.5}}
+    assert {**begins, "host": ""} == {**own, **inputs, "event": "begun", "host": ""}
     assert (placed["attempt"], placed["world_size"], placed["hosts"]) == (0, 2, ["ada", "bea"])
-    assert output == {
-        **own,
-        "level": "INFO",
-        "event": "output",
-        "attempt": 0,
-        "rank": 1,
-        "host": "bea",
-        "text": "a line",
-    }
+    place = {"event": "output", "attempt": 0, "rank": 1, "host": "bea"}
+    assert output == {**own, **place, "text": "a line"}
     assert (restarting["level"], restarting["text"], restarting["step"]) == ("WARNING", "rank 1 was lost", 4)
-    assert metrics == {
-        **own,
-        "level": "INFO",
-        "event": "metrics",
-        "attempt": 1,
-        "rank": 0,
-        "host": "ada",
-        "step": 5,
-        "num_steps": 9,
-        "metrics": {"loss": 0.25, "note": "well"},
-    }
+    place = {"event": "metrics", "attempt": 1, "rank": 0, "host": "ada", "step": 5, "num_steps": 9}
+    assert metrics == {**own, **place, "metrics": {"loss": 0.25, "note": "well"}}
     assert (goodput["event"], goodput["total"], goodput["stepping"], goodput["lost"]) == ("goodput", 2.0, 2.0, 0.0)
     assert (ended["level"], ended["error"], ended["text"]) == ("ERROR", "GangError", "rank 1 failed")
 
