@@ -83,7 +83,7 @@ def batches(count: int, batch_size: int, world_size: int, epoch: int = 0, num_se
         sampler.set_epoch(epoch, num_seen)
     assert len({len(sampler) for sampler in samplers}) == 1
     steps = [list(step) for step in zip(*samplers, strict=True)]
-    assert [sum(map(len, step)) for step in steps] == samplers[0].global_batch_sizes
+    assert [sum(map(len, step)) for step in steps] == [len(step) for step in samplers[0].steps]
     return steps
 
 

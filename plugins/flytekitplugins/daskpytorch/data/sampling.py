@@ -239,11 +239,6 @@ class RankBatches(Sampler[list[int]]):
         """Return this rank's part of the indices that all ranks together get in a step."""
         return step.tensor_split(self.world_size)[self.rank]
 
-    @property
-    def global_batch_sizes(self) -> list[int]:
-        """Number of items that all ranks together get, for each remaining step of the epoch."""
-        return [len(step) for step in self.steps]
-
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batch of indices for each remaining step of the epoch."""
         for step in self.steps:
