@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
+
+from flytekitplugins.daskpytorch.rank.quick_s3 import for_obstore
 
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
@@ -115,18 +116,7 @@ def credentials(session: Any) -> Any:
     if found is None:
         raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
 
-    def current() -> dict[str, Any]:
-        frozen = found.get_frozen_credentials()
-        # obstore asks again for temporary credentials before they expire. botocore renews them ten minutes ahead.
-        expires_at = datetime.now(UTC) + timedelta(minutes=6) if frozen.token else None
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": expires_at,
-        }
-
-    return current
+    return lambda: for_obstore(found.get_frozen_credentials())
 
 
 def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_
 """Options of `S3FileSystem` of s3fs with which obstore is used. With any other, such as encryption, s3fs is used."""
 CLIENT: Any = {"allow_http": True, "connect_timeout": "10s", "timeout": "5min"}
 REFRESH = timedelta(minutes=6)
-"""Time for which obstore reuses temporary credentials. Botocore renews credentials ten minutes before their expiry."""
+"""Time after which obstore asks for temporary credentials again. Botocore renews them ten minutes ahead."""
 
 
 class QuickFiles:
@@ -96,7 +96,11 @@ def _credentials(files: Any) -> Any:
 
     if files.key:
         return {"access_key_id": files.key, "secret_access_key": files.secret, "token": files.token, "expires_at": None}
-    found = sync(files.loop, _found_credentials, files.session)
+    return for_obstore(sync(files.loop, _found_credentials, files.session))
+
+
+def for_obstore(found: Any) -> dict[str, Any]:
+    """Return credentials that botocore has found, in the form that obstore expects."""
     return {
         "access_key_id": found.access_key,
         "secret_access_key": found.secret_key,
