@@ -129,7 +129,7 @@ class RankBatches(Sampler[list[int]]):
     Use `DataLoader(batch_sampler=RankBatches(...))`. A `RankLoader` is both in one, and also keeps the position for
     checkpoints. All ranks take the same number of steps, and the sizes of their batches differ by one item at most.
     Unlike `DistributedSampler`, `RankBatches` repeats or drops no item. Weight the loss, since DDP averages over ranks:
-    `loss * len(batch) * world_size / global_batch_sizes[step]`, where `loss` is the mean of the rank's batch.
+    `loss * len(batch) * world_size / len(batches.steps[step])`, where `loss` is the mean of the rank's batch.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
