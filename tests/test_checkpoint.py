@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.rank.returned import unwrapped
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from gangs import order_for
@@ -252,6 +253,8 @@ def test_sharded_tensor_of_fsdp1_is_refused(rank: Rank, mesh: DeviceMesh) -> Non
     for is_main in (True, False):
         with pytest.raises(TypeError, match=r"state\['w'\] is a ShardedTensor of shape \(4, 2\)"):
             rank.checkpoint(is_main=is_main).save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
+    with pytest.raises(TypeError, match="a ShardedTensor belongs to all ranks together"):
+        unwrapped([sharded_tensor.zeros(spec, 4, 2)])
 
 
 def test_ranks_that_write_nothing_copy_nothing_in_search_of_sharded_tensors(rank: Rank, mesh: DeviceMesh) -> None:

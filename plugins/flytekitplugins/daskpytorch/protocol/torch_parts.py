@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,13 @@ NCCL_BACKENDS = ("nccl-legacy", "nccl2", "nccl-lazy")
 
 In torch 2.15, the backend `nccl` is `nccl2`, unless the environment variable TORCH_DIST_USE_NCCL2 is 0.
 """
+SHARDED = (
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
+)
+"""Module and name of each class whose instances are sharded over the ranks."""
 
 
 def _world() -> Any:
@@ -133,6 +141,15 @@ def loader_iterator() -> Any:
     empty: Any = []
     kinds = type(iter(DataLoader(empty, generator=torch.Generator()))).__mro__
     return next(kind for kind in kinds if "__next__" in vars(kind))
+
+
+# ---- Sharded objects
+
+
+def sharded_classes() -> tuple[type, ...]:
+    """Return torch's classes of sharded objects. Leave out classes whose modules this process has not imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
+    return tuple(kind for kind in found if kind is not None)
 
 
 # ---- Memory of GPUs

@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers
 
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
-SHARDED = (
-    ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
-    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
-)
-"""Module and name of each type of sharded tensor."""
 T = TypeVar("T")
 
 
@@ -247,7 +243,7 @@ class _Copier(pickle.Pickler):
 
         super().__init__(file, protocol=5)
         self._tensor = torch.Tensor
-        self._sharded = _sharded_types()
+        self._sharded = sharded_classes()
         self._only_looks = only_looks
         self.copies: list[torch.Tensor] = []
         self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
@@ -312,7 +308,7 @@ def _copy(state: Any) -> Any:
 
 def _refuse_sharded(state: Any) -> None:
     """Raise `TypeError` if a state has a sharded tensor, so that ranks which copy no state fail as rank 0 does."""
-    if not _sharded_types():
+    if not sharded_classes():
         return
     try:
         with Path(os.devnull).open("wb") as nowhere:
@@ -323,14 +319,8 @@ def _refuse_sharded(state: Any) -> None:
         pass
 
 
-def _sharded_types() -> tuple[type, ...]:
-    """Return the types of sharded tensors whose modules are imported."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
-    return tuple(kind for kind in found if kind is not None)
-
-
 def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
-    if not isinstance(tensor, _sharded_types()):
+    if not isinstance(tensor, sharded_classes()):
         from flytekitplugins.daskpytorch.rank.shard_plan import META
 
         return TypeError(f"the state to be saved has no values: {_name_in(state, tensor)} {META}.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
+
+from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
 
 if TYPE_CHECKING:
     import pickle
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.payload import Writer
 
 
-SPREAD = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    ("torch.distributed.fsdp", "FSDPModule"),
-    ("torch.distributed.tensor", "DTensor"),
-)
-"""Modules and names of the classes whose instances are sharded over the ranks."""
 MAX_DEPTH = 2
 """Maximum depth of nested containers in which models are unwrapped: the tuple of outputs, then a list or dict."""
 
@@ -32,10 +27,10 @@ def unwrapped(value: Any) -> Any:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    spread = _spread()
+    sharded = sharded_classes()
 
     def bare(value: Any, depth: int) -> Any:
-        _refuse_spread(value, spread)
+        _refuse_sharded(value, sharded)
         if isinstance(value, DistributedDataParallel):
             return value.module
         if depth and type(value) is dict:
@@ -80,13 +75,11 @@ def dump_returned(
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
-
-    spread = _spread()
+    sharded = sharded_classes()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            _refuse_spread(obj, spread)
+            _refuse_sharded(obj, sharded)
             if isinstance(obj, DistributedDataParallel):
                 return _as_it_is, (obj.module,)
             # The pickle of a parameter calls this method again, for the plain tensor of the parameter's data.
@@ -107,7 +100,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _refuse_spread(value: object, kinds: tuple[type, ...]) -> None:
+def _refuse_sharded(value: object, kinds: tuple[type, ...]) -> None:
     """Check that the value is not an instance of a sharded class.
 
     Raises:
@@ -120,9 +113,3 @@ def _refuse_spread(value: object, kinds: tuple[type, ...]) -> None:
             "torch.distributed.checkpoint.state_dict, or tensor.full_tensor(), and return the result. Only in a "
             "DistributedDataParallel are model.module and model.module.state_dict() whole"
         )
-
-
-def _spread() -> tuple[type, ...]:
-    """Return torch's classes of sharded objects. Leave out classes whose modules this process has not imported."""
-    found = [getattr(sys.modules.get(module), name, None) for module, name in SPREAD]
-    return tuple(kind for kind in found if kind is not None)
