@@ -175,14 +175,6 @@ def test_model_that_is_saved_itself_comes_back_trainable(rank: Rank) -> None:
     assert all(type(weights) is torch.nn.Parameter and weights.requires_grad for weights in again.parameters())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_arrive_on_the_cpu(rank: Rank) -> None:
-    weights = torch.ones(3, device="cuda")
-    again = rank.through({"w": weights}, lambda: weights.fill_(2.0))  # type: ignore[arg-type, return-value]
-    assert again["w"].device.type == "cpu"
-    assert again["w"].equal(torch.ones(3))
-
-
 @pytest.mark.parametrize("state", [threading.Lock(), {"model": [lambda: 0]}])
 def test_state_that_cannot_be_pickled_is_refused_with_advice(rank: Rank, state: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled: .*state_dict\(\)"):

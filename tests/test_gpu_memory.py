@@ -1,4 +1,7 @@
-"""A CUDA out-of-memory error says what holds the GPU's memory. Torch and NVML are simulated, but for the last test."""
+"""A CUDA out-of-memory error says what holds the GPU's memory. Torch and NVML are simulated.
+
+`test_gpu_integration.py` has a GPU without memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -17,11 +19,9 @@ import torch
 
 import fake_gpus
 from fake_gpus import SOUND
-from flytekitplugins.daskpytorch import Gang, dispatch
-from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
-from flytekitplugins.daskpytorch.rank import gpu_check, gpu_memory, main, nvml
+from flytekitplugins.daskpytorch.rank import gpu_memory, main, nvml
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from gangs import order_for
 from processes import SCRIPTS, nothing_left_behind, run_program
@@ -170,7 +170,7 @@ def test_the_failures_time_is_before_its_explanation(order: RankOrder, monkeypat
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", timed)
     ours, agents = Pipe()
     with ours, agents:
-        failure = main._explained(order, GangLink(ours, order), torch.OutOfMemoryError(MESSAGE), 3)
+        failure = main._explained(order, GangLink(ours, order), None, torch.OutOfMemoryError(MESSAGE), 3)
     assert "48.0 GiB in 2" in failure.traceback
     assert "profiles/rank-0-out-of-memory-call-3.pickle" in failure.traceback  # of call 3 of a gang that stays
     assert failure.time <= times[0]
@@ -243,37 +243,3 @@ def test_a_task_out_of_memory_explains_itself_and_its_deck_links_the_snapshot(tm
     link = re.search(r'<a href="file://(\S+/profiles/rank-1-out-of-memory-0\.pickle)"', Path(deck[1]).read_text())
     assert link is not None
     assert pickle.loads(Path(link[1]).read_bytes())["segments"][0]["total_size"] == 3 << 30
-
-
-# ---- On a GPU
-
-
-def look_at_gpu() -> tuple[list[str], list[str]]:
-    """Return the fields that NVML leaves unknown for this rank's GPU, and the faults that the check finds."""
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    state = nvml.read(uuid)
-    assert state is not None
-    unknown = [name for name, value in vars(state).items() if value is None]
-    return unknown, [*gpu_check.faults_of(uuid), gpu_check.fault_of_kernel(torch.device("cuda", 0))]
-
-
-def fill_gpu() -> None:
-    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    torch.empty(held.nbytes << 20, dtype=torch.uint8, device="cuda")
-
-
-@pytest.mark.skipif(not hardware.gpus_here().names, reason="needs a GPU")
-@pytest.mark.timeout(300)
-def test_a_gpu_passes_its_check_and_explains_its_lack_of_memory(
-    record_property: Callable[[str, object], None],
-) -> None:
-    with nothing_left_behind():
-        [(unknown, faults)] = dispatch.run(None, look_at_gpu, gang=Gang(ranks_per_worker=1)).result()
-        record_property("unknown to NVML", unknown)
-        assert faults == [""]
-        recording = Gang(ranks_per_worker=1, max_restarts=0, environment={gpu_memory.HISTORY_VARIABLE: "1"})
-        error = dispatch.run(None, fill_gpu, gang=recording).exception()
-    assert isinstance(error, torch.OutOfMemoryError)
-    [note] = error.__notes__
-    assert re.search(rf"1\.0 GiB in 1: {re.escape(__file__)}:\d+ in fill_gpu", note)
-    assert "In use on the GPU: " in note
