@@ -88,6 +88,14 @@ def test_a_connection_outlives_a_process_that_stands_still_with_full_buffers() -
             sent.result(timeout=60)
 
 
+def test_limited_sender_does_not_wait_for_a_peer_that_reads_nothing(both: tuple[Connection, Connection]) -> None:
+    ours, _theirs = both
+    ours.limit_sends(0.05)
+    ours.send_frame(b"fits")
+    with pytest.raises(BlockingIOError):
+        ours.send_frame(bytes(1 << 26))
+
+
 def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:
     ours, theirs = both
     theirs._sock.sendall(framed(b"x" * 32)[:-1])

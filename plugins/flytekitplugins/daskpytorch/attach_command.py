@@ -6,6 +6,7 @@ Runs in the user's terminal. The driver of each gang answers, after both have pr
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -162,8 +163,13 @@ def _contacts_of(scheduler: str) -> set[DriverContact]:
     with Client(scheduler, timeout=CONNECT_TIMEOUT) as client:
         workers = identity(client, CONNECT_TIMEOUT)["workers"]
         one_of_each_host = {worker["host"]: address for address, worker in workers.items()}
-        found: dict[str, set[DriverContact]] = client.run(find_contacts, workers=list(one_of_each_host.values()))
+        found: dict[str, set[DriverContact]] = client.run(_find_on_worker, workers=list(one_of_each_host.values()))
         return set().union(*found.values())
+
+
+async def _find_on_worker() -> set[DriverContact]:
+    """In a Dask worker: find contacts in a thread, so that the worker's event loop stays free."""
+    return await asyncio.to_thread(find_contacts)
 
 
 def _gangs(contacts: Iterable[DriverContact], stack: contextlib.ExitStack) -> Iterator[Gang]:

@@ -68,7 +68,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         sharding=saving.sharding(),
         kept=saving.saved(),
         storage=request.storage.own if request.storage is not None else None,
-        debugging=debugging,
+        debugging=replace(debugging, attach=state.terminals.command),
         host=request.host,
         execution=request.execution,
         environment={**request.environment, **settings.environment},

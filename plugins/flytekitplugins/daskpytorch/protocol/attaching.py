@@ -144,7 +144,7 @@ def leave_contact(folder: Path, contact: DriverContact) -> None:
 def find_contacts() -> set[DriverContact]:
     """Return the drivers of all gangs that have agents of this user on this machine."""
     place = tempfile.gettempdir()
-    remove_abandoned(place)
+    remove_abandoned(place)  # with the files of killed agents
     found = set()
     for path in Path(place).glob(f"daskpytorch-*/{FILE}"):
         # PermissionError: another user may have put the file there, to get this user's keys.

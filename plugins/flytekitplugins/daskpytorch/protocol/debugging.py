@@ -67,6 +67,8 @@ class Debugging:
     terminal: Terminal | None = None
     ports: Mapping[int, int] = field(default_factory=dict)
     """Rank -> port at which the rank waits for an editor."""
+    attach: str = "daskpytorch attach"
+    """Command that attaches a terminal to a rank of the gang, without the rank's number."""
 
     @classmethod
     def here(cls) -> Self:

@@ -50,6 +50,7 @@ class Prompt:
     def __init__(self, rank: int, job: Job, send: Callable[[reports.ShortReport], None]) -> None:
         self.rank = rank
         self._terminal = job.debugging.terminal
+        self._command = f"{job.debugging.attach} {rank}"
         self._timeout = job.settings.attach_timeout
         self._send = send
         self._granted = threading.Event()
@@ -148,8 +149,8 @@ class Prompt:
         if self._attached.is_given_up:
             raise NoDebuggerError(
                 f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
-                "attached to its debugger. The log has the command: daskpytorch attach. Or start the run in a terminal "
-                "of the rank's machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank in the calling process; "
+                f"attached to its debugger, as by {self._command}. Or start the run in a terminal of the rank's "
+                "machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank in the calling process; "
                 f"or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port of its host for "
                 "an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
             )
