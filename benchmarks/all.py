@@ -48,6 +48,7 @@ COMMANDS = (
     ("recovery.py",),
     ("chaos.py",),
     ("chaos.py", "--schedules", "100"),
+    ("chaos.py", "--staying", "20"),
     ("many.py",),
     ("training.py",),
     ("recipe.py",),

@@ -6,6 +6,7 @@
     python benchmarks/chaos.py --schedules 200            # 200 trainings, about forty minutes, prints the seed
     python benchmarks/chaos.py --schedules 200 --seed 7
     python benchmarks/chaos.py --seed 7 --only 31         # repeats one of these trainings
+    python benchmarks/chaos.py --staying 20               # 20 gangs that stay, about four minutes
 
 `--faults`: one gang trains a model of names under many faults. Ranks are killed (SIGKILL), crash (SIGSEGV) or are
 suspended (SIGSTOP, for the hang detector), and workers are killed. The gang must blame all faults rightly. The weights
@@ -14,16 +15,21 @@ must equal those of an undisturbed training, bit for bit. The gang's account of 
 `--schedules`: many gangs with many settings, each with one to three faults of many kinds at random moments.
 `verdicts.py` draws the schedules and judges the results, and `schedules.py` runs them. A seed decides all schedules.
 
+`--staying`: gangs that stay, whose calls fail, hang or are interrupted, or lose a rank, a worker or the driver. See
+`staying.py`.
+
 The exit code is 0 if all trainings ended as required, and 1 otherwise.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator
 
 import schedules
+import staying
 from figures import Figure, at_least, report
 from running import asked, nothing_left
 from verdicts import draw, draw_chain
@@ -42,6 +48,18 @@ def figures(drawn: list[schedules.Schedule], ended: schedules.Ended) -> Iterator
     yield Figure(what=what, here=[len(story.made) - wrong], unit="", goals=goals)
 
 
+def _run_staying(seed: int, count: int, on: str) -> int:
+    """Run schedules of gangs that stay, and print the results. Return the exit code."""
+    print(on, f"seed {seed}", sep="\n", flush=True)
+    with nothing_left("chaos") as folder:
+        (folder / "tmp").mkdir()
+        os.environ["TMPDIR"] = str(folder / "tmp")
+        failed = staying.run_all([staying.draw(seed, index) for index in range(count)], folder)
+    what = f"random schedules of calls in gangs that stay that ended as they must, of {count}"
+    report([Figure(what=what, here=[count - len(failed)], unit="", goals=at_least(count, "here"))], on)
+    return int(bool(failed))
+
+
 def main() -> None:
     """Draw the schedules, run them, and print the results."""
     arguments = asked(
@@ -50,11 +68,14 @@ def main() -> None:
         schedules=(0, 0, "instead: how many random schedules"),
         seed=(-1, -1, "decides what is drawn; -1 for any"),
         only=([-1], [-1], "instead: these of the seed's schedules"),
+        staying=(0, 0, "instead: how many random schedules of gangs that stay"),
     )
     only = [index for index in arguments.only if index >= 0]
     if only and arguments.seed < 0:
         sys.exit("--only needs the --seed whose schedules these are")
     seed = random.randrange(10_000) if arguments.seed < 0 else arguments.seed
+    if arguments.staying:
+        sys.exit(_run_staying(seed, arguments.staying, arguments.on))
     if only or arguments.schedules:
         drawn = [draw(seed, index) for index in only or range(arguments.schedules)]
     else:

@@ -615,12 +615,12 @@ class Stage:
     num_workers: int = 0
     pids: list[int] = field(default_factory=list)
 
-    def prepare(self, schedule: Schedule, folder: Path) -> Cluster:
-        """Return a cluster with the schedule's number of workers."""
-        if self.cluster is None or self.num_workers != schedule.setting.num_workers or not self._is_as_it_was():
+    def prepare(self, num_workers: int, folder: Path) -> Cluster:
+        """Return a cluster with this number of workers."""
+        if self.cluster is None or self.num_workers != num_workers or not self._is_as_it_was():
             self.end()
-            self.cluster = Cluster(folder / "cluster", schedule.setting.num_workers)
-            self.num_workers = schedule.setting.num_workers
+            self.cluster = Cluster(folder / "cluster", num_workers)
+            self.num_workers = num_workers
             self.pids = [self.cluster.scheduler, *self.cluster.nannies, *map(worker_below, self.cluster.nannies)]
         return self.cluster
 
@@ -660,7 +660,7 @@ def settled(condition: Callable[[], object], patience: float = SETTLE_TIME) -> b
 
 def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
     """Run one schedule, and return the observations."""
-    cluster = stage.prepare(schedule, folder)
+    cluster = stage.prepare(schedule.setting.num_workers, folder)
     traces = folder / "traces"
     traces.mkdir(parents=True)
     setting = schedule.setting
@@ -692,7 +692,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         gang.story.troubles.append(str(error))
         _note_state(gang)
     _take_outcome(gang, trains_model=setting.trains_model)
-    _check_what_is_left(gang, setting.is_warm, before)
+    check_what_is_left(gang, setting.is_warm, before)
     return gang.story
 
 
@@ -732,7 +732,8 @@ def _take_outcome(gang: Watched, *, trains_model: bool) -> None:
 # ---- What is left ---------------------------------------------------------------------------------------------------
 
 
-def _check_what_is_left(gang: Watched, is_warm: bool, before: dict[int, dict[str, int]]) -> None:
+def check_what_is_left(gang: Watched, is_warm: bool, before: dict[int, dict[str, int]]) -> None:
+    """Note processes, folders, threads, descriptors and memory that a gang has left in the driver and the workers."""
     troubles, of_driver = gang.story.troubles, before.pop(gang.driver.pid)
     if not settled(lambda: not any(map(is_rank, started_here()))):
         ranks = [pid for pid in started_here() if is_rank(pid)]

@@ -187,13 +187,19 @@ def test_a_lost_peer_in_a_call_ends_the_gang_with_the_cause(world: Staying) -> N
 
 
 @pytest.mark.parametrize("is_in_call", [False, True])
-def test_a_lost_worker_ends_the_gang_without_a_restart(world: Staying, is_in_call: bool) -> None:
+@pytest.mark.parametrize("has_raised", [False, True])
+def test_a_lost_worker_ends_the_gang_without_a_restart(world: Staying, is_in_call: bool, has_raised: bool) -> None:
+    if has_raised:  # in a call before, whose exception is no cause of the loss
+        world.ask()
+        world.end_call(1, OwnError("no data"))
+        world.end(0)
     if is_in_call:
         world.ask()
     world.kill_worker(W2)
     world.wait(2.0)
     world.obey_all()
     assert isinstance(raised(world), WorkerLostError)
+    assert len(world.outcomes) == int(has_raised)
     assert len(world.starts) == 1
 
 

@@ -24,9 +24,17 @@ def run(script: str, *arguments: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("chosen", [["--only", "2"], pytest.param([], marks=pytest.mark.slow)])
-def test_random_schedules_end_as_they_must(chosen: list[str]) -> None:
-    run("chaos.py", "--schedules", "10", "--seed", "17", *chosen)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "--seed 17 --only 2",
+        "--seed 3 --staying 1",
+        pytest.param("--seed 17 --schedules 10", marks=pytest.mark.slow),
+        pytest.param("--seed 17 --staying 16", marks=pytest.mark.slow),
+    ],
+)
+def test_random_schedules_end_as_they_must(chosen: str) -> None:
+    run("chaos.py", *chosen.split())
 
 
 @pytest.mark.timeout(900)

@@ -296,10 +296,13 @@ class Attempt:
     def begin_call(self) -> None:
         """Record that all ranks of a staying gang begin a call."""
         self.at_rest.clear()
-        self.call_failures.clear()
         self.standing.clear()
-        self.steps.clear()
         self.note_sign_of_life()
+
+    def end_call(self) -> None:
+        """Forget the exceptions and steps of a staying gang's call, which are no cause of a later loss."""
+        self.call_failures.clear()
+        self.steps.clear()
 
     def note_call_failure(self, rank: int, failure: Failure) -> None:
         """Record that a call of a staying gang has raised an exception in a rank, which lives on."""
