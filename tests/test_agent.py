@@ -269,6 +269,14 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
     assert kept == [0, 3, 4, 5]
 
 
+def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(at_hand: Transfers, tmp_path: Path) -> None:
+    file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
+    (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
+    at_hand.bring(Arrived(0, START, file))
+    assert at_hand.next_outcome() == Arrived(0, START, file)  # and nobody listens where the driver would
+    assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
+
+
 def digest_of_byte(value: int) -> str:
     return hashlib.sha256(bytes([value])).hexdigest()
 

@@ -154,23 +154,6 @@ def test_collectives_that_cannot_meet_are_a_deadlock(world_of: Callable[..., Wor
     assert "rank 1 called broadcast" in str(raised(world)) or "rank 0 called all_reduce" in str(raised(world))
 
 
-def test_rank_that_computes_however_long_is_none(world_of: Callable[..., World]) -> None:
-    world = world_of(3)
-    waits(world, 0, calls(2))
-    returns(world, 2)
-    stands(world, 0, 1)
-    watch(world, 200.0)
-    assert not world.is_over
-
-
-def test_rank_that_exports_after_the_last_barrier_is_none(world_of: Callable[..., World]) -> None:
-    world = world_of()
-    returns(world, 1)
-    stands(world, 0)
-    watch(world, 200.0)
-    assert not world.is_over
-
-
 def test_collective_that_every_rank_has_called_may_take_its_time(world_of: Callable[..., World]) -> None:
     world = world_of()
     waits(world, 0, calls(2))

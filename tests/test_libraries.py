@@ -65,13 +65,6 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (os.environ["PL_TRAINER_NUM_NODES"], os.environ["ACCELERATE_USE_CPU"]) == ("1", "false")
 
 
-def test_a_machine_without_gpus_has_as_many_devices_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = type("CPUAccelerator", (), {"auto_device_count": staticmethod(lambda: 1)})
-    module_with(monkeypatch, "lightning.pytorch.accelerators.cpu", CPUAccelerator=accelerator)
-    libraries.guide()
-    assert accelerator.auto_device_count() == 2
-
-
 class _SubprocessScriptLauncher:
     """Lightning's own name; in a gang it starts nothing."""
 
@@ -114,13 +107,6 @@ def fabric_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
     module_with(monkeypatch, "lightning.fabric.fabric", Fabric=Fabric)
     libraries.guide()
     return Fabric
-
-
-def test_a_fabric_that_fits_the_gang_is_launched_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fabric_with(monkeypatch, strategy())().num_launches == 1
-    small = fabric_with(monkeypatch, strategy(num_nodes=1))
-    with pytest.raises(ValueError, match=r"this Fabric .* does not fit the gang of 4 ranks"):
-        small()
 
 
 @pytest.mark.parametrize(("host_rank", "is_first"), [(0, True), (1, False)])
