@@ -36,6 +36,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
     DUMP_SIGNAL,
+    START,
     Arrived,
     Job,
     Leave,
