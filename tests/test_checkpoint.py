@@ -464,6 +464,13 @@ def keeper(rank: Rank) -> Keeper:
     return keeper
 
 
+def test_what_is_saved_just_before_is_written_before_it_is_asked_for(keeper: Keeper) -> None:
+    checkpoint = keeper.checkpoint()
+    checkpoint.save({"weights": torch.full((2,), 4.0)}, 4, metrics={"loss": 0.05})
+    state = checkpoint.load(best=True)
+    assert state["weights"].tolist() == [4.0, 4.0]
+
+
 def test_without_one_there_is_no_best(rank: Rank) -> None:
     assert Keeper(rank).checkpoint().load(best=True) is None
 

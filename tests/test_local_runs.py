@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from flytekit.types.file import FlyteFile
 from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.flyte.task import identities
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
@@ -422,3 +424,16 @@ def test_the_usual_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with run_of() as run:
         assert run.folder.parent == tmp_path / "daskpytorch" / "checkpoints" / "flows.train"
+
+
+def test_gangs_of_a_run_find_their_own_checkpoints(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_of() as first:
+        save(first, 1, tmp_path, "train-1")
+        save(first, 2, tmp_path, "train-2")
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with run_of():
+        paths = context.current().checkpoint_paths("train-2")
+        assert paths is not None
+        assert paths.previous == str(first.folder / "train-2")
+        shutil.rmtree(first.folder / "train-1")
+        assert json.loads(Path(paths.previous, MANIFEST).read_text())["checkpoints"][0]["step"] == 2
