@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -271,6 +272,19 @@ def test_an_error_after_the_gangs_end_counts_and_the_first_stays() -> None:
     assert state(page) == "failed"
     assert "the outputs did not arrive" in page
     assert "another" not in page
+
+
+def test_a_gang_that_stays_is_idle_before_and_after_its_calls() -> None:
+    recorder = Recorder()
+    recorder.story.stays = True
+    recorder.formed(0.5)
+    states = [state(body(recorder))]
+    recorder.calling("train")
+    states.append(state(body(recorder)))
+    recorder.called("train", CancelledError())
+    states.append(state(body(recorder)))
+    assert states == ["idle", "training", "idle"]
+    assert "train was interrupted" in events(body(recorder))
 
 
 def test_a_loss_that_is_no_number_is_told_once() -> None:

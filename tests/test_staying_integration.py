@@ -363,3 +363,4 @@ def test_ctrl_c_in_a_program_ends_the_call_and_the_gang_goes_on(tmp_path: Path, 
     code, out, said = signalled(signal.SIGINT, how, tmp_path)
     assert code == 0, said
     assert out == "interrupted\n[(2.0, 0), (2.0, 0)]\n", said
+    assert "busy: interrupted after " in said

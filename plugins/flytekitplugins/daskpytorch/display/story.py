@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -54,8 +55,8 @@ class Story(Observer):
     """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
     goodput: Goodput | None = None
     checkpoints: Sequence[SavedCheckpoint] = ()
-    call: str = ""
-    """Name of the function that a gang which stays runs, or has run last. Empty in a gang of one call."""
+    stays: bool = False
+    """True for a gang that stays, which is idle between its calls."""
     record: LogRecord | None = None
     """Newest log record of rank 0 in the current attempt. None before the first record."""
     rate: Pace = field(default_factory=Pace)
@@ -140,7 +141,7 @@ class Story(Observer):
     def formed(self, seconds: float) -> None:
         """Record that all ranks have joined the process group."""
         self._tell("all ranks have met", "good")
-        self._enter((TRAINING, "busy"))
+        self._enter((IDLE, "idle") if self.stays else (TRAINING, "busy"))
 
     def logged(self, record: LogRecord) -> None:
         """Record the metrics of rank 0's log record."""
@@ -157,7 +158,6 @@ class Story(Observer):
 
     def calling(self, name: str) -> None:
         """Record the begin of a staying gang's call, whose metrics replace those of the call before."""
-        self.call = name
         self.metrics, self.record, self._paced = Metrics(), None, None
         self.rate.clear()
         self._spoilt.clear()
@@ -166,7 +166,9 @@ class Story(Observer):
 
     def called(self, name: str, error: Exception | None) -> None:
         """Record the end of a staying gang's call."""
-        if error is not None:
+        if isinstance(error, CancelledError):
+            self._tell(f"{name} was interrupted", "warn")
+        elif error is not None:
             self._tell(f"{name} raised {type(error).__name__}: {error}", "bad")
         self._enter((IDLE, "idle"))
 

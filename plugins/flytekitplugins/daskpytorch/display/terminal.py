@@ -301,7 +301,7 @@ class ProgressDisplay(Display):
         seconds = time.monotonic() - (self._called_at or 0.0)
         if error is not None or self._newest is not None or seconds >= MIN_CALL:
             values = f", {describe_record(self._newest)}" if self._newest is not None else ""
-            how = "done" if error is None else "failed"
+            how = "done" if error is None else "interrupted" if isinstance(error, CancelledError) else "failed"
             self.say(f"{how} after {duration(seconds)}{values}")
         self._name, self._called_at, self._newest = self._gang, None, None
         self._show_idle()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -216,7 +217,8 @@ class Calls:
         exits = {rank: attempt.exit_in_call(rank) for rank in attempt.call_failures}
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
         cause = find_root_failure(exits.values()).rank if exits else None
-        observers.tell("called", call.name, errors[cause] if cause is not None else None)
+        stop = CancelledError("the call was interrupted") if call.is_interrupted else None
+        observers.tell("called", call.name, errors[cause] if cause is not None else stop)
         attempt.end_call()
         values = _taken(call)
         self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))

@@ -46,11 +46,13 @@ class GangFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the rank's return value, or raise the rank's error. Raise `TimeoutError` after `timeout` seconds."""
+        __tracebackhide__ = True
         self._wait(timeout)
         return super().result(None if timeout is None else 0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the rank's error, or None after a success. Raise `TimeoutError` after `timeout` seconds."""
+        __tracebackhide__ = True
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
@@ -70,6 +72,7 @@ class GangFuture(Future[Any]):
         Another thread, or a suspended process, may receive the signal. Python runs the handler only after the main
         thread wakes. Without turns, a task would miss a SIGTERM.
         """
+        __tracebackhide__ = True
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if self.done():
             return
@@ -152,6 +155,7 @@ class GangFutures(Futures[GangFuture]):
                 `GangError` as `__cause__`.
             concurrent.futures.CancelledError: The gang was cancelled.
         """
+        __tracebackhide__ = True
         self._futures[0].result(timeout)
         return [future.result() for future in self._futures[: self._num_ranks]]
 

@@ -205,7 +205,10 @@ class Observer:
         """Called when the ranks of a gang that stays begin a call, with the function's name."""
 
     def called(self, name: str, error: Exception | None) -> None:
-        """Called when a call of a gang that stays has ended in all ranks, with its error. None: all have returned."""
+        """Called when a call of a gang that stays has ended in all ranks, with its error. None: all have returned.
+
+        The error is a `concurrent.futures.CancelledError` after Ctrl-C or `cancel`.
+        """
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Called with the lines that a rank wrote to its standard output and error."""

@@ -71,12 +71,14 @@ class CallFutures(Logged, Futures[GangFuture]):
                 `GangError` as `__cause__`.
             concurrent.futures.CancelledError: The call was cancelled.
         """
+        __tracebackhide__ = True
         if (error := self.exception(timeout)) is not None:
             raise error
         return [future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call's end, and return the error that `result` would raise. None after a success."""
+        __tracebackhide__ = True
         self._futures[0].exception(timeout)
         if self._cause is not None:
             return self._futures[self._cause].exception()

@@ -15,6 +15,7 @@ def load(shell: Any) -> None:
 
         A semicolon behind the expression keeps the values from being printed, as in any cell.
         """
+        __tracebackhide__ = True
         if line.strip():
             raise ValueError(f"%%ranks {line}: takes no words behind it. The cell runs in every rank")
         ast.parse(source)  # a syntax error needs no rank

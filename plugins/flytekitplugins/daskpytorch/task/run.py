@@ -97,6 +97,7 @@ def start(call: Call, request: Request, launcher: AgentLauncher, num_ranks: int)
 def begin(call: Call, request: Request, launcher: AgentLauncher) -> tuple[Run, Supervisor]:
     """Return display, records and storage of a gang, and its supervisor, for `RunFutures`. See `start`."""
     run = Run(call, [*request.observers])
+    run.recorder.story.stays = request.calls is not None
     try:
         asked = replace(request, key=call.key, training=call.training, storage=run.storage)
         return run, Supervisor(asked, launcher, run.observers)

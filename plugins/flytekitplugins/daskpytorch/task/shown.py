@@ -129,7 +129,7 @@ def _table_of(recorder: Recorder) -> str:
     with recorder.lock:
         story = recorder.story
         row: dict[str, Any] = {"training": story.name.rpartition(".")[2], "status": story.state.word}
-        if not story.call:
+        if not story.stays:
             return notebook.table_of([notebook.row_of(row, story.record, story.metrics.newest)])
         held = sum(amounts(usage)["memory_gib"] for usage in story.usages.values())
     return notebook.table_of([row | ({"memory_gib": held} if held else {})])

@@ -228,6 +228,7 @@ class StayingGang:
                 arguments, or calling the function would not train.
             GangError: The gang has ended. The error says why, and how to begin anew.
         """
+        __tracebackhide__ = True
         return self._ask(function, args, kwargs)[0]
 
     def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Kept:
@@ -244,6 +245,7 @@ class StayingGang:
             GangError: The gang has ended or failed. If a rank raised an exception, that exception is raised instead.
             TypeError: `call` would refuse the function or an argument.
         """
+        __tracebackhide__ = True
         refuse_wait_in(self._pending.settler)
         futures, number = self._ask(function, args, kwargs, keeps=True)
         kept = Kept(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
@@ -269,6 +271,7 @@ class StayingGang:
     def _ask(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps: bool = False
     ) -> tuple[CallFutures, int]:
+        __tracebackhide__ = True
         if function in (run_script, run_module):
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
