@@ -87,6 +87,11 @@ def test_options_that_obstore_is_not_told_of_leave_all_to_s3fs(
     assert (quick_files(S3FileSystem(**options), "s3://quick/") is not None) == is_known
 
 
+def test_other_storage_is_fsspecs() -> None:
+    assert quick_files(fsspec.filesystem("file"), "/quick/") is None
+    assert quick_files(fsspec.filesystem("memory"), "/quick/") is None
+
+
 def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: Weed) -> None:
     del files  # in an environment with the admin's keys
     [mine, nobodys] = [
