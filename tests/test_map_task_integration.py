@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from flyteidl.core import literals_pb2
-from flytekit import FlyteContextManager
-from flytekit.core import utils
-from flytekit.core.type_engine import TypeEngine
 
-from processes import SCRIPTS, nothing_left_behind, run_program
+from processes import nothing_left_behind, run_program
+from test_task_integration import execute
 
 FLOWS = """
 import functools
@@ -80,34 +78,16 @@ def test_elements_of_a_map_are_gangs_of_their_own(tmp_path: Path) -> None:
     assert by_hand == [11.0, "from rank 0"]
 
 
-def outputs_of_element(name: str, index: int, folder: Path) -> dict[str, literals_pb2.Literal]:
+def outputs_of_element(name: str, index: int, folder: Path) -> dict[str, Any]:
     """Run one element of a map by its container's command, and return what the backend finds."""
     (folder / "flows.py").write_text(FLOWS)
     settings = "flows.SerializationSettings(image_config=None)"
     asked = f"import json, flows; print(json.dumps(flows.{name}.get_command({settings})))"
     (folder / "asks.py").write_text(asked)
-    found = run_program(["asks.py"], cwd=folder)
-    ctx = FlyteContextManager.current_context()
-    inputs = TypeEngine.dict_to_literal_map(
-        ctx, {"number": [5, 7], "scale": 2.0}, {"number": list[int], "scale": float}
-    )
-    utils.write_proto_to_file(inputs.to_flyte_idl(), str(folder / "inputs.pb"))
-    places = {
-        "{{.input}}": "inputs.pb",
-        "{{.outputPrefix}}": "out",
-        "{{.rawOutputDataPrefix}}": "raw",
-        "{{.checkpointOutputPrefix}}": "checkpoint",
-        "{{.prevCheckpointPrefix}}": '""',
-    }
-    command, *arguments = json.loads(found.stdout.splitlines()[-1])
+    words = json.loads(run_program(["asks.py"], cwd=folder).stdout.splitlines()[-1])
+    how = {"env": {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": str(index)}, "words": words}
     with nothing_left_behind():
-        done = run_program(
-            [SCRIPTS / command, *(places.get(argument, argument) for argument in arguments)],
-            cwd=folder,
-            env={"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": str(index)},
-        )
-    assert (folder / "out/outputs.pb").exists(), done.stdout + done.stderr
-    return dict(literals_pb2.LiteralMap.FromString((folder / "out/outputs.pb").read_bytes()).literals)
+        return execute(name, {"number": [5, 7], "scale": 2.0}, cluster=None, cwd=folder, folder=folder, **how).outputs
 
 
 def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
@@ -117,5 +97,5 @@ def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
 
 def test_a_model_that_the_driver_cannot_load_is_an_elements_output(tmp_path: Path) -> None:
     written = outputs_of_element("models", 0, tmp_path)["o0"].scalar.blob.uri
-    model = torch.load(tmp_path / written, weights_only=False)
+    model = torch.load(written, weights_only=False)
     assert (type(model), model.weight.item()) == (torch.nn.Linear, 10.0)

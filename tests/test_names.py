@@ -162,18 +162,12 @@ def test_split_depends_on_the_seed_and_not_on_the_order() -> None:
     assert set(split_by_name(names, 0.1, seed=4)[1]) != set(held_out)
 
 
-@pytest.mark.parametrize(("held_out", "num_held_out"), [(0.001, 1), (0.999, 2)])
-def test_split_leaves_a_name_on_both_sides(held_out: float, num_held_out: int) -> None:
-    assert len(split_by_name(["bella", "max", "luna"], held_out, seed=0)[1]) == num_held_out
-
-
-@pytest.mark.parametrize("held_out", [0, 1, -0.1, float("nan")])
-def test_split_rejects_a_fraction(held_out: float) -> None:
-    with pytest.raises(ValueError, match=r"held_out=.*: must be a fraction between 0 and 1"):
-        split_by_name(["bella", "max"], held_out, seed=0)
-
-
-def test_split_needs_two_names() -> None:
+def test_split_leaves_a_name_on_both_sides_and_needs_two_names_and_a_fraction() -> None:
+    for held_out, num_held_out in ((0.001, 1), (0.999, 2)):
+        assert len(split_by_name(["bella", "max", "luna"], held_out, seed=0)[1]) == num_held_out
+    for wrong in (0, 1, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=r"held_out=.*: must be a fraction between 0 and 1"):
+            split_by_name(["bella", "max"], wrong, seed=0)
     with pytest.raises(ValueError, match=r"needs two different names or more, and got \['max'\]"):
         split_by_name(["max", "max"], 0.5, seed=0)
 

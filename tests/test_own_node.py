@@ -44,12 +44,10 @@ def pod(mount_path: str) -> PodTemplate:
     "options",
     [
         {},
-        {"requests": Resources(cpu="8", mem="32Gi", gpu="4"), "accelerator": A100},
-        {"cache": True, "cache_version": "1", "cache_ignore_input_vars": ("epochs",), "retries": 2},
-        {"interruptible": True, "timeout": 600, "environment": {"A": "B"}},
+        {"requests": Resources(cpu="8", mem="32Gi", gpu="4"), "accelerator": A100, "environment": {"A": "B"}},
         {"pod_template": pod("/data")},
     ],
-    ids=["plain", "resources", "cache", "interruptible", "pod_template"],
+    ids=["plain", "resources", "pod_template"],
 )
 def test_it_is_an_ordinary_python_task_with_shared_memory(options: dict[str, Any]) -> None:
     made = template(SpawnDDP(nproc=4, gang=Gang(max_restarts=1), start_method="spawn"), **options)

@@ -70,14 +70,6 @@ def test_many_records_are_few_messages_and_none_grows_large(channel: tuple[Conne
     assert all(len(message) < reports.MAX_TOGETHER + len(one) for message in messages)
 
 
-def test_what_a_rank_reported_before_it_was_killed_arrives(channel: tuple[Connection, Connection]) -> None:
-    agents, ranks = channel
-    for step in range(10):
-        ranks.send_bytes(pickle.dumps(record(step)))
-    ranks.close()
-    assert opened(gathered_until_closed(agents)) == [record(step) for step in range(10)]
-
-
 def test_what_is_large_stays_alone_and_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
     large = pickle.dumps(Returned(b"x" * reports.MAX_TOGETHER))

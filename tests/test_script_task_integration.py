@@ -13,10 +13,6 @@ from typing import Any
 
 import fsspec
 import pytest
-from flyteidl.core import literals_pb2
-from flytekit import FlyteContextManager
-from flytekit.core import utils
-from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
 from processes import (
@@ -26,6 +22,7 @@ from processes import (
     nothing_left_behind,
     run_program,
 )
+from test_task_integration import execute
 
 TRAIN = """
     import argparse, json, os, sys
@@ -131,45 +128,19 @@ def test_a_file_that_the_script_has_not_left_ends_the_task_at_once(project: Path
     assert done.stderr.count("starting 2 ranks") == 1
 
 
-def prepared(
-    project: Path, folder: Path, task: str, inputs: Mapping[str, Any], *, raw: str = "raw"
-) -> list[str | Path]:
-    """Return the command of a task's container, with fast registration into a new folder."""
+def executed(
+    project: Path, folder: Path, task: str, inputs: Mapping[str, Any], env: Mapping[str, str], **how: Any
+) -> dict[str, Any]:
+    """Return the outputs of a task that is run by its container's command, with fast registration into a new folder."""
     (project / "asks.py").write_text(textwrap.dedent(ASKS))
     found = json.loads(run_program(["asks.py", task], cwd=project).stdout.splitlines()[-1])
     with tarfile.open(folder / "code.tar.gz", "w:gz") as archive:
         for file in found["files"]:
             archive.add(file, Path(file).relative_to(project))
     (folder / "root").mkdir()
-    ctx = FlyteContextManager.current_context()
-    types = {name: list[int] if isinstance(value, list) else type(value) for name, value in inputs.items()}
-    literals = TypeEngine.dict_to_literal_map(ctx, dict(inputs), types)
-    utils.write_proto_to_file(literals.to_flyte_idl(), str(folder / "inputs.pb"))
-    places = {
-        "{{.input}}": f"{folder}/inputs.pb",
-        "{{.outputPrefix}}": f"{folder}/outputs",
-        "{{.rawOutputDataPrefix}}": raw,
-        "{{.checkpointOutputPrefix}}": f"{folder}/checkpoint",
-        "{{.prevCheckpointPrefix}}": '""',
-    }
-    fast = ["--additional-distribution", folder / "code.tar.gz", "--dest-dir", folder / "root"]
-    return [SCRIPTS / "pyflyte-fast-execute", *fast, "--", *(places.get(word, word) for word in found["command"])]
-
-
-def outputs(folder: Path) -> dict[str, literals_pb2.Literal]:
-    """Return the outputs that a task has left."""
-    return dict(literals_pb2.LiteralMap.FromString((folder / "outputs/outputs.pb").read_bytes()).literals)
-
-
-def executed(
-    project: Path, folder: Path, task: str, inputs: Mapping[str, Any], env: Mapping[str, str], raw: str = "raw"
-) -> dict[str, literals_pb2.Literal]:
-    """Return the outputs of a task that is run by its container's command, in an empty folder."""
-    command = prepared(project, folder, task, inputs, raw=raw)
+    how |= {"archive": folder / "code.tar.gz", "words": found["command"], "env": env, "cluster": how.get("cluster")}
     with nothing_left_behind():
-        done = run_program(command, cwd=folder / "root", env=env)
-    assert (folder / "outputs/outputs.pb").exists(), done.stdout + done.stderr
-    return outputs(folder)
+        return execute(task, inputs, cwd=folder / "root", folder=folder, **how).outputs
 
 
 @pytest.mark.parametrize("task", ["on_dask", "on_node"])
@@ -181,11 +152,10 @@ def test_the_containers_command_fetches_the_data_once_and_uploads_the_model(
         file.write("Rex")
     inputs = {"epochs": 3, "data": FlyteFile("s3://tests/names.csv")}
     with contextlib.ExitStack() as stack:
-        env = {**s3, "FLYTE_INTERNAL_EXECUTION_ID": "f3a"}
+        address = None
         if task == "on_dask":
-            cluster = stack.enter_context(dask_cluster(tmp_path / "cluster", imported_ahead=TASKS_IMPORT))
-            env["DASK_SCHEDULER_ADDRESS"] = cluster.address
-        made = executed(project, tmp_path, task, inputs, env, raw="s3://tests/raw")
+            address = stack.enter_context(dask_cluster(tmp_path / "cluster", imported_ahead=TASKS_IMPORT)).address
+        made = executed(project, tmp_path, task, inputs, s3, raw="s3://tests/raw", cluster=address)
     assert made["model"].scalar.blob.uri.startswith("s3://tests/raw/")
     with fsspec.open(made["model"].scalar.blob.uri, **storage) as file:
         found = json.load(file)
@@ -197,7 +167,7 @@ def test_the_containers_command_fetches_the_data_once_and_uploads_the_model(
 
 def test_an_element_of_a_map_by_the_containers_command(project: Path, tmp_path: Path) -> None:
     env = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"}
-    made = executed(project, tmp_path, "mapped", {"epochs": [5, 7]}, env, raw=f"{tmp_path}/raw")
+    made = executed(project, tmp_path, "mapped", {"epochs": [5, 7]}, env)
     uri = made["model"].scalar.blob.uri
     assert uri.startswith(f"{tmp_path}/raw/")
     assert json.loads(Path(uri).read_text())["total"] == 77.0

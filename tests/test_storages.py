@@ -56,19 +56,6 @@ def test_a_tensor_arrives_as_it_was(make: Callable[[], torch.Tensor]) -> None:
     )
 
 
-def test_a_model_and_its_optimiser_arrive() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    optimiser = torch.optim.Adam(model.parameters())
-    model(torch.randn(8, 4)).sum().backward()
-    optimiser.step()
-    states = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "whole": model}
-    got = through(states)
-    assert all(torch.equal(got["model"][name], value) for name, value in model.state_dict().items())
-    model.load_state_dict(got["model"])
-    optimiser.load_state_dict(got["optimiser"])
-    assert torch.equal(got["whole"][0].weight, model[0].weight)
-
-
 def test_tensors_that_share_memory_share_it_afterwards_and_it_travels_once() -> None:
     whole = torch.zeros(1 << 16)
     file = io.BytesIO()

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,7 @@ def execute(
     module: str = "flows.training",
     meddle: Meddle | None = None,
     starts_anew: bool = False,
+    words: Sequence[str] = (),
 ) -> Attempt:
     """Run a task by the command that a backend starts in the job-runner's container.
 
@@ -137,19 +138,29 @@ def execute(
         module: Where the task is.
         meddle: Called with the process that runs; it is waited for afterwards.
         starts_anew: By an interpreter of its own, which sees `env` from its start.
+        words: The container's command as it is registered, of a task that is not in the sample project.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ctx = FlyteContextManager.current_context()
-    literals = TypeEngine.dict_to_literal_map(ctx, dict(inputs), {name: type(v) for name, v in inputs.items()})
+    types = {name: list[type(v[0])] if isinstance(v, list) else type(v) for name, v in inputs.items()}  # type: ignore[misc]
+    literals = TypeEngine.dict_to_literal_map(ctx, dict(inputs), types)
     utils.write_proto_to_file(literals.to_flyte_idl(), str(folder / "inputs.pb"))
     checkpoint = checkpoint or str(folder / "checkpoint")
-    command = [
-        *(str(SCRIPTS / "pyflyte-execute"), "--inputs", str(folder / "inputs.pb")),
-        *("--output-prefix", str(folder / "out"), "--raw-output-data-prefix", raw or str(folder / "raw")),
-        *("--checkpoint-path", checkpoint, "--prev-checkpoint", previous),
+    words = words or (
+        *("pyflyte-execute", "--inputs", "{{.input}}", "--output-prefix", "{{.outputPrefix}}"),
+        *("--raw-output-data-prefix", "{{.rawOutputDataPrefix}}", "--checkpoint-path", "{{.checkpointOutputPrefix}}"),
+        *("--prev-checkpoint", "{{.prevCheckpointPrefix}}"),
         *("--resolver", "flytekit.core.python_auto_container.default_task_resolver"),
         *("--", "task-module", module, "task-name", task),
-    ]
+    )
+    places = {
+        "{{.input}}": str(folder / "inputs.pb"),
+        "{{.outputPrefix}}": str(folder / "out"),
+        "{{.rawOutputDataPrefix}}": raw or str(folder / "raw"),
+        "{{.checkpointOutputPrefix}}": checkpoint,
+        "{{.prevCheckpointPrefix}}": previous,
+    }
+    command = [str(SCRIPTS / words[0]), *(places.get(word, word) for word in words[1:])]
     if archive is not None:
         fast = [str(SCRIPTS / "pyflyte-fast-execute"), "--additional-distribution", str(archive)]
         command = [*fast, "--dest-dir", str(cwd), "--", *command]
