@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,11 +149,3 @@ def test_bad_input_is_refused_before_ranks_start(tmp_path: Path, given: dict[str
         inputs["data_dir"] = FlyteDirectory(str(tmp_path))
     with pytest.raises((ValueError, FlyteUserRuntimeException), match=said):
         prepare(**inputs)
-
-
-def test_a_node_with_gpus_has_a_rank_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MNIST_GPUS", "4")
-    train = runpy.run_path(str(WORKFLOW), run_name="mnist_on_gpus")["train"]
-    assert train.task_config.nproc == "auto"
-    assert train.resources.requests.gpu == "4"
-    assert train.environment["MNIST_GPUS"] == "4"  # the pod reads it again

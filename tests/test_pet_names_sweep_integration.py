@@ -193,21 +193,15 @@ def test_a_training_that_fails_in_its_rank_fails_alone(client: Client, capsys: p
     assert len(sweeps.sweep_rows(outcomes)) == 1
 
 
-@pytest.mark.parametrize(
-    ("workflow", "training", "variable"),
-    [
-        ("pet_names", "train", "PET_NAMES_WORKERS"),
-        ("pet_names_sweep", "sweep", "PET_NAMES_SWEEP_WORKERS"),
-        ("pet_names_scaling", "scale", "PET_NAMES_SCALING_WORKERS"),
-    ],
-)
-def test_the_environment_says_how_many_workers_there_are(
-    monkeypatch: pytest.MonkeyPatch, workflow: str, training: str, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "16")
+TRAININGS = {"pet_names": "train", "pet_names_sweep": "sweep", "pet_names_scaling": "scale"}
+
+
+@pytest.mark.parametrize("workflow", TRAININGS)
+def test_the_environment_says_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch, workflow: str) -> None:
+    monkeypatch.setenv(variable := f"{workflow.upper()}_WORKERS", "16")
     found = runpy.run_path(str(REPOSITORY / "workflows" / f"{workflow}.py"), run_name=f"{workflow}_on_many_workers")
-    assert found[training].task_config.num_workers == 16
-    for task in (found[training], found["prepare"]):
+    assert found[TRAININGS[workflow]].task_config.num_workers == 16
+    for task in (found[TRAININGS[workflow]], found["prepare"]):
         assert task.environment[variable] == "16"  # the pods read it again
 
 

@@ -29,9 +29,7 @@ import runpy
 import sys
 import traceback
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.protocol import code
@@ -92,14 +90,6 @@ def double(settings):
     return Settings(2 * settings.width)
 
 
-def other_processes():
-    found = []
-    for method in ("spawn", "forkserver"):
-        with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
-            found += pool.map(double, [Settings(4)])
-    return found == [Settings(8), Settings(8)]
-
-
 def sources():
     return [inspect.getsource(each).partition(":")[0] for each in (double, Settings)]
 
@@ -157,7 +147,6 @@ if __name__ == "__main__":
         plain_pickle: (),
         class_of_an_argument: (Outer.Inner(),),
         class_in_a_file: (pickle.dumps(Unnamed()),),
-        other_processes: (),
         sources: (),
         namespace: (),
         command_line: (),
@@ -265,7 +254,6 @@ FOUND = {
     "plain_pickle": True,
     "class_of_an_argument": True,
     "class_in_a_file": "by name only",
-    "other_processes": True,
     "sources": ["def double(settings)", "@dataclass\nclass Settings"],
     "namespace": (True, False, "__main__", "train.py"),  # no line of the script's own part has run
     "command_line": (3.0, ["train.py", "--rate", "3"]),

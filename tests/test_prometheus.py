@@ -34,7 +34,7 @@ from flytekitplugins.daskpytorch import (
     dispatch,
 )
 from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from processes import until
 
 pytestmark = pytest.mark.timeout(200)
@@ -69,9 +69,7 @@ def begin(figures: GangFigures) -> None:
     nodes = [
         Node(worker=name, host=name, num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={}) for name in "ab"
     ]
-    place = {"local_rank": 0, "world_size": 2, "local_world_size": 1, "host_rank": 0, "gpu": None, "visible_gpus": ()}
-    places = [[Place(rank=rank, group_rank=rank, num_threads=1, **place)] for rank in (0, 1)]
-    figures.placed(Shape(name="train", backend="gloo", nodes=nodes, places=places))
+    figures.placed(Shape(name="train", backend="gloo", nodes=nodes, places=place_ranks(nodes, 1)))
 
 
 def happen(figures: GangFigures) -> None:

@@ -117,17 +117,6 @@ def test_where_no_copy_can_be_made_a_line_says_so(
     assert f"rank 0 cannot keep copies of its shards in Gang(shard_cache='{cache}')" in told
 
 
-def test_a_folder_that_cannot_be_made_costs_a_line_and_no_save(
-    stored: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_private(cache / OWN_FOLDER)
-    (cache / OWN_FOLDER / "step-1").write_text("a file, where a folder should be")
-    assert_all_is_stored(stored, cache)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "rank 0 cannot keep copies of its shards" in told
-
-
 def test_a_disk_that_is_full_gets_its_space_back(stored: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = cache / OWN_FOLDER / "step-1" / "0-0-nonce" / "__0_0.distcp"
     make_private(copy.parent)

@@ -58,17 +58,6 @@ def descend(experiment: Experiment) -> float:
     return experiment.loss(NUM_EPOCHS)
 
 
-def log_until(path: str) -> str:
-    """One record; then one more for each file, until there is the last."""
-    rank = current_rank()
-    rank.log({"epoch": 0, "loss": 1.0, "note": "begun", "odd": object()}, step=0)
-    for step in (1, 2):
-        while not Path(f"{path}-{step}").exists():
-            time.sleep(0.01)
-        rank.log({"epoch": step, "loss": 1.0 / step}, step=step)
-    return path
-
-
 def follow(plan: dict[str, Any]) -> float:
     """Some epochs, the first after there is one file, the second after there is another; then success or failure."""
     for epoch in range(1, plan["epochs"] + 1):
@@ -120,27 +109,6 @@ def test_the_best_is_trained_to_its_end_and_the_hopeless_are_not(
     assert f"8 of 8 models have ended: {8 - len(stopped)} finished, {len(stopped)} stopped early\n" in text
     assert text.count("was stopped early, after epoch") == len(stopped)
     assert "failed" not in text
-
-
-def test_records_grow_while_a_model_trains_and_a_metric_that_is_not_among_them_is_named(
-    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = str(tmp_path / "model")
-    models = dispatch.map(client, log_until, [path], stop_early=EarlyStopping(metric="accuracy"))
-    (model,) = models
-    assert (model.index, model.experiment) == (0, path)
-    for step in (0, 1, 2):
-        until(lambda step=step: len(model.records) == step + 1, "the next record")  # type: ignore[misc]
-        assert not model.done() or step == 2
-        Path(f"{path}-{step + 1}").touch()
-    assert models.result() == [path]
-    assert [record.step for record in model.records] == [0, 1, 2]
-    assert model.records[0].metrics == {"epoch": 0, "loss": 1.0, "note": "begun"}
-    model.records.clear()  # a copy
-    assert len(model.records) == 3
-    text = capfd.readouterr().err
-    assert text.count("no record so far had both 'epoch' and 'accuracy'") == 1
-    assert "logged were: epoch, loss, note" in text
 
 
 def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client: Client, tmp_path: Path) -> None:

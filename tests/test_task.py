@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from flytekit import ContainerTask, Deck, Documentation, PodTemplate, Resources, Secret, dynamic, eager, task
+from flytekit import Deck, Documentation, PodTemplate, Resources, Secret, dynamic, task
 from flytekit.configuration import DataConfig, Image, ImageConfig, SerializationSettings
 from flytekit.core.base_task import TaskMetadata
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
@@ -26,7 +26,6 @@ from flytekit.core.utils import ClassDecorator
 from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.extras.accelerators import A100
-from flytekit.extras.tasks.shell import ShellTask
 from flytekit.interactive import vscode
 from flytekit.models.literals import LiteralMap
 from flytekit.models.task import TaskTemplate
@@ -238,20 +237,6 @@ def test_a_notebook_task_that_would_train_in_no_rank_is_refused_when_it_is_defin
         plugin_class(task_config=config, task_function=_dummy_task_func, metadata=TaskMetadata())
     _dummy_task_func.__module__ = __name__
     plugin_class(task_config=config, task_function=_dummy_task_func)  # a user's, whatever its name
-
-
-@pytest.mark.parametrize("config", [DaskDDP(), SpawnDDP(nproc=2), DaskCluster()])
-def test_flytekits_other_tasks_refuse_the_configs_by_themselves(config: Any) -> None:
-    async def waits() -> None: ...
-
-    with pytest.raises(ValueError, match="TaskConfig"):
-        ShellTask(name="shell", script="true", task_config=config)
-    with pytest.raises(TypeError, match="task_config"):
-        ContainerTask(name="container", image="image", command=["true"], task_config=config)
-    with pytest.raises(TypeError, match="task_config"):
-        eager(task_config=config)(waits)
-    with pytest.raises(AssertionError, match="async"):
-        task(task_config=config)(waits)
 
 
 class Linked(ClassDecorator):

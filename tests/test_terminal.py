@@ -257,7 +257,8 @@ RECORDS = any_records.records(ODD_NAMES)
 @example(records=[record(0, **dict.fromkeys([*ODD_NAMES, "loss"], 1.0)), record(0, loss=1.0, note="x" * 100_000)])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=200, highlight=False, color_system=None)
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200, highlight=False, color_system=None)
     board = Board(console)
     for observer in (ProgressDisplay(board), Display(board, "model 0", "model 0, ")):
         observer.placed(SHAPE)
@@ -268,6 +269,7 @@ def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> N
                 console.print(board.bars)  # as its thread does
         finally:
             observer.ended(None)
+    assert "\x1b[2J" not in text.getvalue()  # of a name, which would clear the screen
 
 
 @settings(max_examples=50, deadline=None)
