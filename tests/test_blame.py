@@ -2,92 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
 import signal
 import socket
-import threading
 import traceback
-from bdb import BdbQuit
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from flytekit.exceptions.user import FlyteRecoverableException
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.protocol.failure import (
-    MAX_PICKLED,
-    MAX_TEXT,
     Failure,
     RankExit,
     is_of_watchdog,
 )
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
-
-
-class PlainError(Exception):
-    """One that pickles."""
-
-
-class LockedError(Exception):
-    """One that does not pickle."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class LockedValueError(ValueError):
-    """A subclass of a builtin that does not pickle."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class CodedError(Exception):
-    """One whose `__init__` needs more than what `args` holds."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{text} ({code})")
-
-
-class MuteError(Exception):
-    """One that cannot even say what it is."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-class PanicError(BaseException):
-    """As extensions written in Rust raise."""
-
-
-def panic() -> None:
-    """Raise such an error."""
-    raise PanicError
-
-
-class Panics:
-    """Pickles, and cannot be unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return panic, ()
-
-
-class PanickingError(Exception):
-    """One whose every use panics."""
-
-    def __str__(self) -> str:
-        raise PanicError
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise PanicError
+from test_failure import LockedError, PlainError, failure
 
 
 def raised_in(path: str, error: Exception, *, by: str = "/usr/lib/site-packages/a_client.py") -> Failure:
@@ -104,23 +38,6 @@ def raised_in(path: str, error: Exception, *, by: str = "/usr/lib/site-packages/
 
 class DistBackendError(RuntimeError):
     """Named as torch names what a rank raises when its peer has gone."""
-
-
-def failure(error: BaseException, time: float = 0.0, position: tuple[int | None, int | None] = (None, None)) -> Failure:
-    """The record of an exception that was really raised, as a rank makes it."""
-    try:
-        _call_in_rank(error)
-    except BaseException as caught:
-        return Failure.of(caught, time, position)
-    raise AssertionError
-
-
-def _call_in_rank(error: BaseException) -> None:
-    _users_function(error)
-
-
-def _users_function(error: BaseException) -> None:
-    raise error
 
 
 def rank_exit(
@@ -373,107 +290,6 @@ def test_position_is_where_the_exception_was_raised_or_else_the_newest_step() ->
     assert raised.position == (5, 2)
     assert rank_exit(0, None, step=7).position == (7, None)
     assert rank_exit(0, None).position == (None, None)
-
-
-# ---- The records ----------------------------------------------------------------------------------------------------
-
-
-def test_failure_keeps_type_text_and_a_traceback_from_the_users_function_on() -> None:
-    record = failure(PlainError("bad"), time=12.5)
-    assert (record.type_name, record.message, record.time) == ("PlainError", "bad", 12.5)
-    assert record.traceback.startswith("Traceback (most recent call last)")
-    assert "in _users_function" in record.traceback
-    assert record.traceback.rstrip().endswith("PlainError: bad")
-    assert "in failure" not in record.traceback  # the rank's own frame
-
-
-# ---- Exceptions made again in the driver ----------------------------------------------------------------------------
-
-
-def with_lock(error: Exception) -> Exception:
-    """An error whose pickle is useless."""
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (PlainError("a", 2), PlainError),
-        (CodedError(3, "x"), CodedError),
-        (KeyError("name"), KeyError),
-        (FlyteRecoverableException("again"), FlyteRecoverableException),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError),
-        (with_lock(ValueError("bad")), ValueError),  # by its name
-        (with_lock(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")), None),  # which needs more than a text
-        (LockedError("x"), None),
-        (LockedValueError("x"), None),
-        *((error, None) for error in (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError())),
-    ],
-)
-def test_exception_is_rebuilt_in_its_own_type_unless_it_cannot_be_or_would_end_the_driver(
-    error: BaseException, kind: type[Exception] | None
-) -> None:
-    rebuilt = failure(error).rebuilt()
-    assert rebuilt is not error
-    assert type(rebuilt) is (kind or type(None))
-    assert rebuilt is None or rebuilt.args == error.args
-
-
-@pytest.mark.parametrize("pickled", [b"garbage", pickle.dumps(Panics())])
-def test_pickle_that_does_not_open_here_falls_back_to_the_builtin_of_that_name(pickled: bytes) -> None:
-    assert type(replace(failure(ValueError("bad")), pickled=pickled).rebuilt()) is ValueError
-    assert replace(failure(LockedError("x")), pickled=pickled).rebuilt() is None
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (StopIteration(), "a rank's function raised StopIteration"),
-        (StopIteration("the batch"), "a rank's function raised StopIteration: the batch"),
-        (StopAsyncIteration(), "a rank's function raised StopAsyncIteration"),
-        (CancelledError(), "a rank's function raised CancelledError"),
-        (BdbQuit(), "a rank's function raised BdbQuit"),
-    ],
-)
-def test_what_ends_a_catchers_loop_without_an_error_is_rebuilt_as_a_runtime_error(error: Exception, said: str) -> None:
-    rebuilt = failure(error).rebuilt()
-    assert type(rebuilt) is RuntimeError
-    assert str(rebuilt) == said
-    assert type(rebuilt.__cause__) is type(error)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (MuteError(), "<exception str() failed>"),
-        (PanickingError(), "<exception str() failed>"),
-        (SystemExit(None), "exit code 0"),
-        (SystemExit(3), "exit code 3"),
-        (SystemExit(True), "exit code 1"),
-        (SystemExit("no such file"), "exit code 1 (no such file)"),
-    ],
-)
-def test_exit_says_its_code_and_exception_without_a_text_can_be_recorded(error: BaseException, message: str) -> None:
-    record = failure(error)
-    assert record.message == message
-    assert "in _users_function" in record.traceback
-
-
-def test_of_an_endless_message_both_ends_are_kept() -> None:
-    record = failure(ValueError("it began " + "x" * 10 * MAX_TEXT + " so it ended"))
-    for text in (record.message, record.traceback.rstrip()):
-        assert len(text) < MAX_TEXT + 100
-        assert "it began" in text
-        assert "characters left out" in text
-        assert text.endswith("so it ended")
-
-
-def test_an_exception_that_holds_too_much_goes_as_text() -> None:
-    error = PlainError("bad batch")
-    error.batch = b"x" * MAX_PICKLED  # type: ignore[attr-defined]
-    assert failure(error).pickled is None
-    assert failure(error).message == "bad batch"
 
 
 # ---- The error_of ----------------------------------------------------------------------------------------------------

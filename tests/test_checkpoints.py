@@ -90,6 +90,14 @@ def flip_a_byte(path: Path) -> None:
 # ---- Keeping --------------------------------------------------------------------------------------------------------
 
 
+def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Vault, agent: Path, folder: Path) -> None:
+    first, second = write(agent, 1, size=100), write(agent, 2, size=100)
+    for file in (first, second, *[first] * NUM_KEPT):
+        upload(checkpoints, agent, file)
+    assert checkpoints.newest() == first
+    assert names(folder) == sorted([first.name, second.name])
+
+
 # ---- The best --------------------------------------------------------------------------------------------------------
 
 BEST = Keep(last=1, best=1, metric="loss")
