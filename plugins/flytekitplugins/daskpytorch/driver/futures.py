@@ -46,7 +46,7 @@ class GangFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the rank's return value, or raise the rank's error. Raise `TimeoutError` after `timeout` seconds."""
-        __tracebackhide__ = True
+        __tracebackhide__ = True  # notebooks and pytest leave the frame out of tracebacks
         self._wait(timeout)
         return super().result(None if timeout is None else 0)
 

@@ -100,7 +100,6 @@ def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
     Yields:
         A function that returns True if Ctrl-C was pressed.
     """
-    __tracebackhide__ = True  # notebooks and pytest leave the frame out of tracebacks
     pressed: list[Any] = []
     is_main = threading.current_thread() is threading.main_thread()
     if end is None or not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
