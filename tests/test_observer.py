@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObserver
 from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -36,6 +37,13 @@ class Broken(Steady):
         raise OSError(28, "No space left on device")
 
 
+class Choosy(Observer):
+    """Wants no more after the first record."""
+
+    def logged(self, record: LogRecord) -> None:
+        raise StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+
+
 def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
     broken, steady = Broken(), Steady()
     observers = Observers([broken, steady])
@@ -51,6 +59,15 @@ def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: 
     [record] = caplog.records
     assert told in record.getMessage()
     assert record.exc_info is not None
+
+
+def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> None:
+    choosy, steady = Choosy(), Steady()
+    observers = Observers([choosy, steady])
+    for _ in range(2):
+        observers.tell("logged", RECORD)
+        assert isinstance(observers.stopped_early, StoppedEarlyError)
+    assert steady.steps == [1, 1]
 
 
 # ---- In rank 0

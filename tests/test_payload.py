@@ -189,6 +189,11 @@ def test_any_mixture_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFacto
     assert list(folder.iterdir()) == []
 
 
+def test_what_is_small_makes_no_file(tmp_path: Path) -> None:
+    small, pieces = sent(tmp_path, b"s" * (SMALL_SIZE - 100))
+    assert (pickle.loads(small or b""), pieces) == (b"s" * (SMALL_SIZE - 100), [])
+
+
 def test_an_array_is_the_files_memory_at_the_start_of_a_page_and_may_be_written_to(tmp_path: Path) -> None:
     value = ["before", np.ones(LARGE, dtype=np.uint8), b"between" * SMALL_SIZE, np.zeros(LARGE, dtype=np.uint8)]
     _, [piece] = sent(tmp_path, value)
