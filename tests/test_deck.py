@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
@@ -369,6 +369,17 @@ def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
     page = body(recorder)
     assert events(page) == ["rank 1 raised"]
     assert "Traceback (most recent call last):\nValueError" in page
+    recorder.noted("train: rank 1 raised\n" + "".join(f"line {number}\n" for number in range(1_000)))
+    assert re.search(r"…\nline \d+\n(line \d+\n)+line 999<", body(recorder))
+
+
+def test_hints_have_a_section_of_their_own() -> None:
+    recorder = Recorder()
+    hint = f"rank 1 is slow: {'the gang waits for it ' * 20}at the end"
+    Observers([recorder], name="m.train", hints=True).hint("slow rank 1", hint)
+    page = body(recorder)
+    assert page.index("<h2>Hints</h2>") < page.index(hint) < page.index("What happened")
+    assert "Hints" not in body(Recorder())
 
 
 # ---- Fast, who, with what, where

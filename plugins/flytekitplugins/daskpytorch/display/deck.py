@@ -112,6 +112,7 @@ def _pieces_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str
         *_how_it_goes(story),
         *_learning(story),
         *_speed(story),
+        *([report.section("Hints", report.card("", *map(report.text, story.hints)))] if story.hints else []),
         report.section("What happened", report.timeline(story.spans, story.events)),
         *_who(story.shape),
         *_with_what(inputs),

@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.observer import HINT_END, Observer, Shape
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
 from flytekitplugins.daskpytorch.report.chart import Points
@@ -54,6 +54,7 @@ class Story(Observer):
     speeds: dict[int, Pace] = field(default_factory=dict)
     """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
     goodput: Goodput | None = None
+    hints: list[str] = field(default_factory=list)
     checkpoints: Sequence[SavedCheckpoint] = ()
     stays: bool = False
     """True for a gang that stays, which is idle between its calls."""
@@ -221,6 +222,8 @@ class Story(Observer):
         words = text.partition(": ")[2] or text
         if words.startswith("going on from ") or (self.restarts and words.startswith(self.restarts[-1][1])):
             return
+        if words.endswith(HINT_END):
+            self.hints.append(words.removesuffix(HINT_END).rstrip())
         self._tell(words)
 
     def ended(self, error: BaseException | None) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+HINT_END = "(A hint, given once; Gang(hints=False) for none.)"
+"""End of each hint's text, by which the Deck finds hints among the notes."""
 NOTICE_INTERVAL = 10.0
 """Minimum number of seconds between two reminders to the user that the gang waits."""
 
@@ -303,7 +305,7 @@ class Observers:
         """Send observers a hint for the user, once for each kind, unless `Gang(hints=False)`."""
         if self._hints and kind not in self._hints_given:
             self._hints_given.add(kind)
-            self.note(f"{text} (A hint, given once; Gang(hints=False) for none.)")
+            self.note(f"{text} {HINT_END}")
 
     def for_rank(self) -> list[bytes]:
         """Return the pickled factories of the driver's observers for their `RankObserver` in rank 0."""

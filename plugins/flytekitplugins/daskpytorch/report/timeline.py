@@ -129,13 +129,21 @@ def _events(events: Sequence[Event], start: float) -> str:
             "+" + duration(event.time - start),
             element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
             + text_of(one_line(event.text, MAX_TEXT))
-            + (element("span", text_of(event.detail[-MAX_DETAIL:]), "dpt-soft") if event.detail else ""),
+            + (element("span", text_of(_end_of(event.detail)), "dpt-soft") if event.detail else ""),
         ]
         for event in _ends(events)
     ]
     if (left_out := len(events) - len(rows)) > 0:
         rows.insert(MAX_EVENTS // 2, ["", f"… {left_out:,} more …"])
     return cells_table(["after", "what happened"], rows, "dpt-events") if rows else ""
+
+
+def _end_of(detail: str) -> str:
+    """Return the last whole lines of a long detail, and the last characters of a single long line."""
+    if len(detail) <= MAX_DETAIL:
+        return detail
+    _, _, rest = detail[-MAX_DETAIL:].partition("\n")
+    return f"…\n{rest}" if rest else f"…{detail[-MAX_DETAIL:]}"
 
 
 def _ends(events: Sequence[Event]) -> Sequence[Event]:
