@@ -9,6 +9,7 @@ import json
 import math
 import signal
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Entered, Held, Hint, Located, Remembered, Wanted
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -274,6 +275,23 @@ def test_a_hint_is_given_once(gang_of: MakeWorld) -> None:
         "rank 0 logged loss=nan at step 3.",
         "rank 1 has returned alone.",
     ]
+
+
+def test_a_slow_rank_is_hinted_at_once_whichever_rank_reports_last(
+    gang_of: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes 50 ms late to each collective, and the ranks report in turns."""
+    world = gang_of()
+    monkeypatch.setattr(time, "time", lambda: 1_000.0)
+    for window in range(8):
+        numbers = range(20 * window, 20 * window + 20)
+        for rank in (0, 1) if window % 2 else (1, 0):
+            times = {number: 100 + number / 10 + rank / 20 for number in numbers}
+            how = {"window": window, "time": 1_000.0, "num_steps": window, "data": 0.0, "line": ""}
+            report = Entered(times=times, is_partial=False, **how)  # type: ignore[arg-type]
+            world.report(world.agent((W1, W2)[rank]), rank, report)
+    [note] = [note for note in world.watcher.notes if "A hint" in note]
+    assert "rank 1 " in note
 
 
 # ---- Being told to end ----------------------------------------------------------------------------------------------

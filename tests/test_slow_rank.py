@@ -56,7 +56,7 @@ def told(
     reports: Iterable[tuple[int, Entered, float]], hosts: str = "aaa", gpus: Mapping[int, str] | None = None
 ) -> list[str]:
     watch = SlowRankWatch(dict(enumerate(hosts)), gpus)
-    return [text for rank, report, at in reports if (text := watch.hear(rank, report, at)) is not None]
+    return [found[1] for rank, report, at in reports if (found := watch.hear(rank, report, at)) is not None]
 
 
 def slow(seconds: float) -> Lateness:

@@ -83,8 +83,8 @@ class SlowRankWatch:
         """Number of the newest collective that was judged."""
         self._windows: deque[tuple[_Window, Mapping[int, Entered]]] = deque(maxlen=NUM_WINDOWS)
 
-    def hear(self, rank: int, entered: Entered, arrived_at: float) -> str | None:
-        """Note a rank's report. Return a text about the slow rank, if the report completes the proof.
+    def hear(self, rank: int, entered: Entered, arrived_at: float) -> tuple[int, str] | None:
+        """Note a rank's report. Return the slow rank and a text about it, if the report completes the proof.
 
         Args:
             rank: The reporting rank.
@@ -138,7 +138,7 @@ class SlowRankWatch:
             ends_at = max(ends_at, row[last])
         return _Window(max(rows[-1].values()) - min(rows[0].values()), len(numbers), waits, lateness, clocks)
 
-    def _verdict(self) -> str | None:
+    def _verdict(self) -> tuple[int, str] | None:
         windows = [window for window, _ in self._windows]
         rank, *others = {window.guilty(self._least) for window in windows}
         if rank is None or others or len(windows) < NUM_WINDOWS:
@@ -149,7 +149,7 @@ class SlowRankWatch:
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
         place = f"{self._hosts[rank]}, GPU {self._gpus[rank]}" if rank in self._gpus else self._hosts[rank]
         doing = "".join(f" {each}." for each in self._doings(rank))
-        return (
+        return rank, (
             f"rank {rank} ({place}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
             f"the others, and the gang waits {100 * share:.0f} % of its time for it.{doing}"
         )

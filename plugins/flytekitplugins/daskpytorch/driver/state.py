@@ -307,7 +307,8 @@ class GangState:
                 self.observers.note(f"rank {rank} {text}")
             case reports.Entered():
                 if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
-                    self.observers.hint(f"slow rank {rank}", found)
+                    slow, about = found  # any rank's report may complete the proof
+                    self.observers.hint(f"slow rank {slow}", about)
 
     def _note_located(self, attempt: Attempt, rank: int, located: reports.Located) -> None:
         attempt.note_located(rank, located)
