@@ -1,4 +1,4 @@
-"""The driver's list of agents: orders to them, workers that are asked again, and the loss of the scheduler.
+"""The driver's list of agents: workers that are asked again, and the loss of the scheduler.
 
 What follows from agents that come, go and fall silent is in `test_brain`.
 """
