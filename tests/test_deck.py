@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -371,6 +372,18 @@ def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
     assert "Traceback (most recent call last):\nValueError" in page
     recorder.noted("train: rank 1 raised\n" + "".join(f"line {number}\n" for number in range(1_000)))
     assert re.search(r"…\nline \d+\n(line \d+\n)+line 999<", body(recorder))
+
+
+def test_an_evaluation_belongs_to_the_epoch_of_its_step() -> None:
+    """The metrics of each epoch's checkpoint arrive in the next epoch."""
+    recorder = Recorder()
+    for epoch in (1, 2, 3):
+        recorder.logged(record(10 * epoch, epoch=epoch, loss=1 / epoch))
+        if epoch > 1:
+            recorder.logged(replace(record(10 * epoch - 10, eval_loss=2.0 / epoch), is_evaluation=True))
+    [of_epochs] = [data for data in chart_data(body(recorder)) if data["x_label"] == "epoch"]
+    assert [(line["name"], line["x"]) for line in of_epochs["lines"]] == [("eval_loss", [1, 2])]
+    assert figures(body(recorder))["epoch"] == "3"
 
 
 def test_hints_have_a_section_of_their_own() -> None:

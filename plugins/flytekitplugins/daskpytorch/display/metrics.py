@@ -55,11 +55,21 @@ class Metrics:
     _epoch_at: Curve = field(default_factory=Curve)
     """Curve of the logged epoch over steps."""
 
-    def take(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a record's metrics to the curves, except values that cannot be drawn, such as NaN."""
-        if (epoch := numbers.get("epoch")) is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
-            self._epoch_at.add((step, float(step), epoch))
-        self.epoch = epoch = numbers.get("epoch", self.epoch)
+    def take(self, step: int, numbers: Mapping[str, float], *, is_evaluation: bool = False) -> None:
+        """Add a record's metrics to the curves, except values that cannot be drawn, such as NaN.
+
+        Args:
+            step: Step of the record.
+            numbers: Metrics by name.
+            is_evaluation: True for a late record of an evaluation, which belongs to the epoch of its step.
+        """
+        epoch = numbers.get("epoch")
+        if is_evaluation:
+            epoch = self.epoch_at(step) if epoch is None else epoch
+        else:
+            if epoch is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
+                self._epoch_at.add((step, float(step), epoch))
+            self.epoch = epoch = numbers.get("epoch", self.epoch)
         sums_up = any(map(is_held_out, numbers))
         curves = self._sums if sums_up else self._steps
         x = float(step) if not sums_up else epoch if epoch is not None and abs(epoch) <= MAX_VALUE else math.nan

@@ -148,7 +148,7 @@ class Story(Observer):
         """Record the metrics of rank 0's log record."""
         record = record.bare()
         numbers = record.numbers
-        self.metrics.take(record.step, numbers)
+        self.metrics.take(record.step, numbers, is_evaluation=record.is_evaluation)
         if not record.is_evaluation:
             self.record = record
             self._measure(record)
