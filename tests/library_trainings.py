@@ -51,6 +51,34 @@ def note_metrics(folder: str) -> None:
         Path(folder, "best").write_text(json.dumps([checkpoint.loaded.step, dict(checkpoint.loaded.metrics)]))
 
 
+def evaluated_by_lightning() -> dict[str, float]:
+    """The loss of a checkpoint of `by_lightning` over all samples."""
+    from flytekitplugins.daskpytorch.lightning import GangCallback
+
+    gang = GangCallback()  # holds the files
+    assert gang.ckpt_path is not None
+    weights = torch.load(gang.ckpt_path, weights_only=False)["state_dict"]
+    model = library_examples.network()
+    model.load_state_dict({name.removeprefix("network.0."): value for name, value in weights.items()})
+    with torch.no_grad():
+        losses = [float(library_examples.loss_of(model.eval(), batch)) for batch in loader()]
+    return {"loss_beside": sum(losses) / len(losses)}
+
+
+def evaluated_by_transformers() -> dict[str, float]:
+    """The loss of a checkpoint of `by_transformers` over all samples."""
+    from transformers import GPT2LMHeadModel
+
+    from flytekitplugins.daskpytorch.transformers import GangCallback
+
+    gang = GangCallback()  # holds the files
+    assert gang.resume_from_checkpoint is not None
+    texts = library_examples.texts(NUM_SAMPLES)
+    batch = {name: torch.stack([text[name] for text in texts]) for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        return {"loss_beside": float(GPT2LMHeadModel.from_pretrained(gang.resume_from_checkpoint).eval()(**batch).loss)}
+
+
 def by_lightning(folder: str, breaks_at: int | None = None, epochs: int = 3) -> dict[str, torch.Tensor]:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -165,6 +193,10 @@ def loader(**options: Any) -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples), batch_size=2, **options)
 
 
+EVALUATIONS: dict[str, Callable[[], dict[str, float]]] = {
+    "lightning": evaluated_by_lightning,
+    "transformers": evaluated_by_transformers,
+}
 TRAININGS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "lightning": by_lightning,
     "transformers": by_transformers,

@@ -27,6 +27,7 @@ import library_trainings
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import (
     DaskDDP,
+    Evaluate,
     Gang,
     Goodput,
     Keep,
@@ -228,6 +229,24 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
     spent = logged.goodput
     assert min(spent.stepping, spent.data, spent.evaluation, spent.saving, spent.lost) > 0
     assert names >= {"lightning": {"epoch", "own_loss", "validated"}, "transformers": {"epoch", "grad_norm"}}[library]
+
+
+@pytest.mark.parametrize("library", library_trainings.TRAININGS)
+def test_an_evaluation_beside_the_training_finds_the_trainers_own_values(
+    library: str, worker: Client, tmp_path: Path
+) -> None:
+    pytest.importorskip(library) if find_spec(library) is None else None
+    own = {"lightning": "validated", "transformers": "eval_loss"}[library]
+    evaluate = Evaluate(library_trainings.EVALUATIONS[library], workers=0)
+    gang = replace(TWO_RANKS, evaluate=evaluate, keep=Keep(best=1, metric="loss_beside"), **ONCE)
+    futures = dispatch.run(worker, library_trainings.TRAININGS[library], str(tmp_path), gang=gang)
+    futures.result()
+    validated = {record.step: record.numbers[own] for record in futures.records if own in record.numbers}
+    beside = {record.step: record.numbers["loss_beside"] for record in futures.records if record.is_evaluation}
+    assert 12 in beside
+    assert {step: pytest.approx(validated[step], abs=1e-3) for step in beside} == beside
+    assert futures.best_checkpoint is not None
+    assert futures.best_checkpoint.step == min(beside, key=beside.__getitem__)
 
 
 @pytest.mark.parametrize("library", library_trainings.TRAININGS)
