@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.server
+import math
 import os
 import re
 import subprocess
@@ -404,6 +405,31 @@ def test_run_says_in_its_summary_why_it_was_stopped_early_and_where_the_time_wen
     goodput = run["summary"]["goodput"]
     assert [goodput[name] for name in ("share", "total", "stepping", "lost")] == [0.8, 10.0, 8.0, 2.0]
     assert run["history"][0]["loss"] == 3.0
+
+
+def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unwatched = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.watch(model, log_freq=2)
+    for step in range(1, 5):
+        model(torch.ones(4, 3)).sum().backward()
+        if step == 4:
+            model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
+        optimizer.step()
+        unwatched.step()
+        if step != 2:
+            tracker.logged(record(step, loss=1.0))
+    tracker.close(0)
+    rows = {row["step"]: row for row in run_in(tmp_path)["history"]}
+    histograms = {step: {name for name, value in row.items() if value == "histogram"} for step, row in rows.items()}
+    names = {f"gradients/{layer}.{part}._type" for layer in "01" for part in ("weight", "bias")}
+    assert histograms == {1: set(), 3: names, 4: names}  # in step 3 those of step 2
+    counts, bins = (rows[4][f"gradients/0.weight.{part}"] for part in ("values", "bins"))
+    assert (sum(counts), len(counts), len(bins)) == (5, 64, 65)  # the finite ones
 
 
 def test_histograms_and_pictures_are_wandbs_own(tmp_path: Path) -> None:
