@@ -400,6 +400,7 @@ def test_run_says_in_its_summary_why_it_was_stopped_early_and_where_the_time_wen
     tracker.logged(record(0, loss=3.0))
     tracker.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
     tracker.close(0, "others were better")
+    tracker.close(1)  # only the first end counts
     run = run_in(tmp_path)
     assert (run["exit_code"], run["summary"]["stopped_early"]) == (0, "others were better")
     goodput = run["summary"]["goodput"]
