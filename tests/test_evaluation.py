@@ -165,6 +165,15 @@ def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> No
     assert "0 of 2 checkpoints evaluated; 2 failed" in world.watcher.notes[-1]
 
 
+def test_after_the_loss_of_a_worker_the_next_waits_until_the_scheduler_has_noticed(world_of: MakeWorld) -> None:
+    world = world_of()
+    save(world, 1, 2)
+    world.end_evaluation(WorkerLostError("worker tcp://10.0.0.9:1 was lost"))
+    assert steps(world) == [1]
+    world.wait(3.0)
+    assert steps(world) == [1, 2]
+
+
 def test_a_failure_that_returns_is_told_without_its_traceback(world_of: MakeWorld) -> None:
     world = world_of()
     save(world, 1, 2)
