@@ -163,7 +163,7 @@ def wait_for_the_end(*_: object) -> None:
 def test_a_worker_that_ends_while_its_agent_starts_may_come_back(
     made: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents_on_dask, "_serve", wait_for_the_end)
+    monkeypatch.setattr(agents_on_dask, "serve", wait_for_the_end)
     made.scheduler.allowed_failures = 0  # as Flyte's backend has it
     told: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
     with Client(made) as client:

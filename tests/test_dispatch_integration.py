@@ -27,6 +27,7 @@ from flytekitplugins.daskpytorch import (
     results,
 )
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
+from flytekitplugins.daskpytorch.dask import on_worker
 from flytekitplugins.daskpytorch.driver import brain
 from processes import (
     PRELOAD,
@@ -299,7 +300,7 @@ def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local:
         worker = local.workers[0]
         worker.loop.add_callback(free.wait, 60)
-        with dask_agents._close_signal(worker):
+        with on_worker._close_signal(worker):
             pass
         assert not free.is_set()
         free.set()
@@ -309,11 +310,11 @@ def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
 def test_a_worker_whose_python_is_ending_says_nothing_of_an_agent_that_it_cannot_wait_for() -> None:
     """As at a second Ctrl-C: there are no more threads to wait in."""
 
-    async def close_late(leaving: dask_agents._CloseSignal) -> None:
+    async def close_late(leaving: on_worker._CloseSignal) -> None:
         await asyncio.get_running_loop().shutdown_default_executor()
         await leaving.teardown(None)  # type: ignore[arg-type]
 
-    with contextlib.closing(dask_agents._CloseSignal()) as leaving:
+    with contextlib.closing(on_worker._CloseSignal()) as leaving:
         asyncio.run(close_late(leaving))
         assert os.read(leaving.readable, 8) == b"."
 
