@@ -6,9 +6,7 @@ name needs: flytekit, Dask or torch. The first use of a task config registers th
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process import log, streams
@@ -24,8 +22,28 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flytekitplugins.daskpytorch.flyte.script import ScriptTask as ScriptTask
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
 
-_IMPORTS = ast.parse(Path(__file__).with_name("public.py").read_text()).body
-HOMES = {each.name: str(line.module) for line in _IMPORTS if isinstance(line, ast.ImportFrom) for each in line.names}
+_NAMES_IN = {
+    "context": ("RankContext", "current_rank"),
+    "dask.cluster": ("current_client",),
+    "display.mlflow": ("MLflow",),
+    "display.open_telemetry": ("OpenTelemetry",),
+    "display.prometheus": ("Prometheus",),
+    "display.tensorboard": ("TensorBoard",),
+    "evaluation": ("Evaluate",),
+    "errors": (
+        *("GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"),
+    ),
+    "media": ("Histogram", "Picture"),
+    "protocol.host": ("url_to_fs",),
+    "protocol.script": ("run_module", "run_script"),
+    "protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
+    "rank.checkpoint_files": ("export_safetensors",),
+    "records": ("Goodput", "LogRecord", "RankUsage", "SavedCheckpoint"),
+    "settings": ("Gang", "Keep", "Profile", "Wandb"),
+    "sweep.settings": ("EarlyStopping", "Search"),
+    "task.inputs": ("StrictInputs",),
+}
+HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES_IN.items() for name in names}
 """Name of the module that defines each public name. The module is imported when the name is first used."""
 _OF_FLYTE_IN = {
     "config": ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"),
