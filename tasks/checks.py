@@ -47,7 +47,7 @@ USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {
     "log_interval": (lambda value: is_whole(value, 1), COUNT),
     "checkpoint_interval": (lambda value: is_whole(value, 0), "a whole number from 0 up"),
     "learning_rate": (lambda value: is_between(value, 0, math.inf), "a finite number above 0"),
-    "momentum": (lambda value: value == 0 or is_between(value, 0, 1), "a number from 0 to below 1"),
+    "momentum": (lambda value: is_between(value, -1, 1) and value >= 0, "a number from 0 to below 1"),
     "held_out": (lambda value: is_between(value, 0, 1), "a fraction above 0 and below 1"),
     "seed": (lambda value: is_whole(value, 0) and value < 2**63, "a whole number from 0 up and below 2**63"),
 }

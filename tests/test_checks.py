@@ -17,7 +17,7 @@ WRONG: dict[type, dict[str, Any]] = {
     cnn.Hyperparameters: COMMON | {"backend": "mpi", "batch_size": 0, "test_batch_size": 0, "sgd_momentum": 1},
     char_lstm.Hyperparameters: COMMON | {"batch_size": 0, "learning_rate": math.inf, "dropout": 1.0, "held_out": 0.0},
     transfer.Hyperparameters: COMMON
-    | {"base_lr": math.inf, "momentum": 1, "batch_size": -1, "frozen_epochs": -1, "patience": -1, "resize": -1}
+    | {"base_lr": math.inf, "momentum": False, "batch_size": -1, "frozen_epochs": -1, "patience": -1, "resize": -1}
     | {"crop": -1, "held_out": 1, "num_loader_workers": -2, "checkpoint_interval": -1, "precision": "int8"}
     | {"on_error": "ignore"},
     Limits: {"min_names": 0, "min_growth": -1, "max_dropped": 2, "max_repeated": 2, "max_drift": 2},

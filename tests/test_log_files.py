@@ -15,6 +15,11 @@ from processes import small_disk, until
 pytestmark = pytest.mark.timeout(60)
 
 
+def open_below(folder: Path) -> list[int]:
+    """Return the descriptors of this process that have files below a folder open."""
+    return [file.fd for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
+
+
 def test_each_stream_has_a_file_in_the_folder_of_its_rank_and_attempt(tmp_path: Path) -> None:
     told: list[str] = []
     logs = LogFiles(tmp_path / "g", told.append)
@@ -46,8 +51,8 @@ def test_a_full_disk_is_told_once_and_ends_all_files(tmp_path: Path) -> None:
         for copy in copies:
             copy(b"")
         assert logs.place(0, 0) == ""
+        until(lambda: not open_below(folder), "the files to be closed")
         logs.close()
-        assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
     [message] = told
     assert "No space left on device" in message
     assert str(folder / "g") in message
@@ -66,4 +71,20 @@ def test_a_disk_that_hangs_does_not_delay_the_agent(tmp_path: Path, monkeypatch:
     logs.close()
     [message] = told
     assert "too slow" in message
-    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread end
+    assert logs._waiting.qsize() <= 2  # the pieces are freed, and only ends wait
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread end, whose write fails without a reader
+    until(lambda: not logs._thread.is_alive(), "the thread to end")
+    assert told == [message]
+    assert not open_below(tmp_path)
+
+
+def test_a_file_that_fails_to_close_leaves_no_other_open(tmp_path: Path) -> None:
+    logs = LogFiles(tmp_path / "g", [].append)
+    copies = logs.copies(0, 0)
+    for copy in copies:
+        copy(b"line\n")
+    until(lambda: len(open_below(tmp_path)) == len(copies), "both files")
+    os.close(open_below(tmp_path)[0])  # its second close is an error, as on NFS with a full disk
+    logs.close()
+    assert open_below(tmp_path) == []
+    assert not logs._thread.is_alive()

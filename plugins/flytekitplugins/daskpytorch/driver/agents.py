@@ -210,7 +210,7 @@ class Agents:
         if worker not in self.expected or launch != self._launches[worker]:
             return
         if isinstance(error, WorkerLostError):  # the worker may come back
-            self._give_up([worker])
+            self._give_up([worker], error)
             return
         self.expected.discard(worker)
         self.refused[worker] = error
@@ -283,9 +283,9 @@ class Agents:
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
 
-    def _give_up(self, workers: Iterable[str]) -> None:
+    def _give_up(self, workers: Iterable[str], error: Exception | None = None) -> None:
         self.expected -= set(workers)
-        self.lost |= {worker: ConnectionError("the worker was lost before the gang was formed") for worker in workers}
+        self.lost |= dict.fromkeys(workers, error or ConnectionError("the worker was lost before the gang was formed"))
 
     def _look(self) -> set[str] | None:
         now = self.clock()

@@ -3,20 +3,21 @@
 <log_dir>/<gang>/attempt_<n>/<rank>/stdout.log, stderr.log
 """
 
+import contextlib
 import functools
 import os
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.process.worker import Worker
-
 STREAMS = ("stdout", "stderr")
-LANE = "logs"
-"""Name of the writing thread and of its queue."""
 MAX_WAITING = 1024
 """Maximum number of pieces of output, of up to 64 KiB each, that wait for the disk."""
 CLOSE_TIMEOUT = 5.0
 """Timeout, in seconds, for the disk to take what waits at the gang's end."""
+TOO_SLOW = "the disk is too slow for the ranks' output"
+"""Reason in the message if more pieces wait than may."""
 
 Copy = Callable[[bytes], None]
 """Function that gets each piece of a stream, and b"" at the stream's end."""
@@ -35,9 +36,10 @@ class LogFiles:
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self._folder = folder
         self._tell = tell
-        self._worker = Worker(name=LANE)
-        self._files: dict[Path, int] = {}
+        self._waiting: queue.Queue[tuple[Path, bytes] | None] = queue.Queue(MAX_WAITING)
         self._has_failed = False
+        self._thread = threading.Thread(target=self._serve, name="daskpytorch-logs", daemon=True)
+        self._thread.start()
 
     def copies(self, attempt: int, rank: int) -> list[Copy]:
         """Return the functions that write a rank's standard output and standard error, in that order."""
@@ -50,43 +52,55 @@ class LogFiles:
 
     def close(self) -> None:
         """Write what waits, within the timeout, and close all files."""
-        self._worker.submit(LANE, self._end)
-        self._worker.flush(LANE, CLOSE_TIMEOUT)
+        try:
+            self._waiting.put(None, timeout=CLOSE_TIMEOUT)
+        except queue.Full:
+            self._fail(TOO_SLOW)
+        self._thread.join(CLOSE_TIMEOUT)
 
     def _of_rank(self, attempt: int, rank: int) -> Path:
         return self._folder / f"attempt_{attempt}" / str(rank)
 
     def _write(self, file: Path, data: bytes) -> None:
-        if not self._has_failed and len(self._worker.jobs(LANE)) >= MAX_WAITING:
-            self._fail("the disk is too slow for the ranks' output")
-        if not self._has_failed:
-            self._worker.submit(LANE, functools.partial(self._append, file, data), self._gives_up)
-
-    def _append(self, file: Path, data: bytes) -> None:
-        """Append data to a file, which is opened first if it is not open. Empty data close the file."""
         if self._has_failed:
             return
-        if file not in self._files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._files[file] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        if not data:
-            os.close(self._files.pop(file))
-        while data:
-            data = data[os.write(self._files[file], data) :]
+        try:
+            self._waiting.put_nowait((file, data))
+        except queue.Full:
+            self._fail(TOO_SLOW)
 
-    def _end(self) -> None:
-        """Close all files and end the thread, also if a disk answers only after the timeout."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-        self._worker.close()
-
-    def _gives_up(self, error: Exception, *_: object) -> bool:
-        self._fail(str(error))
-        return True
+    def _serve(self) -> None:
+        files: dict[Path, int] = {}
+        try:
+            while (item := self._waiting.get()) is not None and not self._has_failed:
+                _append(files, *item)
+        except OSError as error:
+            self._fail(str(error))
+        finally:
+            for descriptor in files.values():
+                with contextlib.suppress(OSError):  # NFS may report a full disk only here
+                    os.close(descriptor)
 
     def _fail(self, reason: str) -> None:
+        if self._has_failed:
+            return
         self._has_failed = True
+        with contextlib.suppress(queue.Empty):  # frees the memory
+            while True:
+                self._waiting.get_nowait()
+        self._waiting.put(None)  # ends the thread, which closes all files
         self._tell(
             f"Gang(log_dir=...): the log files in {self._folder} on {os.uname().nodename} end here: {reason}. The "
             "training goes on, and the driver's log has all output. Check the disk's space and the folder's owner"
         )
+
+
+def _append(files: dict[Path, int], file: Path, data: bytes) -> None:
+    """Append data to a file, which is opened first if it is not open. Empty data close the file."""
+    if file not in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files[file] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    if not data:
+        os.close(files.pop(file))
+    while data:
+        data = data[os.write(files[file], data) :]
