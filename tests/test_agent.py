@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import os
 import queue
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+import psutil
 import pytest
 
 from ear import listening
@@ -340,6 +342,25 @@ def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_pa
     assert lines == [["line 0"], ["line 1"], ["line 2"]]
     assert isinstance(said[-1], messages.Exited)
     assert said[-1].log_tail == "line 0\nline 1\nline 2"
+
+
+def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
+    def spawn(key: int, channel: int, output: int) -> None:
+        raise BrokenPipeError("the fork server is gone")
+
+    def num_open_after_a_failed_fork() -> int:
+        order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
+        [[place]] = place_ranks([agent.describe_node("w", None)], 1)
+        made = agent._Agent(order, tmp_path, None, None, "forkserver")
+        made._server.spawn = spawn  # type: ignore[method-assign]
+        with contextlib.closing(made), pytest.raises(BrokenPipeError):
+            made._fork(place, 0)
+        del made
+        return psutil.Process().num_fds()
+
+    gc.collect()  # earlier tests may have left files to the garbage collector
+    num_before = num_open_after_a_failed_fork()  # the first fork connects to the server
+    assert num_open_after_a_failed_fork() == num_before
 
 
 @pytest.mark.parametrize(

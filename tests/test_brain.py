@@ -980,6 +980,13 @@ def gpus_of(world: World) -> dict[str, list[str]]:
     return {agent.worker: [place.gpu or "none" for place in agent.places] for agent in world.connected() if agent.ranks}
 
 
+def test_gpu_that_has_failed_is_left_out_where_its_worker_has_another(world_of: MakeWorld) -> None:
+    world = on_gpus(world_of(max_restarts=1), ("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
+    assert gpus_of(world) == {W1: ["0"], W2: ["0"]}
+    end_by_gpu(world, W2, 1)
+    assert gpus_of(world) == {W1: ["0"], W2: ["1"]}
+
+
 def test_worker_whose_gpu_has_failed_is_left_out_where_another_worker_is_there(world_of: MakeWorld) -> None:
     world = world_of(max_restarts=1)
     on_gpus(world, ("GPU-a",), ("GPU-b",))

@@ -173,18 +173,19 @@ def test_a_worker_that_is_killed_is_started_again_in_its_pod_and_the_ranks_go_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["evicted", "deleted"])
-def test_a_worker_that_is_told_to_end_ends_the_attempt_with_a_system_error(how: str, training: Training) -> None:
+@pytest.mark.parametrize("how", ["worker evicted", "worker deleted", "scheduler killed"])
+def test_a_worker_that_is_told_to_end_or_a_lost_scheduler_is_a_system_error(how: str, training: Training) -> None:
     job = training.execution.start()
     training.wait(10)
-    victim = training.lines(1)[0]["pod"]
-    if how == "evicted":
-        training.kube.evict(victim)
+    if how == "worker evicted":
+        training.kube.evict(training.lines(1)[0]["pod"])
+    elif how == "worker deleted":
+        training.kube.delete("pods", training.lines(1)[0]["pod"])
     else:
-        training.kube.delete("pods", victim)
+        training.kube.kill(*training.kube.pods("scheduler"))
     assert training.kube.ends(JOB) == "Successful"  # the task has left an error for Flyte
     assert is_tried_again_by_flyte(job)
-    assert "told to end" in error(job).message
+    assert ("told to end" in error(job).message) == how.startswith("worker")
 
 
 # ---- The task's own pod

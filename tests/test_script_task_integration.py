@@ -71,6 +71,7 @@ FLOWS = """
         task_config=SpawnDDP(nproc=2),
         **HOW,
     )
+    by_module = ScriptTask(name="by", module="train", inputs=kwtypes(epochs=int), task_config=SpawnDDP(nproc=2))
     mapped = map_task(learned)
 
 
@@ -126,6 +127,13 @@ def test_a_file_that_the_script_has_not_left_ends_the_task_at_once(project: Path
     assert done.returncode != 0
     assert f"left no file at {project}/out/0.json".replace(" ", "") in "".join(done.stdout.split())  # pyflyte wraps
     assert done.stderr.count("starting 2 ranks") == 1
+
+
+def test_a_module_trains_in_the_users_working_folder(project: Path, tmp_path: Path) -> None:
+    with nothing_left_behind():
+        done = run_program([SCRIPTS / "pyflyte", "run", "project/flows.py", "by_module", "--epochs", "3"], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out/3.json").read_text())["total"] == 33.0
 
 
 def executed(
