@@ -219,6 +219,16 @@ def sockets_of(pid: int) -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
+def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
+    Rank(client, 0, Doing(os._exit, 0))
+    client.next_exit()
+    before = own_fork_server().num_fds()
+    for key in range(10):
+        Rank(client, key, Doing(os._exit, 0))
+    assert {client.next_exit() for _ in range(10)} == {(key, 0) for key in range(10)}
+    assert own_fork_server().num_fds() == before
+
+
 def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -> None:
     # It would hide the server's end from them.
     Rank(client, 0, Doing(os._exit, 0))
