@@ -6,6 +6,7 @@ import gc
 import tempfile
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,28 @@ def test_a_lost_worker_ends_the_gang_without_a_restart(world: Staying, is_in_cal
     assert len(world.starts) == 1
 
 
+def test_a_checkpoint_that_is_reported_after_its_call_is_no_step_of_the_next(world: Staying) -> None:
+    world.ask()
+    world.end()
+    world.save(world.agent(W1), 7)
+    world.ask()
+    world.kill_worker(W1)
+    world.wait(2.0)
+    world.obey_all()
+    error = raised(world)
+    assert isinstance(error, WorkerLostError)
+    assert error.step is None
+
+
+def test_a_hang_in_a_call_ends_the_gang(tmp_path: Path) -> None:
+    world = Staying(tmp_path, hang_timeout=5.0).begin()
+    world.ask()
+    for _ in range(10):
+        world.wait(1.0)
+        world.obey_all()
+    assert isinstance(raised(world), GangHungError)
+
+
 def test_an_idle_gang_is_asked_nothing_and_does_not_hang(tmp_path: Path) -> None:
     world = Staying(tmp_path, hang_timeout=5.0).begin()
     for agent in world.connected():
@@ -278,6 +301,21 @@ def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying
     assert world.outcomes[1].is_interrupted
     gc.collect()
     assert large() is None
+
+
+def test_an_interrupted_call_has_not_failed_if_a_rank_makes_an_error_of_the_interrupt(
+    world: Staying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_of: list[Exception | None] = []
+    monkeypatch.setattr(world.watcher, "called", lambda _, error: told_of.append(error))
+    world.of_gang.interrupt(world.ask())
+    world.obey_all()
+    world.end_call(0, OwnError("interrupted"))
+    world.end_call(1, KeyboardInterrupt())
+    world.obey_all()
+    world.obey_all()
+    assert world.outcomes[1].is_interrupted
+    assert [type(error) for error in told_of] == [CancelledError]
 
 
 def test_a_rank_that_does_not_leave_a_cancelled_call_in_time_ends_the_gang(world: Staying) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -89,6 +90,13 @@ def test_a_model_that_is_stopped_early_has_not_failed(capsys: pytest.CaptureFixt
     begun().ended(StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0))
     ended = said(capsys)[-1]
     assert (ended["level"], ended["text"]) == ("INFO", "others are better")
+
+
+def test_a_call_that_is_interrupted_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    observer = begun()
+    for error in (None, CancelledError("the call was interrupted"), GangError("no")):
+        observer.called("evaluate", error)
+    assert [line["level"] for line in said(capsys)[-3:]] == ["INFO", "WARNING", "ERROR"]
 
 
 def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:

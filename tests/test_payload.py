@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver import request
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.protocol.payload import (
     PIECE_SIZE,
@@ -46,8 +46,9 @@ def take(*args: object, **kwargs: object) -> None:
 
 
 def packed(*args: object, **kwargs: object) -> tuple[bytes, SharedMemory]:
-    memory = SharedMemory()
-    return code.pack_call(take, args, kwargs, memory.add), memory
+    data, memory = request.packed(take, args, kwargs)
+    assert memory is not None
+    return data, memory
 
 
 def unpacked(data: bytes, memory: SharedMemory) -> code.Call:
@@ -86,9 +87,10 @@ def test_an_array_that_may_not_be_written_to_may_not_there() -> None:
     assert not argument.flags.writeable
 
 
-def test_what_is_small_is_in_the_pickle_and_a_small_tensor_can_grow() -> None:
-    data, memory = packed(np.ones(3), torch.ones(3), "text")
-    assert memory.address.segments == ()
+def test_what_is_small_is_in_the_pickle_and_a_small_tensor_can_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=AssertionError("a small call needs no file")))
+    data, memory = request.packed(take, (np.ones(3), torch.ones(3), "text"), {})
+    assert memory is None
     call = code.unpack_call(data)
     assert call.args[1].resize_(5).shape == (5,)
 
@@ -143,13 +145,14 @@ def test_it_is_found_by_its_name_alone_and_goes_with_its_keeper() -> None:
 
 
 def test_calls_that_wait_leave_half_of_the_files_that_may_be_open_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = np.zeros(1 << 20)
-    request = request_for(take, (data,), {}, Gang())
-    assert request.large is not None
+    data, tensor = np.arange(1 << 20), torch.arange(1 << 20)
+    assert request.request_for(take, (data,), {}, Gang()).large is not None
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))
-    request = request_for(take, (data,), {}, Gang())
-    assert request.large is None
-    assert len(request.call) > data.nbytes
+    asked = request.request_for(take, (data, tensor), {}, Gang())
+    assert asked.large is None
+    found, other = code.unpack_call(asked.call or b"").args
+    assert np.array_equal(found, data)
+    assert torch.equal(other, tensor)
 
 
 # ---- Return values in a file

@@ -4,6 +4,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
@@ -90,11 +91,12 @@ class MachineLog(Observer):
         self._tell("calling", name=name)
 
     def called(self, name: str, error: Exception | None) -> None:
-        """Log the end of a staying gang's call with its error, at level ERROR for a failure."""
+        """Log the end of a staying gang's call with its error, at level ERROR, or WARNING for an interrupt."""
         if error is None:
             self._tell("called", name=name)
         else:
-            self._tell("called", logging.ERROR, name=name, text=str(error), error=type(error).__name__)
+            level = logging.WARNING if isinstance(error, CancelledError) else logging.ERROR
+            self._tell("called", level, name=name, text=str(error), error=type(error).__name__)
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Log each line of a rank's output. A line that is this package's own JSON object keeps its fields."""

@@ -15,6 +15,8 @@ MAX_CELL = 60
 """Maximum number of characters of a cell in the table that a notebook shows of gangs."""
 REFRESH = 0.5
 """Seconds between two updates of the table that a notebook shows of gangs."""
+UPDATE_TIMEOUT = 5.0
+"""Timeout, in seconds, for the last update of the table that a notebook shows of gangs."""
 
 
 def is_notebook() -> bool:
@@ -52,7 +54,7 @@ class LiveTable:
         """Show the HTML that the function returns now."""
         from IPython.display import HTML, display
 
-        self._html, self._wrapped = html, HTML
+        self._html, self._make_html = html, HTML
         self._shown = html()
         self._handle = display(HTML(self._shown), display_id=True)
 
@@ -73,7 +75,7 @@ class LiveTable:
                 with optional("updating the notebook's table"):
                     if (now := self._html()) != self._shown:
                         self._shown = now
-                        self._handle.update(self._wrapped(now))
+                        self._handle.update(self._make_html(now))
 
         thread = threading.Thread(target=follow, name="daskpytorch-table", daemon=True)
         thread.start()

@@ -297,6 +297,7 @@ class Attempt:
         """Record that all ranks of a staying gang begin a call."""
         self.at_rest.clear()
         self.standing.clear()
+        self.steps.clear()  # an asynchronous save reports after its call's end, too
         self.note_sign_of_life()
 
     def end_call(self) -> None:

@@ -218,7 +218,7 @@ class Calls:
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
         cause = find_root_failure(exits.values()).rank if exits else None
         stop = CancelledError("the call was interrupted") if call.is_interrupted else None
-        observers.tell("called", call.name, errors[cause] if cause is not None else stop)
+        observers.tell("called", call.name, stop or (errors[cause] if cause is not None else None))
         attempt.end_call()
         values = _taken(call)
         self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))

@@ -140,12 +140,16 @@ def packed(
     Raises:
         TypeError: The function or an argument cannot be pickled. The message names the part.
     """
-    memory = _memory()
-    call = pack_call(function, args, kwargs, memory.add if memory is not None else None)
-    if memory is not None and not memory.address.segments:
-        memory.close()  # now: picklers live until garbage collection, and keep their memory open
-        memory = None
-    return call, memory
+    memory: SharedMemory | None = None
+
+    def put_aside(data: bytes | memoryview) -> bool:
+        nonlocal memory
+        memory = memory or _memory()
+        if memory is not None:
+            memory.add(data)
+        return memory is not None
+
+    return pack_call(function, args, kwargs, put_aside), memory
 
 
 def packed_check(settings: Gang) -> bytes | None:
@@ -158,6 +162,7 @@ def packed_check(settings: Gang) -> bytes | None:
 
 
 def _memory() -> SharedMemory | None:
+    """Return new shared memory. None if the call should leave the open files to others."""
     with contextlib.suppress(OSError):  # with 1000 gangs, this may mean 1000 open files
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SharedMemory() if len(list(Path("/proc/self/fd").iterdir())) < limit // 2 else None
@@ -343,7 +348,12 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
         return None
     digest = xxhash.xxh3_128()
-    digest.update(pickling.dumps((args, kwargs), put_aside=digest.update))
+
+    def put_aside(memory: memoryview) -> bool:
+        digest.update(memory)
+        return True
+
+    digest.update(pickling.dumps((args, kwargs), put_aside=put_aside))
     return key_of(function), settings.checkpoint_uri, digest.digest()
 
 

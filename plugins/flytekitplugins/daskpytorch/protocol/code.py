@@ -96,7 +96,7 @@ def pack_call(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    put_aside: Callable[[bytes | memoryview], object] | None = None,
+    put_aside: Callable[[bytes | memoryview], bool] | None = None,
 ) -> bytes:
     """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
@@ -105,8 +105,8 @@ def pack_call(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         put_aside: Function that takes the memory of each large array and tensor, which the pickle then lacks. If the
-            remaining pickle is large, the function takes the pickle last, and `pack_call` returns empty bytes. None
-            keeps everything in the pickle.
+            remaining pickle is large, the function takes the pickle last, and `pack_call` returns empty bytes. The
+            function returns False to leave the memory in the pickle. None keeps everything in the pickle.
 
     Raises:
         TypeError: The function or an argument cannot be pickled. The message names the part.
@@ -122,9 +122,8 @@ def pack_call(
             f"{name_of(function)} cannot be sent to the ranks, because {', '.join(culprits) or 'a part of it'} cannot "
             f"be pickled: {error}. Pass plain data, and open files, locks and connections inside the function."
         ) from error
-    if put_aside is None or len(data) < pickling.LARGE:
+    if put_aside is None or len(data) < pickling.LARGE or not put_aside(data):
         return data
-    put_aside(data)
     return b""
 
 

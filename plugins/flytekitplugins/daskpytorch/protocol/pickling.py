@@ -40,13 +40,14 @@ REFUSED = {
 Lightning `Trainer` is refused later, when it trains."""
 
 
-def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], object] | None = None) -> bytes:
+def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], bool] | None = None) -> bytes:
     """Pickle a value, with all definitions of `__main__` that the value reaches.
 
     Args:
         value: Any object.
         max_size: Maximum number of bytes of the pickle. None means no limit.
-        put_aside: Function that takes the memory of each large array and tensor. None leaves the memory in the pickle.
+        put_aside: Function that takes the memory of each large array and tensor, and returns False to leave the memory
+            in the pickle. None leaves all memory in the pickle.
 
     Raises:
         OverflowError: The pickle, or an object inside, exceeds `max_size` bytes.
@@ -126,9 +127,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
 
-    def __init__(
-        self, file: io.BytesIO, max_size: int | None, put_aside: Callable[[memoryview], object] | None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, max_size: int | None, put_aside: Callable[[memoryview], bool] | None) -> None:
         super().__init__(file, buffer_callback=self._takes if put_aside is not None else None)
         self._max_size = max_size
         self._put_aside = put_aside
@@ -197,10 +196,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _takes(self, buffer: pickle.PickleBuffer) -> bool:
         """Return True if a buffer's memory goes into the pickle. Pickle calls this method for each buffer."""
         with buffer.raw() as memory:
-            if memory.nbytes < LARGE or self._put_aside is None:
-                return True
-            self._put_aside(memory)
-            return False
+            return memory.nbytes < LARGE or self._put_aside is None or not self._put_aside(memory)
 
 
 def _reduce_module(value: object) -> _Reduced | None:

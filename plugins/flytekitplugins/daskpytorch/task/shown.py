@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.task.local_runs import LocalRun
     from flytekitplugins.daskpytorch.task.results import TaskResults
 
-TABLE_TIMEOUT = 5.0
-"""Timeout, in seconds, for the last update of a notebook's table."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
@@ -103,7 +100,7 @@ class Shown:
         advice = self.run.advice() if self.run is not None and how != "done" else None
         self.display.conclude(how, {**(places or {}), **self.places()}, advice)
         for table in self._tables:
-            table.join(TABLE_TIMEOUT)
+            table.join(notebook.UPDATE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -341,7 +341,7 @@ def _hand_over(to_settle: queue.SimpleQueue[tuple[int, Outcome] | None], number:
 
 def _show(shown: Shown, calls: Calls, call: Call, log: Log) -> Callable[[str], object]:
     """Show a call in a notebook's table. Return a function that ends this."""
-    row = CallRow(call.name, log, has_begun=lambda: call is calls.current or bool(call.ended))
+    row = CallRow(call.name, log, status=lambda: "running" if call is calls.current or call.ended else "waiting")
     return shown.show_call(row)
 
 
