@@ -21,8 +21,8 @@ from pathlib import Path
 
 from figures import Figure, at_least, at_most, report
 from memory import memory_of
-from running import SERVE, Program, asked, nothing_left, take_turns
-from schedules import census_of, family
+from running import SERVE, Program, asked, family, nothing_left, take_turns
+from schedules import census_of
 
 TOTAL = f"""{SERVE}
 import os, statistics, time, torch

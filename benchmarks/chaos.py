@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
 
 import schedules
 import staying
@@ -35,29 +34,15 @@ from running import asked, nothing_left
 from verdicts import draw, draw_chain
 
 
-def figures(drawn: list[schedules.Schedule], ended: schedules.Ended) -> Iterator[Figure]:
-    """Yield the rows."""
-    if not drawn[0].setting.trains_model:
-        goals, right = at_least(len(drawn), "here"), len(ended.stories) - len(ended.failed)
-        what = f"random schedules of faults that ended as they must, of {len(drawn)}"
-        yield Figure(what=what, here=[right], unit="", goals=goals)
-        return
-    [story], faults = ended.stories, drawn[0].faults
-    wrong = sum("no rank was blamed" in what for found in ended.failed.values() for what in found)
-    what, goals = f"random faults blamed rightly, of {len(faults)}", at_least(len(faults), "here")
-    yield Figure(what=what, here=[len(story.made) - wrong], unit="", goals=goals)
-
-
-def _run_staying(seed: int, count: int, on: str) -> int:
-    """Run schedules of gangs that stay, and print the results. Return the exit code."""
-    print(on, f"seed {seed}", sep="\n", flush=True)
-    with nothing_left("chaos") as folder:
-        (folder / "tmp").mkdir()
-        os.environ["TMPDIR"] = str(folder / "tmp")
-        failed = staying.run_all([staying.draw(seed, index) for index in range(count)], folder)
-    what = f"random schedules of calls in gangs that stay that ended as they must, of {count}"
-    report([Figure(what=what, here=[count - len(failed)], unit="", goals=at_least(count, "here"))], on)
-    return int(bool(failed))
+def figure(first: schedules.Schedule | staying.Schedule, count: int, ended: schedules.Ended) -> Figure:
+    """Return the row, with the number of right endings, of `count`. A long schedule counts its faults instead."""
+    what, right = "random schedules of faults that ended as they must", len(ended.stories) - len(ended.failed)
+    if isinstance(first, staying.Schedule):
+        what = "random schedules of calls in gangs that stay that ended as they must"
+    elif first.setting.trains_model:
+        wrong = sum("no rank was blamed" in what for found in ended.failed.values() for what in found)
+        what, right, count = "random faults blamed rightly", len(ended.stories[0].made) - wrong, len(first.faults)
+    return Figure(what=f"{what}, of {count}", here=[right], unit="", goals=at_least(count, "here"))
 
 
 def main() -> None:
@@ -74,16 +59,19 @@ def main() -> None:
     if only and arguments.seed < 0:
         sys.exit("--only needs the --seed whose schedules these are")
     seed = random.randrange(10_000) if arguments.seed < 0 else arguments.seed
+    drawn: list[schedules.Schedule] | list[staying.Schedule]
     if arguments.staying:
-        sys.exit(_run_staying(seed, arguments.staying, arguments.on))
-    if only or arguments.schedules:
+        drawn = [staying.draw(seed, index) for index in range(arguments.staying)]
+    elif only or arguments.schedules:
         drawn = [draw(seed, index) for index in only or range(arguments.schedules)]
     else:
         drawn = [draw_chain(seed, arguments.faults)]
     print(arguments.on, f"seed {seed}", sep="\n", flush=True)
     with nothing_left("chaos") as folder:
-        ended = schedules.run_all(drawn, folder)
-    report(figures(drawn, ended), arguments.on)
+        (folder / "tmp").mkdir()
+        os.environ["TMPDIR"] = str(folder / "tmp")
+        ended = staying.run_all(drawn, folder) if arguments.staying else schedules.run_all(drawn, folder)
+    report([figure(drawn[0], len(drawn), ended)], arguments.on)
     sys.exit(bool(ended.failed) or len(ended.stories) < len(drawn))
 
 

@@ -116,7 +116,7 @@ def command_of(way: str, folder: Path) -> list[str]:
     plugins = "flyteplugins" if way == "flyte run" else "flytekitplugins"
     (folder / "program.py").write_text(text.format(edited=time.time_ns(), plugins=plugins))
     if way == "torchrun":
-        return torchrun(2)
+        return [*torchrun(2), "program.py"]
     if way == "command":
         return [sys.executable, "-m", "flytekitplugins.daskpytorch", "run", "--nproc=2", "program.py"]
     if way == "flyte run":

@@ -184,9 +184,8 @@ class Bench:
     def torchrun(self) -> float:
         """Return the seconds of a launch by `torchrun`, including its own start."""
         folder = self.next_folder()
-        (folder / "program.py").write_text(TORCHRUN)
         began = time.time()
-        program = Program(torchrun(self.num_ranks, str(folder)), folder)
+        program = Program.of(TORCHRUN, folder, str(folder), under=torchrun(self.num_ranks))
         if program.wait():
             raise program.failure("failed")
         return self.met_at(folder) - began

@@ -110,11 +110,9 @@ class Bench:
     def _trained(self, text: str, argument: str, others: set[int], way: str) -> float:
         """Run a training, and return its memory in megabytes."""
         self._num_started += 1
-        (folder := self.folder / str(self._num_started)).mkdir()
-        (folder / "program.py").write_text(text)
-        told = str(folder), argument
-        command = torchrun(self.num_ranks, *told) if way == "torchrun" else [sys.executable, "program.py", *told]
-        program = Program(command, folder)
+        folder = self.folder / str(self._num_started)
+        under = torchrun(self.num_ranks) if way == "torchrun" else [sys.executable]
+        program = Program.of(text, folder, str(folder), argument, under=under)
         until(lambda: program.has_ended() or len(list(folder.glob("trains-*"))) == self.num_ranks, "the ranks to train")
         time.sleep(SETTLE)
         found = memory_of(set(started_here()) - others)

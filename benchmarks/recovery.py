@@ -24,13 +24,12 @@ blame      number of reports with the right rank and cause, for faults in either
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from figures import Figure, at_least, at_most, gpus, report
@@ -39,6 +38,7 @@ from running import (
     Cluster,
     Program,
     asked,
+    kill,
     nothing_left,
     take_turns,
     torchrun,
@@ -272,7 +272,7 @@ class Training:
         self._wait(is_warm, "train")
         return [self.steps(rank)[-1][0] for rank in range(NUM_RANKS)]
 
-    def wait_until_resumed(self, old_pids: list[int], num_ranks: int = NUM_RANKS) -> float:
+    def wait_until_resumed(self, old_pids: list[int], num_ranks: int) -> float:
         """Wait until all ranks have completed a step in a new process, and return the time of the slowest."""
         first: dict[int, tuple[int, int, float]] = {}
 
@@ -300,8 +300,7 @@ class Training:
         self.program.kill()
         for rank in range(NUM_RANKS):
             for pid in {pid for pid, _, _ in self.steps(rank)}:
-                if (Path("/proc") / str(pid) / "cwd").exists():
-                    os.kill(pid, signal.SIGKILL)
+                kill(pid)
 
 
 PEERS = {"torchrun": TORCHRUN, "Ray Train": RAY, "Monarch": MONARCH, "torchrunx": TORCHRUNX}
@@ -315,56 +314,43 @@ class Bench:
         self.cluster = Cluster(folder / "cluster", NUM_RANKS, "--preload", "flytekitplugins.daskpytorch.preload")
         self._num_started = 0
 
-    def started(self, way: str, min_workers: int = NUM_RANKS) -> Training:
+    def started(self, way: str, min_workers: int) -> Training:
         """Start a training in its own folder."""
         self._num_started += 1
         folder = self.folder / str(self._num_started)
         (folder / "t").mkdir(parents=True)
-        (folder / "program.py").write_text(PEERS.get(way, DASK))
-        command = [sys.executable, "program.py", str(folder), self.cluster.contact, str(min_workers)]
-        if way == "torchrun":
-            command = torchrun(NUM_RANKS, str(folder), restarts=3)
+        told = str(folder), self.cluster.contact, str(min_workers)
+        under = torchrun(NUM_RANKS, restarts=3) if way == "torchrun" else [sys.executable]
         # torch 2.15 shares one store among all attempts, so gloo finds the addresses of dead ranks there. Without this
         # variable, a restart fails again or waits for minutes.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder / "t")}
-        return Training(Program(command, folder, environment), folder)
+        return Training(Program.of(PEERS.get(way, DASK), folder, *told, under=under, environment=environment), folder)
 
-    def kill_a_rank(self, way: str) -> float:
-        """Return the seconds from the kill of a rank to the next step of all ranks."""
-        training = self.started(way)
-        pids = training.wait_until_warm()
-        killed_at = time.time()
-        os.kill(pids[self._num_started % NUM_RANKS], signal.SIGKILL)
-        seconds = training.wait_until_resumed(pids) - killed_at
-        training.end()
-        return seconds
+    def measure(self, way: str) -> float:
+        """Return the seconds from the kill to the next step of all ranks that go on.
 
-    def lose_a_worker(self) -> float:
-        """Return the seconds from the loss of a worker to the next step of the remaining ranks."""
-        training = self.started("lost", min_workers=NUM_RANKS - 1)
-        pids = training.wait_until_warm()
-        killed_at = time.time()
-        self.cluster.lose(self.cluster.nannies[self._num_started % NUM_RANKS])
-        seconds = training.wait_until_resumed(pids, NUM_RANKS - 1) - killed_at
+        A killed worker's seconds begin with the registration of its successor.
+        """
+        num_ranks = NUM_RANKS - (way == "lost")
+        training = self.started(way, num_ranks)
+        pids, victim = training.wait_until_warm(), self._num_started % NUM_RANKS
+        nanny, began = self.cluster.nannies[victim], time.time()
+        if way == "lost":
+            self.cluster.lose(nanny)
+        else:
+            kill(worker_below(nanny) if way == "returned" else pids[victim])
+        ended = training.wait_until_resumed(pids, num_ranks)
+        if way == "returned":
+            began = max(self.cluster.workers().values())
         training.end()
-        self.cluster.add_worker()
-        time.sleep(PRELOAD_TIME)
-        return seconds
-
-    def kill_a_worker(self) -> float:
-        """Return the seconds from the registration of a killed worker's successor to the next step of all ranks."""
-        training = self.started("returned")
-        pids = training.wait_until_warm()
-        os.kill(worker_below(self.cluster.nannies[self._num_started % NUM_RANKS]), signal.SIGKILL)
-        seconds = training.wait_until_resumed(pids) - max(self.cluster.workers().values())
-        training.end()
-        return seconds
+        if way == "lost":
+            self.cluster.add_worker()
+            time.sleep(PRELOAD_TIME)
+        return ended - began
 
     def ways(self, chosen: list[str]) -> dict[str, Callable[[], float]]:
         """Return the measurements by name."""
-        workers = {"lost": self.lose_a_worker, "returned": self.kill_a_worker}
-        ranks = {way: lambda it=way: self.kill_a_rank(it) for way in ("rank", *PEERS)}
-        return {way: (workers | ranks)[way] for way in chosen if way != "blame"}
+        return {way: partial(self.measure, way) for way in chosen if way != "blame"}
 
 
 def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
@@ -400,9 +386,7 @@ Blamed = tuple[int | None, str]
 
 def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
     """Return the rank and text of `torchrun`'s report."""
-    folder.mkdir()
-    (folder / "program.py").write_text(BLAME_TORCHRUN)
-    program = Program(torchrun(NUM_RANKS, fault, str(guilty)), folder)
+    program = Program.of(BLAME_TORCHRUN, folder, fault, str(guilty), under=torchrun(NUM_RANKS))
     if not program.wait():
         raise program.failure("ended without a failure")
     said = program.log.read_text(errors="replace").rpartition("Root Cause (first observed failure):")[2]

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,10 +147,9 @@ def console_script(name: str) -> str:
     raise SystemExit(f"there is no {name} beside {sys.executable}, nor on the PATH; pip install the package first")
 
 
-def torchrun(num_ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
-    """Return the command that runs `program.py` under `torchrun` on this node."""
-    options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={restarts}"]
-    return [console_script("torchrun"), *options, "program.py", *arguments]
+def torchrun(num_ranks: int, restarts: int = 0) -> list[str]:
+    """Return the command that runs a program under `torchrun` on this node, without the program."""
+    return [console_script("torchrun"), "--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={restarts}"]
 
 
 @contextlib.contextmanager
@@ -163,8 +162,7 @@ def nothing_left(name: str) -> Iterator[Path]:
         finally:
             while marked := _marked(mark):  # a nanny may start a worker between two looks
                 for pid in marked:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    kill(pid)
                 _reap()
                 time.sleep(0.05)
 
@@ -193,11 +191,18 @@ class Program:
         threading.Thread(target=self._listen, daemon=True).start()
 
     @classmethod
-    def of(cls, text: str, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> Program:
-        """Start this Python text as a program."""
+    def of(
+        cls,
+        text: str,
+        folder: Path,
+        *arguments: str,
+        under: Sequence[str] = (sys.executable,),
+        environment: dict[str, str] | None = None,
+    ) -> Program:
+        """Start this Python text as a program, under this Python or another command."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "program.py").write_text(text)
-        return cls([sys.executable, "program.py", *arguments], folder, environment)
+        return cls([*under, "program.py", *arguments], folder, environment)
 
     def call(self, *order: Any, timeout: float = TIME_LIMIT) -> Any:
         """Call the function of a program that serves (see `SERVE`), and return the function's value."""
@@ -296,9 +301,8 @@ class Cluster:
 
     def lose(self, nanny: int) -> None:
         """Kill a worker with its nanny, as in the loss of a pod."""
-        pids = [nanny, worker_below(nanny)]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        for pid in (nanny, worker_below(nanny)):
+            kill(pid)
         self.nannies.remove(nanny)
 
     def add_worker(self) -> None:
@@ -353,10 +357,32 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in entries(f"/proc/{pid}/task") for child in read(f"{task}/children").split()]
 
 
+def family(root: int) -> list[int]:
+    """Return a process and all its descendants, also those with sessions of their own, such as ranks."""
+    pids = [root]
+    for pid in pids:
+        pids += children_of(pid)
+    return pids
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
+    """Send a signal to a process. Return False if the process has ended."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def state_of(pid: int) -> tuple[str, int, int]:
+    """Return the state of a process as one letter, its parent and its session. Empty and 0 if the process has ended."""
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["", "0", "0", "0"]
+    return fields[0], int(fields[1]), int(fields[3])
+
+
 def parent_of(pid: int) -> int:
     """Return the parent process. 0 if the process has ended."""
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[1]) if fields else 0
+    return state_of(pid)[1]
 
 
 def worker_of(rank: int) -> int:
@@ -388,7 +414,7 @@ def worker_below(nanny: int) -> int:
 
 def is_running(pid: int) -> bool:
     """Return True if the process runs, and is not a zombie."""
-    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+    return state_of(pid)[0] not in ("", "Z")
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = TIME_LIMIT) -> None:
@@ -421,12 +447,8 @@ def _marked(mark: str) -> list[int]:
 
 
 def _kill_tree(root: int) -> None:
-    pids = [root]
-    for pid in pids:  # grows, as ranks have sessions of their own
-        pids += children_of(pid)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for pid in family(root):
+        kill(pid)
 
 
 def _reap() -> None:

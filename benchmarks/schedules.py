@@ -29,11 +29,14 @@ from running import (
     Program,
     children_of,
     entries,
+    family,
     is_running,
+    kill,
     nanny_of,
     parent_of,
     read,
     started_here,
+    state_of,
     worker_below,
     worker_of,
 )
@@ -233,12 +236,6 @@ SERVER = "daskpytorch.node.fork_server"
 # ---- Looking at processes -------------------------------------------------------------------------------------------
 
 
-def session_of(pid: int) -> int:
-    """Return the session of a process. 0 if the process has ended."""
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[3]) if fields else 0
-
-
 def is_server(pid: int) -> bool:
     """Return True if the process is a fork server."""
     return SERVER in read(f"/proc/{pid}/cmdline") and not is_rank(pid)
@@ -246,19 +243,8 @@ def is_server(pid: int) -> bool:
 
 def is_rank(pid: int) -> bool:
     """Return True if the process is a rank, forked by a fork server, with or without its orders."""
-    return (
-        SERVER in read(f"/proc/{pid}/cmdline")
-        and session_of(pid) == pid
-        and SERVER in read(f"/proc/{parent_of(pid)}/cmdline")
-    )
-
-
-def family(root: int) -> list[int]:
-    """Return a process and all its descendants."""
-    pids = [root]
-    for pid in pids:
-        pids += children_of(pid)
-    return pids
+    _, parent, session = state_of(pid)
+    return session == pid and all(SERVER in read(f"/proc/{each}/cmdline") for each in (pid, parent))
 
 
 def pod_of(nanny: int) -> list[int]:
@@ -527,11 +513,11 @@ def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
         return None
     settled = fault.moment in ("first", "middle", "checkpoint")
     at = time.time()
-    hit = [pid for pid in found.pids if _kill(pid, fault.signum)]
+    hit = [pid for pid in found.pids if kill(pid, fault.signum)]
     if not hit:
         return None
     if fault.seconds is not None:
-        gang.chores.append((time.monotonic() + fault.seconds, lambda: [_kill(pid, signal.SIGCONT) for pid in hit]))
+        gang.chores.append((time.monotonic() + fault.seconds, lambda: [kill(pid, signal.SIGCONT) for pid in hit]))
     if fault.loses_pod:
         _replace_pod(gang, fault, found.pids[0])
     is_known = (settled or fault.moment == "end") and found.workers != set()  # a nanny's worker may be starting
@@ -557,14 +543,6 @@ def _replace_pod(gang: Watched, fault: Fault, nanny: int) -> None:
             gang.cluster.start_worker()
 
     gang.chores.append((time.monotonic() + fault.comes_back, start))
-
-
-def _kill(pid: int, signum: int) -> bool:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # ---- One schedule ---------------------------------------------------------------------------------------------------
@@ -631,15 +609,14 @@ class Stage:
         """Kill the cluster as in the loss of a machine. Kill and return the leftover processes."""
         if self.cluster is None:
             return []
-        pids = [self.cluster.scheduler, *self.cluster.nannies]
         workers = [pid for nanny in self.cluster.nannies for pid in children_of(nanny)]
-        for pid in [*pids, *workers]:
-            _kill(pid, signal.SIGKILL)
+        for pid in (self.cluster.scheduler, *self.cluster.nannies, *workers):
+            kill(pid)
         self.cluster = None
         settled(lambda: not started_here())
         left = [f"{pid} {command_of(pid)}" for pid in started_here()]
         for pid in started_here():
-            _kill(pid, signal.SIGKILL)
+            kill(pid)
         return left
 
 
@@ -809,7 +786,7 @@ def _end_driver(gang: Watched) -> None:
         code = gang.driver.wait(25)
     except SystemExit as error:
         gang.story.troubles.append(str(error)[:200])
-        _kill(gang.driver.pid, signal.SIGKILL)
+        kill(gang.driver.pid)
         return
     if code != 0 and gang.story.outcome not in ("died", "none"):
         gang.story.troubles.append(f"the driver's exit code was {code}")
@@ -833,8 +810,6 @@ class Ended:
 
 def run_all(drawn: list[Schedule], folder: Path) -> Ended:
     """Run schedules, print a line for each, and print a summary."""
-    (folder / "tmp").mkdir()
-    os.environ["TMPDIR"] = str(folder / "tmp")
     stage, ended, began_at = Stage(folder), Ended([], {}), time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # the summary of completed schedules is still useful
         for schedule in drawn:

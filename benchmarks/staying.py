@@ -15,7 +15,6 @@ and a new gang on the same cluster must work. Nothing may be left over.
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
@@ -23,9 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from running import Program, is_running, until, worker_below, worker_of
-from schedules import Stage, Watched, census_of, check_what_is_left, settled
-from verdicts import GRACE_AFTER_DRIVER
+from running import Program, is_running, kill, until, worker_below, worker_of
+from schedules import Ended, Stage, Watched, census_of, check_what_is_left, settled
+from verdicts import GRACE_AFTER_DRIVER, Story
 
 HARMLESS = ("returns", "raises", "SIGINT")
 FATAL = ("leaves", "deadlock", "rank in", "rank between", "worker in", "worker between", "driver in", "driver between")
@@ -122,32 +121,31 @@ def draw(seed: int, index: int) -> Schedule:
 
 
 class Run:
-    """One schedule with its driver on a cluster, and the deviations from the required behaviour."""
+    """One schedule with its driver on a cluster. The story gets the deviations from the required behaviour."""
 
-    def __init__(self, stage: Stage, folder: Path) -> None:
+    def __init__(self, stage: Stage, folder: Path, story: Story) -> None:
         self.cluster = stage.prepare(2, folder)
         self.folder = folder / "driver"
         self.driver = Program.of(DRIVER, self.folder, self.cluster.contact)
-        self.watched = Watched(self.driver, self.cluster, self.folder)
-        self.found = self.watched.story.troubles
+        self.watched, self.story = Watched(self.driver, self.cluster, self.folder, story), story
         self.total = self.number = 0
         self.pids: list[int] = []
 
-    def judge(self, schedule: Schedule) -> list[str]:
-        """Run the schedule, and return the deviations."""
+    def make(self, schedule: Schedule) -> None:
+        """Make the calls with their faults, and then a new gang, if the driver lives."""
         self.driver.hear("ready")
         before = {pid: census_of(pid) for pid in (self.driver.pid, *map(worker_below, self.cluster.nannies))}
         self.begin()
         for what, rank in schedule.calls:
-            self.found += self.happens(what, rank)
-        if self.watched.story.outcome != "died":
-            self.found += self.refused()
+            self.story.troubles += self.happens(what, rank)
+        if self.story.outcome != "died":
+            self.story.troubles += self.refused()
             self.begin()
-            self.found += self.happens("returns", 0)
+            self.story.troubles += self.happens("returns", 0)
             self.driver.tell("close")
             self.driver.hear("closed")
+            self.story.outcome = "finished"
         check_what_is_left(self.watched, False, before)
-        return self.found
 
     def begin(self) -> None:
         """Begin a gang, in which nothing is kept yet."""
@@ -168,7 +166,7 @@ class Run:
             until(lambda: all(mark.exists() for mark in marks), "all ranks to be in the call")
             self.kill(target, rank)
         if target == "driver":
-            self.watched.story.outcome = "died"
+            self.story.outcome = "died"
             if not settled(lambda: not any(map(is_running, self.pids)), GRACE_AFTER_DRIVER):
                 yield f"{what}: ranks still run after {GRACE_AFTER_DRIVER:g} s"
             return
@@ -210,34 +208,29 @@ class Run:
     def kill(self, target: str, rank: int) -> None:
         """Kill a rank, its worker or the driver, or interrupt the driver. Wait for the successor of a killed worker."""
         known = set(self.cluster.workers())
-        match target:
-            case "SIGINT":
-                os.kill(self.driver.pid, signal.SIGINT)
-            case "driver":
-                os.kill(self.driver.pid, signal.SIGKILL)
-            case "rank":
-                os.kill(self.pids[rank], signal.SIGKILL)
-            case "worker":
-                os.kill(worker_of(self.pids[rank]), signal.SIGKILL)
-                until(lambda: set(self.cluster.workers()) - known, "another worker")
+        pid = self.pids[rank] if target in ("rank", "worker") else self.driver.pid
+        kill(worker_of(pid) if target == "worker" else pid, signal.SIGINT if target == "SIGINT" else signal.SIGKILL)
+        if target == "worker":
+            until(lambda: set(self.cluster.workers()) - known, "another worker")
 
 
-def run_all(drawn: list[Schedule], folder: Path) -> list[Schedule]:
-    """Run schedules, print a line for each, and return those that have not ended as they must."""
-    stage, failed = Stage(folder), []
+def run_all(drawn: list[Schedule], folder: Path) -> Ended:
+    """Run schedules, and print a line for each."""
+    stage, ended = Stage(folder), Ended([], {})
     for schedule in drawn:
-        began = time.monotonic()
+        began, story = time.monotonic(), Story()
         try:
-            run = Run(stage, folder / f"staying-{schedule.index}")
-            found = run.judge(schedule)
+            Run(stage, folder / f"staying-{schedule.index}", story).make(schedule)
         except SystemExit as error:  # the harness exits upon errors, but other schedules follow
-            found = [*run.found, f"it could not be run: {error}"]
+            story.troubles.append(f"it could not be run: {error}")
+        ended.stories.append(story)
+        found = story.troubles
         if found or schedule is drawn[-1]:
             found += [f"left over: {what}" for what in stage.end()]
         verdict = "FAILED" if found else "ok"
         print(f"{schedule.index:4} {verdict:6} {time.monotonic() - began:5.1f} s  stays: {schedule}", flush=True)
         if found:
-            failed.append(schedule)
+            ended.failed[schedule.index] = found
             print(*(f"       - {what}" for what in found), sep="\n", flush=True)
             print(f"       again: --staying {schedule.index + 1} --seed {schedule.seed}", flush=True)
-    return failed
+    return ended

@@ -28,14 +28,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from figures import Figure, at_least, at_most, gpus, report
-from running import Cluster, Program, asked, console_script, nothing_left, read, take_turns, until, worker_below
+from running import Cluster, Program, asked, nothing_left, read, take_turns, torchrun, until, worker_below
 
 BACKEND = "nccl" if gpus() else "gloo"
 BATCH = 128
@@ -144,12 +144,10 @@ with Client(scheduler_file=sys.argv[2]) as client:
 class Ranks:
     """Ranks that train a block at each order, and wait in between. An order is a file in their folder."""
 
-    def __init__(self, folder: Path, text: str, command: list[str], *arguments: str) -> None:
-        """Write the program `text` to the folder and start it. The program's first argument is the folder."""
-        folder.mkdir(parents=True)
-        (folder / "program.py").write_text(text)
+    def __init__(self, folder: Path, text: str, *arguments: str, under: Sequence[str] = (sys.executable,)) -> None:
+        """Start this Python text as a program, whose first argument is the folder."""
         self._folder, self._num_turns = folder, 0
-        self.program = Program([*command, "program.py", str(folder), *arguments], folder)
+        self.program = Program.of(text, folder, str(folder), *arguments, under=under)
 
     def take_turn(self, order: object) -> Any:
         """Order each rank to train a block, and return the report of rank 0."""
@@ -200,10 +198,8 @@ def contestants(numbers: list[int], folder: Path, cluster: Cluster) -> dict[str,
     """Start all ranks, and return the turns by name."""
     ways: dict[str, Callable[[], Block]] = {}
     for number in numbers:
-        command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={number}"]
-        plain = Ranks(folder / f"torchrun-{number}", TORCHRUN, command)
-        told = cluster.contact, str(number)
-        gang = Ranks(folder / f"gang-{number}", DASK, [sys.executable], *told)
+        plain = Ranks(folder / f"torchrun-{number}", TORCHRUN, under=torchrun(number))
+        gang = Ranks(folder / f"gang-{number}", DASK, cluster.contact, str(number))
         beside = [gang.program.pid, cluster.scheduler, *cluster.nannies, *map(worker_below, cluster.nannies)]
         ways[f"torchrun {number}"] = partial(turn, plain, [], calls=False)
         ways[f"gang {number}"] = partial(turn, gang, beside, calls=True)
