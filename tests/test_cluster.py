@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.error import HTTPError
 
 import dask
@@ -160,10 +160,21 @@ def wait_for_the_end(*_: object) -> None:
     ENDED.wait(60)
 
 
-def test_a_worker_that_ends_while_its_agent_starts_may_come_back(
-    made: LocalCluster, monkeypatch: pytest.MonkeyPatch
+def lose_worker(made: LocalCluster, client: Client, address: str) -> None:
+    made.sync(made.scheduler.remove_worker, address, stimulus_id="test")
+
+
+def lose_scheduler(made: LocalCluster, client: Client, address: str) -> None:
+    client.loop.add_callback(client.scheduler_comm.comm.abort)  # the client cancels all tasks then
+
+
+@pytest.mark.parametrize("lose", [lose_worker, lose_scheduler])
+def test_a_worker_may_come_back_whose_agent_was_lost_with_the_worker_or_the_scheduler(
+    made: LocalCluster, monkeypatch: pytest.MonkeyPatch, lose: Callable[[LocalCluster, Client, str], None]
 ) -> None:
     monkeypatch.setattr(agents_on_dask, "serve", wait_for_the_end)
+    STARTED.clear()
+    ENDED.clear()
     made.scheduler.allowed_failures = 0  # as Flyte's backend has it
     told: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
     with Client(made) as client:
@@ -172,7 +183,7 @@ def test_a_worker_that_ends_while_its_agent_starts_may_come_back(
         order = AgentOrder(worker=worker, driver=("127.0.0.1", 1), token=b"")
         agents.launch([order], lambda *how: told.put(how))
         assert STARTED.wait(60)
-        made.sync(made.scheduler.remove_worker, agents.addresses[worker], stimulus_id="test")
+        lose(made, client, agents.addresses[worker])
         ENDED.set()
         name, error = told.get(timeout=60)
     assert name == worker

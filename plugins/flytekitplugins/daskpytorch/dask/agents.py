@@ -324,4 +324,4 @@ def _report_failure(done: DaskFuture, worker: str, on_failure: OnFailure) -> Non
             error = WorkerLostError(f"the worker ended while its agent started: {error}", worker=worker)
         on_failure(worker, error if isinstance(error, Exception) else RuntimeError(str(error)))
     elif done.status in ("cancelled", "lost"):
-        on_failure(worker, RuntimeError("the scheduler was lost"))
+        on_failure(worker, WorkerLostError("the scheduler was lost", worker=worker))  # the driver looks for it next
