@@ -22,6 +22,9 @@ class Heard:
     def hear(self, connection: Connection, message: object) -> object:
         return message
 
+    def hear_terminal(self, connection: Connection, message: object) -> object:
+        return message
+
     def hear_of_rank(self, connection: Connection, rank: int, said: object) -> object:
         return said
 

@@ -116,7 +116,7 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> N
         second.expect_exact("KeyboardInterrupt")
         second.expect_exact("(Pdb rank 1) ")
         second.sendline("continue")
-        second.expect_exact("the rank goes on")
+        second.expect_exact("the rank has left the debugger")
         second.expect_exact("the gang has ended")
         second.expect(pexpect.EOF)
         assert run.wait(100) == 0

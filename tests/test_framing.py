@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,12 +89,24 @@ def test_a_connection_outlives_a_process_that_stands_still_with_full_buffers() -
             sent.result(timeout=60)
 
 
-def test_limited_sender_does_not_wait_for_a_peer_that_reads_nothing(both: tuple[Connection, Connection]) -> None:
-    ours, _theirs = both
-    ours.limit_sends(0.05)
+@pytest.mark.parametrize("reads", [False, True], ids=["reads nothing", "reads slowly"])
+def test_limited_sender_does_not_wait_for_a_slow_peer(both: tuple[Connection, Connection], *, reads: bool) -> None:
+    ours, theirs = both
+    has_ended = threading.Event()
+
+    def trickle() -> None:
+        while reads and not has_ended.wait(0.02) and theirs.read(1 << 18):
+            pass
+
+    ours.limit_sends(0.1)
     ours.send_frame(b"fits")
-    with pytest.raises(BlockingIOError):
-        ours.send_frame(bytes(1 << 26))
+    with ThreadPoolExecutor(1) as reader:
+        reader.submit(trickle)
+        try:
+            with pytest.raises(TimeoutError):
+                ours.send_frame(bytes(1 << 28))
+        finally:
+            has_ended.set()
 
 
 def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:

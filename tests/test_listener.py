@@ -26,9 +26,19 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
+from flytekitplugins.daskpytorch.protocol.attaching import Look
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello, Leaving, Lines, OnFailure, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.messages import (
+    AgentOrder,
+    Close,
+    Hello,
+    Leaving,
+    Lines,
+    OnFailure,
+    Reported,
+    Upload,
+)
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
@@ -172,6 +182,18 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection.close()
     thread.join()
     assert not thread.is_alive()
+
+
+def test_terminal_gets_the_farewell_and_does_not_hold_up_the_end(
+    ear: Listener, events: queue.SimpleQueue[Call]
+) -> None:
+    with contextlib.closing(dial_only(ear)) as terminal:
+        terminal.send(Look())
+        assert heard(events) == Look()
+        thread = ear._thread
+        ear.dismiss(Close(), 20.0)
+        assert not thread.is_alive()
+        assert terminal.recv() == Close()
 
 
 # ---- The end

@@ -95,7 +95,7 @@ def stop_rank_1(world: World) -> None:
 def test_list_has_host_step_state_and_line_of_each_rank(world: World, terminal: Terminal) -> None:
     world.step(world.connected()[0])
     stop_rank_1(world)
-    say(world, terminal, Look())
+    say(world, terminal, Look(0))
     assert terminal.shown == []
     world.obey_all()
     assert terminal.listing.gang == "m.train"
@@ -104,7 +104,7 @@ def test_list_has_host_step_state_and_line_of_each_rank(world: World, terminal: 
         (1, "tcp://10.0.0.2:1", None, "stops at train.py:31 (step)", True),
     ]
     assert {place.line for place in terminal.listing.ranks} == {"/home/me/train.py:31 (step)"}
-    assert terminal.listing.ranks[0].stack == STACK
+    assert [place.stack for place in terminal.listing.ranks] == [STACK, ""]
 
 
 def test_list_does_not_wait_for_a_rank_that_is_silent(world: World, terminal: Terminal) -> None:
@@ -161,8 +161,13 @@ def test_step_neither_ends_the_prompt_nor_is_it_news(world: World, terminal: Ter
     stop_rank_1(world)
     say(world, terminal, ATTACH)
     world.report(world.connected()[1], 1, LeftPrompt(steps=True))
+    world.report(world.connected()[1], 1, Awaits("stops at train.py:32 (step)", 300.0))
     world.report(world.connected()[1], 1, Shown(b"(Pdb) "))
     assert terminal.shown == [Shown(b""), Shown(b"(Pdb) ")]
+    assert sum("attach" in note for note in world.watcher.notes) == 1
+    say(world, another := Terminal(), Look())
+    world.obey_all()
+    assert another.listing.ranks[1].state == "stops at train.py:32 (step)"
 
 
 def test_rank_of_the_next_attempt_learns_of_its_terminal(world: World, terminal: Terminal) -> None:
@@ -221,3 +226,16 @@ def test_folder_that_others_can_write_is_passed_over(temporary: Path) -> None:
         attaching.leave_contact(folder, DriverContact(("10.0.0.1", 80), b"t" * 32))
         folder.chmod(0o777)
         assert attaching.find_contacts() == set()
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+def test_links_are_passed_over(temporary: Path, *, is_folder: bool) -> None:
+    (elsewhere := temporary / "elsewhere").mkdir(mode=0o700)
+    attaching.leave_contact(elsewhere, DriverContact(("10.0.0.1", 80), b"t" * 32))
+    linked = temporary / "daskpytorch-linked"
+    if is_folder:
+        linked.symlink_to(elsewhere)
+    else:
+        linked.mkdir(mode=0o700)
+        (linked / attaching.FILE).symlink_to(elsewhere / attaching.FILE)
+    assert attaching.find_contacts() == set()

@@ -43,15 +43,19 @@ READ_SIZE = 1 << 12
 
 @dataclass
 class Gang:
-    """A running gang, and this terminal's connection to the gang's driver."""
+    """A running gang, as its driver has described it."""
 
-    id: str
-    connection: Connection
+    contact: DriverContact
     listing: Listing
 
     def place_of(self, rank: int) -> RankPlace | None:
         """Return a rank's place in the list. None: the gang has no such rank now."""
         return next((place for place in self.listing.ranks if place.rank == rank), None)
+
+    @property
+    def id(self) -> str:
+        """Id that tells the gang from others of the same function."""
+        return hashlib.sha256(self.contact.token).hexdigest()[:16]
 
     @property
     def title(self) -> str:
@@ -63,25 +67,24 @@ def main(words: Sequence[str]) -> int:
     """List ranks, or attach to the rank that the words of the command line name. Return exit code 1 without one."""
     options = _parser().parse_args(words)
     where = f"on the workers of {options.scheduler}" if options.scheduler else "of this user on this machine"
-    with contextlib.ExitStack() as stack:
-        try:
-            contacts = _contacts_of(options.scheduler) if options.scheduler else find_contacts()
-        except OSError as error:
-            return _refuse(
-                f"the scheduler at {options.scheduler} does not answer: {error}. Check the address, and the "
-                "scheduler's log"
-            )
-        gangs = [gang for gang in _gangs(contacts, stack) if options.gang is None or _is_named(gang, options.gang)]
-        if not gangs:
-            named = f" named {options.gang!r}" if options.gang else ""
-            return _refuse(
-                f"no gang{named} runs {where}. Start the command while the gang runs, as the same user; for gangs on a "
-                "Dask cluster, on the machine of a worker, or with --scheduler ADDRESS"
-            )
-        if options.rank is None:
-            print("\n\n".join(_table(gang) for gang in gangs))
-            return 0
-        return _attach(gangs, options.rank)
+    try:
+        contacts = _contacts_of(options.scheduler) if options.scheduler else find_contacts()
+    except OSError as error:
+        return _refuse(
+            f"the scheduler at {options.scheduler} does not answer: {error}. Check the address, and the scheduler's log"
+        )
+    found = _gangs(contacts, Look(options.rank))
+    gangs = [gang for gang in found if options.gang is None or _is_named(gang, options.gang)]
+    if not gangs:
+        named = f" named {options.gang!r}" if options.gang else ""
+        return _refuse(
+            f"no gang{named} runs {where}. Start the command while the gang runs, as the same user; for gangs on a "
+            "Dask cluster, on the machine of a worker, or with --scheduler ADDRESS"
+        )
+    if options.rank is None:
+        print("\n\n".join(_table(gang) for gang in gangs))
+        return 0
+    return _attach(gangs, options.rank)
 
 
 def _attach(gangs: Sequence[Gang], rank: int) -> int:
@@ -102,37 +105,44 @@ def _attach(gangs: Sequence[Gang], rank: int) -> int:
         return _refuse("the rank's debugger needs a terminal as standard input and output")
     print("Ctrl-] leaves the rank at its prompt. `continue` lets the rank go on.", flush=True)
     with _raw_mode():
-        farewell = _talk(gang.connection, rank)
+        farewell = _talk(gang.contact, rank)
     print(f"\n{farewell}")
     return 0
 
 
-def _talk(connection: Connection, rank: int) -> str:
+def _talk(contact: DriverContact, rank: int) -> str:
     """Pass keys to the rank's debugger, and show its output, until the user leaves. Return a text about the end."""
-    is_at_prompt, size = True, None
     try:
-        while True:
-            if (now := shutil.get_terminal_size()) != size:
-                size = now
-                connection.send(Attach(rank, (size.lines, size.columns)))
-            ready, _, _ = select.select([0, connection.fileno()], [], [])
-            if connection.fileno() in ready:
-                match connection.recv():
-                    case Shown(data):
-                        is_at_prompt = True
-                        _write(data)
-                    case Left():
-                        is_at_prompt = False
-                        _write(b"\r\n(the rank goes on. Its next prompt is shown here; Ctrl-] or Ctrl-C leaves)\r\n")
-                    case Close():
-                        return "the gang has ended"
-            if 0 in ready:
-                keys = os.read(0, READ_SIZE)
-                if not keys or LEAVE in keys or (INTERRUPT in keys and not is_at_prompt):
-                    return "detached; the rank waits on for a terminal" if is_at_prompt else "detached"
-                connection.send(Typed(rank, keys))
+        with contextlib.closing(_connect(contact)) as connection:
+            return _relay(connection, rank)
     except (EOFError, OSError):
         return "the gang's driver has ended"
+
+
+def _relay(connection: Connection, rank: int) -> str:
+    is_at_prompt, size = True, None
+    while True:
+        if (now := shutil.get_terminal_size()) != size:
+            size = now
+            connection.send(Attach(rank, (size.lines, size.columns)))
+        ready, _, _ = select.select([0, connection.fileno()], [], [])
+        if connection.fileno() in ready:
+            match connection.recv():
+                case Shown(data):
+                    is_at_prompt = True
+                    _write(data)
+                case Left():
+                    is_at_prompt = False
+                    _write(
+                        b"\r\n(the rank has left the debugger. Its next prompt comes here; Ctrl-] or Ctrl-C leaves)\r\n"
+                    )
+                case Close():
+                    return "the gang has ended"
+        if 0 in ready:
+            keys = os.read(0, READ_SIZE)
+            if not keys or LEAVE in keys or (INTERRUPT in keys and not is_at_prompt):
+                return "detached; the rank waits on for a terminal" if is_at_prompt else "detached"
+            connection.send(Typed(rank, keys))
 
 
 @contextlib.contextmanager
@@ -172,18 +182,20 @@ async def _find_on_worker() -> set[DriverContact]:
     return await asyncio.to_thread(find_contacts)
 
 
-def _gangs(contacts: Iterable[DriverContact], stack: contextlib.ExitStack) -> Iterator[Gang]:
-    """Yield the gangs whose drivers answer. The stack closes the connections."""
+def _connect(contact: DriverContact) -> Connection:
+    sock = socket.create_connection(contact.address, timeout=CONNECT_TIMEOUT)
+    watch_peer(sock)
+    return introduce(sock, contact.token)
+
+
+def _gangs(contacts: Iterable[DriverContact], look: Look) -> Iterator[Gang]:
+    """Yield the gangs whose drivers answer."""
     for contact in sorted(contacts, key=lambda contact: contact.address):
         try:
-            sock = socket.create_connection(contact.address, timeout=CONNECT_TIMEOUT)
-            watch_peer(sock)
-            connection = introduce(sock, contact.token)
-            stack.callback(connection.close)
-            sock.settimeout(CONNECT_TIMEOUT)
-            connection.send(Look())
-            listing = connection.recv()
-            sock.settimeout(None)
+            with contextlib.closing(_connect(contact)) as connection:
+                connection.limit_sends(CONNECT_TIMEOUT)
+                connection.send(look)
+                listing = connection.recv()
         except (OSError, EOFError) as error:
             print(
                 f"the driver at {':'.join(map(str, contact.address))} does not answer: {error}. If its gang runs, "
@@ -192,7 +204,7 @@ def _gangs(contacts: Iterable[DriverContact], stack: contextlib.ExitStack) -> It
             )
             continue
         if isinstance(listing, Listing):  # else the gang is ending
-            yield Gang(hashlib.sha256(contact.token).hexdigest()[:16], connection, listing)
+            yield Gang(contact, listing)
 
 
 def _is_named(gang: Gang, name: str) -> bool:

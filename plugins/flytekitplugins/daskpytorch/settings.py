@@ -196,7 +196,8 @@ class Gang:
     on_error: Literal["stop", "hold"] = "stop"
     """`stop`: an exception ends the attempt at once. `hold`: a rank that raises an exception waits in pdb's
     post-mortem mode until a terminal has attached and left, or `attach_timeout` is over. Other ranks stand still in
-    their next collective, whose timeout is `attach_timeout` and an hour. All GPUs stay taken."""
+    their next collective. The default process group's timeout is `attach_timeout` and an hour. Other groups keep
+    torch's: ten minutes with NCCL. All GPUs stay taken."""
     hints: bool = True
     """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
     collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has,

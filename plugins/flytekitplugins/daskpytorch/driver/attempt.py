@@ -55,12 +55,12 @@ class Prompts:
             rank: The rank.
             steps: True if the debugger will soon ask for the terminal again, for example after `next`.
         """
-        if rank == self.shown:
-            self.shown = None
-        if steps:
-            self._kept_for, self._kept_until = rank, self.clock() + KEPT_FOR
-        else:
+        if not steps:
             self.debugged.discard(rank)
+        if rank == self.shown:  # else the rank has an attached terminal
+            self.shown = None
+            if steps:
+                self._kept_for, self._kept_until = rank, self.clock() + KEPT_FOR
 
     def forget(self, rank: int) -> None:
         """Record that a rank has ended or failed."""

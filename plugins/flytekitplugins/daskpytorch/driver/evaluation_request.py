@@ -37,6 +37,7 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
         min_workers=None,
         max_restarts=0,
         hang_timeout=None if of.settings.hang_timeout is None else "auto",
+        on_error="stop",
         hints=False,
         key=None,
         keep=Keep(),

@@ -62,7 +62,8 @@ FIRST_MESSAGE_TIMEOUT = 120.0
 ACCEPT_PAUSE = 0.2
 """Pause, in seconds, after an error while accepting callers, such as too many open files."""
 MAX_TERMINAL_WAIT = 1.0
-"""Seconds for which a send to an attached terminal may block the gang's thread. Then the driver drops the terminal."""
+"""Maximum number of seconds that one send to an attached terminal blocks the gang's thread. Then the driver drops
+the terminal."""
 END_TIME = 5.0
 """Timeout, in seconds, for the listener's threads to end after the shutdown of all connections."""
 
@@ -98,6 +99,7 @@ class Listener:
         self._authenticated: set[asyncio.Task[None]] = set()
         """Authenticated callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
+        """Connections of agents, without terminals."""
         self._beats: dict[Connection, bytes] = {}
         """Each agent's newest heartbeat that is not yet in the gang's queue."""
         self._is_napping = False
@@ -277,10 +279,11 @@ class Listener:
     def _take_in(self, connection: Connection, message: FromAgent | FromTerminal) -> None:
         if isinstance(message, FromTerminal):
             connection.limit_sends(MAX_TERMINAL_WAIT)
+        else:  # the end of a gang waits for agents alone
+            self._agents.add(connection)
         self._known.append(connection)
         if self._is_over:
             connection.hang_up()
-        self._agents.add(connection)
         self._loop.add_reader(connection.fileno(), self._hear, connection, Frames())
         self._note(connection, message)
 

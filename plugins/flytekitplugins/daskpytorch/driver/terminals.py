@@ -58,14 +58,14 @@ class Terminals:
         self._prompts: dict[int, Prompt] = {}
         self._attached: dict[Connection, Attach] = {}
         """Terminal -> its newest request."""
-        self._looking: dict[Connection, float] = {}
-        """Terminal that waits for the list of ranks -> time at which the terminal gets the list in any case."""
+        self._looking: dict[Connection, tuple[Look, float]] = {}
+        """Terminal that waits for the list of ranks -> request, and time at which the list is sent in any case."""
         self._located: dict[int, Located] = {}
 
     def hear(self, attempt: Attempt | None, connection: Connection, message: FromTerminal) -> None:
         """Follow a terminal's message."""
         if isinstance(message, Look):
-            self._looking[connection] = self._clock() + ANSWER_TIME
+            self._looking[connection] = message, self._clock() + ANSWER_TIME
             self._located.clear()
             if attempt is not None:
                 attempt.tell(Tell(Locate(LOOK)))
@@ -87,7 +87,11 @@ class Terminals:
     def note(self, attempt: Attempt, rank: int, said: Awaits | Shown) -> None:
         """Record that a rank's debugger waits for a terminal, or has written something."""
         if isinstance(said, Awaits):
+            known = self._prompt_of(attempt, rank)
             attempt.prompts.debugged.add(rank)
+            if known is not None:  # a step has led to this prompt
+                known.state = said.state
+                return
             self._prompts[rank] = Prompt(attempt, said.state)
             for terminal in self._terminals_of(rank):
                 _tell(attempt, self._attached[terminal])  # a restarted rank does not know its terminals
@@ -121,11 +125,10 @@ class Terminals:
         if not self._looking:
             return
         has_all = attempt is None or attempt.have_answered(self._located)
-        due = [each for each, at in self._looking.items() if has_all or self._clock() >= at]
-        listing = self._listing(attempt) if due else None
-        for connection in due:
+        due = {each: look for each, (look, at) in self._looking.items() if has_all or self._clock() >= at}
+        for connection, look in due.items():
             del self._looking[connection]
-            self._send(connection, listing)
+            self._send(connection, self._listing(attempt, look))
 
     @property
     def command(self) -> str:
@@ -133,11 +136,11 @@ class Terminals:
         scheduler, is_here = self._launcher.scheduler, ip_address(self._launcher.host).is_loopback
         return "daskpytorch attach" if scheduler is None or is_here else f"daskpytorch attach --scheduler {scheduler}"
 
-    def _listing(self, attempt: Attempt | None) -> Listing:
-        ranks = [self._place(attempt, rank) for rank in sorted(attempt.places)] if attempt is not None else []
-        return Listing(gang=self._gang, ranks=ranks)
+    def _listing(self, attempt: Attempt | None, look: Look) -> Listing:
+        ranks = sorted(attempt.places) if attempt is not None else []
+        return Listing(gang=self._gang, ranks=[self._place(attempt, rank, look) for rank in ranks])
 
-    def _place(self, attempt: Attempt, rank: int) -> RankPlace:
+    def _place(self, attempt: Attempt, rank: int, look: Look) -> RankPlace:
         prompt = self._prompt_of(attempt, rank)
         stack = self._located[rank].stacks if rank in self._located else ""
         return RankPlace(
@@ -147,7 +150,7 @@ class Terminals:
             state=prompt.state if prompt is not None else _state(attempt, rank, has_answered=rank in self._located),
             awaits=prompt is not None,
             line=_line(stack),
-            stack=stack,
+            stack=stack if rank == look.rank else "",  # of all ranks of a large gang, stacks are many MB
         )
 
     def _prompt_of(self, attempt: Attempt | None, rank: int) -> Prompt | None:

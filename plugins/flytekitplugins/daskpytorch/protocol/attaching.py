@@ -10,17 +10,19 @@ folder, which only this user can open.
       │ ─── Attach ─────────▶ │ ─── Tell ─────────▶ │ ─── Attach ───▶ │
       │ ◀── Shown ─────────── │ ◀── Reported ────── │ ◀── Shown ───── │ output
       │ ─── Typed ──────────▶ │ ─── Tell ─────────▶ │ ─── Typed ────▶ │ input
-      │ ◀── Left ──────────── │ ◀── Reported ────── │ ◀── LeftPrompt  │ its function goes on
+      │ ◀── Left ──────────── │ ◀── Reported ────── │ ◀── LeftPrompt  │ its function goes on, or ends
 """
 
 import contextlib
 import json
+import os
+import stat
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.process.folders import refuse_foreign, remove_abandoned
+from flytekitplugins.daskpytorch.process.folders import remove_abandoned
 
 FILE = "driver.json"
 LOOK = -1
@@ -33,6 +35,9 @@ LOOK = -1
 @dataclass(frozen=True)
 class Look:
     """A terminal's first message: request for the list of ranks."""
+
+    rank: int | None = None
+    """Rank whose stacks the list has. None: the list has no stacks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class RankPlace:
     line: str
     """Innermost line of the user's code in the main thread. Empty if unknown."""
     stack: str
-    """Stacks of all threads, the main thread last."""
+    """Stacks of all threads, the main thread last. Empty if unknown, or if the terminal has named another rank."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Left:
-    """Notice to a terminal: the rank has left its debugger, and goes on."""
+    """Notice to a terminal: the rank has left its debugger, and goes on or ends."""
 
 
 FromTerminal = Look | Attach | Typed
@@ -147,10 +152,27 @@ def find_contacts() -> set[DriverContact]:
     remove_abandoned(place)  # with the files of killed agents
     found = set()
     for path in Path(place).glob(f"daskpytorch-*/{FILE}"):
-        # PermissionError: another user may have put the file there, to get this user's keys.
         with contextlib.suppress(OSError, ValueError):
-            refuse_foreign(path.parent, with_files=False)
-            said = json.loads(path.read_text())
-            host, port = said["address"]
-            found.add(DriverContact((host, port), bytes.fromhex(said["token"])))
+            found.add(_contact_in(path.parent))
     return found
+
+
+def _contact_in(folder: Path) -> DriverContact:
+    """Return the driver that a folder names. The checked folder is the one that is read, also if others swap links.
+
+    Raises:
+        OSError: The folder has no such file.
+        PermissionError: Others can open the folder. They may have put the file there, to get this user's keys.
+        ValueError: The file is incomplete.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise PermissionError(f"{folder} is not this user's alone")
+        with os.fdopen(os.open(FILE, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=opened), encoding="utf-8") as file:
+            said = json.load(file)
+    finally:
+        os.close(opened)
+    host, port = said["address"]
+    return DriverContact((host, port), bytes.fromhex(said["token"]))

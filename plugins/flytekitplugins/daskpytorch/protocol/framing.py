@@ -37,8 +37,6 @@ PROOF_TIMEOUT = 60.0
 to answer."""
 BEAT = b"\0"
 """First byte of a heartbeat. No pickle begins with this byte."""
-TIMEVAL = struct.Struct("@ll")
-"""Format of the kernel's `struct timeval`: seconds and microseconds."""
 RANK = struct.Struct("!IQ")
 """Format of a rank's entry in a heartbeat: the rank, and its number of signs of life so far."""
 
@@ -155,10 +153,11 @@ class Connection:
         return data
 
     def limit_sends(self, seconds: float) -> None:
-        """Make each later send fail with an `OSError` if the peer reads nothing for this many seconds."""
-        whole = int(seconds)
-        limit = TIMEVAL.pack(whole, int(1e6 * (seconds - whole)))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        """Make each later send fail with an `OSError` after this many seconds. A part may have been sent by then.
+
+        Reads get the same timeout.
+        """
+        self._sock.settimeout(seconds)  # for all of `sendall`, unlike SO_SNDTIMEO, which each part would begin anew
 
     def hang_up(self) -> None:
         """Shut the connection down for both ends. A thread that waits in `read` wakes up, unlike after `close`."""

@@ -55,8 +55,6 @@ class Prompt:
         self._send = send
         self._granted = threading.Event()
         self._attached = PseudoTerminal(send)
-        self._is_stepping = False
-        """True if a step of the debugger has led to the next prompt, which is no news then."""
         self._pid = os.getpid()
         self.failure: Failure | None = None
         """Report of the exception for which the rank is held. None: the rank is not held."""
@@ -78,9 +76,18 @@ class Prompt:
         self.failure = failure
         debugger = pdb.Pdb(nosigint=True)
         debugger.reset()
-        with contextlib.suppress(NoDebuggerError):  # nobody has attached: the exception itself is the news
-            debugger.interaction(None, error.__traceback__)
-        self.failure = None
+        usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # between calls, SIGINT has no effect
+        try:
+            # NoDebuggerError, or a signal's exception, as torch's for a lost worker of a loader: `error` is the news.
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                debugger.interaction(None, error.__traceback__)
+        finally:
+            signal.signal(signal.SIGINT, usual)
+            self.failure = None
+
+    def note_call(self, *, is_ending: bool) -> None:
+        """Record the driver's newest order about a call. `is_ending`: True if the call ends, with its prompts."""
+        self._attached.is_call_ending = is_ending
 
     def obey(self, order: orders.Prompt | orders.Interrupt | TerminalOrder) -> None:
         """Let this rank's waiting debugger open the driver's terminal, or interrupt the main thread as Ctrl-C does.
@@ -117,6 +124,7 @@ class Prompt:
             where: Text about the rank for users, such as `stops at train.py:12 (train)`.
 
         Raises:
+            KeyboardInterrupt: The driver ends the call.
             NoDebuggerError: No terminal was attached in time, or this process was forked by the rank.
         """
         self.check()
@@ -134,19 +142,22 @@ class Prompt:
             with _in_place(terminal):
                 yield
         finally:
+            fcntl.flock(terminal, fcntl.LOCK_UN)  # a process forked at the prompt shares the lock, and may live on
             os.close(terminal)
 
     @contextlib.contextmanager
     def _at_attached(self, where: str) -> Iterator[None]:
-        if not self._is_stepping:
-            self._send(Awaits(where, self._timeout))
-        try:
-            with self._attached.opened(self._timeout) as terminal, _in_place(terminal):
-                yield
-        except OSError:
-            if not self._attached.is_given_up:
-                raise
-        if self._attached.is_given_up:
+        self._send(Awaits(where, self._timeout))
+        with self._attached.opened(self._timeout) as terminal:
+            try:
+                with _in_place(terminal.slave):
+                    yield
+            except OSError:
+                if not terminal.is_given_up:
+                    raise
+        if terminal.is_given_up and self._attached.is_call_ending:
+            raise KeyboardInterrupt
+        if terminal.is_given_up:
             raise NoDebuggerError(
                 f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
                 f"attached to its debugger, as by {self._command}. Or start the run in a terminal of the rank's "
@@ -157,7 +168,6 @@ class Prompt:
 
     def leave(self, *, steps: bool) -> None:
         """Tell the driver that the debugger's prompt is over. `steps`: True if this rank shows its next prompt soon."""
-        self._is_stepping = steps
         self._send(reports.LeftPrompt(steps))
 
 

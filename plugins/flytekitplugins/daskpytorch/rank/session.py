@@ -153,6 +153,8 @@ class Session:
     def _serve(self, order: calls.CallOrder | calls.EndCall) -> None:
         if self.server is None:  # a gang of one call
             return
+        if self.prompt is not None:
+            self.prompt.note_call(is_ending=isinstance(order, calls.EndCall))
         if isinstance(order, calls.EndCall):
             self.server.interrupter.order(order)
         else:
