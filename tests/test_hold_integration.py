@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from datetime import timedelta
 from pathlib import Path
 
@@ -86,10 +88,12 @@ def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
 
 def test_rank_to_which_nobody_attaches_is_held_for_the_stated_time(tmp_path: Path) -> None:
     notes = Notes()
-    settings = {"on_error": "hold", "attach_timeout": 3.0, "hang_timeout": 1.0, "max_restarts": 0}
+    settings = {"on_error": "hold", "attach_timeout": 10.0, "hang_timeout": 2.0, "max_restarts": 0}
+    begun_at = time.monotonic()
     futures = on_this_machine(fail, str(tmp_path), observers=[notes], **settings)
     with pytest.raises(ValueError, match="bad value 31"):
         futures.result(timeout=200)
+    assert time.monotonic() - begun_at >= settings["attach_timeout"]
     assert len(notes.told(HELD)) == 1
 
 
@@ -108,10 +112,37 @@ def test_gang_that_stays_goes_on_after_a_held_call() -> None:
             raise ValueError("bad value")
         return current_rank().rank
 
-    with dispatch.gang(nproc=2, gang=Gang(on_error="hold", attach_timeout=1.0, hang_timeout=0.5)) as gang:
+    with dispatch.gang(nproc=2, gang=Gang(on_error="hold", attach_timeout=4.0, hang_timeout=2.0)) as gang:
         with pytest.raises(ValueError, match="bad value"):
             gang.call(call, 1).result(timeout=200)
         assert gang.call(call, 7).result(timeout=200) == [0, 1]
+
+
+def raise_alone() -> None:
+    raise ValueError("bad value")
+
+
+def stop_alone() -> None:
+    breakpoint()  # noqa: T100
+
+
+@pytest.mark.parametrize("function", [raise_alone, stop_alone])
+def test_cancel_ends_a_call_in_which_a_rank_waits_for_a_terminal(
+    capfd: pytest.CaptureFixture[str], function: Callable[[], None]
+) -> None:
+    said: list[str] = []
+
+    def is_waiting() -> bool:
+        said.append(capfd.readouterr().err)
+        return "Attach by: daskpytorch attach 0" in "".join(said)
+
+    with dispatch.gang(nproc=1, gang=Gang(on_error="hold", attach_timeout=600.0)) as gang:
+        futures = gang.call(function)
+        until(is_waiting, lambda: "".join(said))
+        assert futures.cancel()
+        with pytest.raises(CancelledError):
+            futures.result(timeout=100)
+        assert gang.call(os.getpid).result(timeout=100)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,14 @@ def test_a_rank_that_steps_and_does_not_come_back_may_wait_for_one_that_waits(
     assert prompts.turn() == 1
 
 
+def test_a_rank_that_steps_in_an_attached_terminal_keeps_no_other_from_the_drivers(prompts: Prompts) -> None:
+    prompts.debugged.add(1)
+    prompts.leave(1, steps=True)
+    prompts.ask(0)
+    assert prompts.turn() == 0
+    assert prompts.debugged == {0, 1}
+
+
 def test_a_rank_that_has_gone_holds_up_nobody(prompts: Prompts) -> None:
     for rank in (2, 1, 0):
         prompts.ask(rank)

@@ -137,8 +137,8 @@ class Terminals:
         return "daskpytorch attach" if scheduler is None or is_here else f"daskpytorch attach --scheduler {scheduler}"
 
     def _listing(self, attempt: Attempt | None, look: Look) -> Listing:
-        ranks = sorted(attempt.places) if attempt is not None else []
-        return Listing(gang=self._gang, ranks=[self._place(attempt, rank, look) for rank in ranks])
+        ranks = [self._place(attempt, rank, look) for rank in sorted(attempt.places)] if attempt is not None else []
+        return Listing(gang=self._gang, ranks=ranks)
 
     def _place(self, attempt: Attempt, rank: int, look: Look) -> RankPlace:
         prompt = self._prompt_of(attempt, rank)
