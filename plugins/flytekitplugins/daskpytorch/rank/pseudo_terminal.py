@@ -74,6 +74,9 @@ class PseudoTerminal:
         """
         master, slave = os.openpty()
         os.set_blocking(master, False)  # keys beyond the kernel's buffer are lost: orders of the driver must not wait
+        modes = termios.tcgetattr(slave)
+        modes[3] |= termios.NOFLSH  # else Ctrl-C also discards output, at times that of the next prompt
+        termios.tcsetattr(slave, termios.TCSANOW, modes)
         self._open = terminal = OpenTerminal(master, slave)
         self._resize()
         relay = threading.Thread(target=self._relay, args=(terminal, timeout), name="daskpytorch-terminal", daemon=True)
