@@ -26,8 +26,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import Goodput
 
 KEPT_FOR = 1.0
-"""Seconds for which the terminal is reserved for a rank whose debugger steps. Then another rank may get the terminal,
-as a step over a collective may need that rank."""
+"""Seconds that a rank whose debugger steps keeps the terminal. A step over a collective may need another rank."""
 
 
 @dataclass
