@@ -132,7 +132,7 @@ def test_the_data_loader_is_the_cause_if_the_rank_waits_for_it() -> None:
 
 
 def on_gpus(clocks: Mapping[int, int | None], degrees: Mapping[int, int | None]) -> str:
-    """What is told of rank 1, whose GPU is the second of its host."""
+    """Hint about rank 1, whose GPU is the second of its host."""
     reports = (
         (rank, replace(report, gpu_clock=clocks[rank], gpu_temperature=degrees[rank]), at)
         for rank, report, at in reports_of(slow(0.03))
