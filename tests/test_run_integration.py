@@ -78,11 +78,11 @@ def test_at_a_terminal_it_is_shown_and_after_ctrl_c_the_same_command_goes_on(thr
         terminal.expect(pexpect.EOF)
     finally:
         terminal.close(force=True)
+    [run] = script.parent.glob("kept/script.train/*")
     again = [script, three.address, str(newest + 3), "2"]
     done = run_program(again, cwd=script.parent, env={"DASKPYTORCH_RESUME": "1"})
     began, ended = newest + 1, newest + 2
     assert re.fullmatch(rf"began at \[\({began}, '.'\), \({began}, '.'\)\] newest {ended}\n", done.stdout), done.stderr
-    [run, _] = sorted(script.parent.glob("kept/script.train/*"))
     assert (
         f"DASKPYTORCH_RESUME is set: going on from the run in {run}; what differs from then: input last" in done.stderr
     )
