@@ -68,8 +68,11 @@ def outputs(function: object, returned: object) -> dict[str, object]:
     ],
 )
 def test_a_return_value_of_another_type_is_an_error(function: object, returned: object, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        outputs(function, returned)
+    state = FlyteContextManager.current_context().execution_state
+    for mode in ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.TASK_EXECUTION:
+        ctx = FlyteContextManager.current_context().with_execution_state(state.with_params(mode=mode))
+        with FlyteContextManager.with_context(ctx), pytest.raises(TypeError, match=said):
+            outputs(function, returned)
 
 
 @pytest.mark.parametrize("host", [None, "10.0.0.7"])

@@ -387,8 +387,8 @@ def of_the_sdk() -> Iterator[None]:
     """What an import of the SDK does to fsspec."""
     obstore.fsspec.register(["s3", "gs", "abfs", "abfss"], asynchronous=True)
     yield
-    for name in ("gs", "abfs", "abfss"):
-        _registry.pop(name)
+    for name in ("gs", "gcs", "abfs", "abfss", "az"):
+        _registry.pop(name, None)
     fsspec.register_implementation("s3", S3FileSystem, clobber=True)
     S3FileSystem.clear_instance_cache()  # what was opened here speaks for nobody else
 
@@ -427,32 +427,35 @@ def test_s3_is_asked_in_the_region_and_by_the_names_of_buckets_that_flyte_was_to
 class Bucket(AbstractFileSystem):
     """In place of gcsfs's and adlfs's, which look for credentials."""
 
-    protocol = ("gs", "abfs")
+    protocol = ("gs", "gcs", "abfs", "az")
 
     @staticmethod
     def _get_kwargs_from_urls(path: str) -> dict[str, str]:
         return {"of_url": path}
 
 
-@pytest.mark.parametrize(("protocol", "package", "kind"), [("gs", "gcsfs", "GCS"), ("abfs", "adlfs", "AzureBlob")])
+@pytest.mark.parametrize(
+    ("protocol", "other", "package", "kind"), [("gs", "gcs", "gcsfs", "GCS"), ("abfs", "az", "adlfs", "AzureBlob")]
+)
 def test_other_buckets_are_opened_as_without_the_sdk(
-    of_the_sdk: None, monkeypatch: pytest.MonkeyPatch, protocol: str, package: str, kind: str
+    of_the_sdk: None, monkeypatch: pytest.MonkeyPatch, protocol: str, other: str, package: str, kind: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{f"{kind}FileSystem": Bucket}))
     uri = f"{protocol}://bucket/a/b"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, package, None)
+        with pytest.raises(ImportError, match=f"nstall {package} to access"):
+            host.open_filesystem(uri)
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{f"{kind}FileSystem": Bucket}))
     files, path = for_flyte2.url_to_fs(uri, own="x")
     assert (type(files), path) == (Bucket, "bucket/a/b")
-    assert files.storage_options == {"of_url": uri, "own": "x"}
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"{protocol}:// needs the package {package}: pip install {package}"):
-        host.open_filesystem(uri)
+    assert files.storage_options == {"of_url": f"{other}://bucket/a/b", "own": "x"}
 
 
 def test_azure_is_opened_by_the_keys_that_flyte_was_given(of_the_sdk: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", SimpleNamespace(AzureBlobFileSystem=Bucket))
     given = flyte.storage.ABFS(account_name="account", account_key="hush")
     found = context.FlyteStorage(given).filesystem("abfs://bucket/a").storage_options
-    assert found == {"of_url": "abfs://bucket/a", "account_name": "account", "account_key": "hush"}
+    assert found == {"of_url": "az://bucket/a", "account_name": "account", "account_key": "hush"}
 
 
 @pytest.mark.parametrize("uri", ["names.csv", "memory://names.csv", "simplecache::memory://names.csv"])

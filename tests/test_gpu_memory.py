@@ -55,26 +55,21 @@ def segment(device: int, *blocks: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def snapshot() -> dict[str, Any]:
-    """A snapshot as of `torch.cuda.memory._snapshot()`, of two devices."""
-    return {
-        "segments": [
-            segment(0, block(50 * GIB, OF_SCRIPT)),
-            segment(1, block(24 * GIB, OF_TORCH, OF_MODEL, OF_SCRIPT), block(24 * GIB, OF_TORCH, OF_MODEL, OF_SCRIPT)),
-            segment(
-                1, block(1 * GIB, OF_SCRIPT), block(512 * MIB, state="inactive"), block(20 * MIB, state="inactive")
-            ),
-            segment(1, block(2 * GIB, OF_TORCH, state="active_awaiting_free")),
-        ],
-        "device_traces": [[], [{"action": "oom", "size": 6 * GIB, "device_free": 2 * GIB}]],
-    }
+def segments() -> list[dict[str, Any]]:
+    """Segments of two devices, as of `torch.cuda.memory_snapshot()`."""
+    return [
+        segment(0, block(50 * GIB, OF_SCRIPT)),
+        segment(1, block(24 * GIB, OF_TORCH, OF_MODEL, OF_SCRIPT), block(24 * GIB, OF_TORCH, OF_MODEL, OF_SCRIPT)),
+        segment(1, block(1 * GIB, OF_SCRIPT), block(512 * MIB, state="inactive"), block(20 * MIB, state="inactive")),
+        segment(1, block(2 * GIB, OF_TORCH, state="active_awaiting_free")),
+    ]
 
 
 # ---- What a snapshot says
 
 
 def test_a_snapshot_says_what_is_reserved_and_which_lines_hold_the_most() -> None:
-    reserved, *others = gpu_memory.describe(snapshot(), 1)
+    reserved, *others = gpu_memory.describe({"segments": segments()}, 1)
     assert reserved == (
         "Torch's memory on CUDA device 1: 51.5 GiB reserved, of which 51.0 GiB are allocated and 532 MiB are free, in "
         "pieces of at most 512 MiB."
@@ -98,13 +93,6 @@ def test_without_recorded_lines_sizes_are_named_and_how_to_record() -> None:
     assert list(gpu_memory.describe(bare, 1)) == [
         "Torch's memory on CUDA device 1: 0 B reserved, of which 0 B are allocated."
     ]
-
-
-def test_a_large_snapshot_loses_its_history() -> None:
-    whole, bare = pickle.dumps(snapshot()), pickle.dumps({**snapshot(), "device_traces": []})
-    assert gpu_memory.pickled(snapshot(), len(whole)) == whole
-    assert gpu_memory.pickled(snapshot(), len(whole) - 1) == bare
-    assert gpu_memory.pickled(snapshot(), len(bare) - 1) is None
 
 
 # ---- What the error says
@@ -137,10 +125,12 @@ def explained(error: BaseException, order: RankOrder) -> tuple[list[str], dict[s
 def test_the_error_names_lines_other_processes_and_the_snapshots_file(
     order: RankOrder, driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
     lines, files = explained(torch.OutOfMemoryError(MESSAGE), order)
     path = "profiles/rank-0-out-of-memory-2.pickle"
-    assert {name: pickle.loads(data) for name, data in files.items()} == {path: snapshot()}
+    assert {name: pickle.loads(data) for name, data in files.items()} == {
+        path: {"segments": segments(), "device_traces": [[]] * torch.cuda.device_count()}
+    }
     assert "  48.0 GiB in 2: /home/ada/model.py:31 in forward" in lines
     assert lines[-2:] == [
         f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).",
@@ -149,10 +139,12 @@ def test_the_error_names_lines_other_processes_and_the_snapshots_file(
     wrapped = RuntimeError("no step")
     wrapped.__cause__ = torch.OutOfMemoryError(MESSAGE)
     assert explained(wrapped, order)[0] == lines
+    monkeypatch.setattr(gpu_memory, "MAX_SNAPSHOT", 100)
+    assert explained(torch.OutOfMemoryError(MESSAGE), order) == ([*lines[:-2], lines[-1]], {})  # too large to submit
 
 
 def test_other_errors_cost_nothing(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: pytest.fail("a snapshot was made"))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("a snapshot was made"))
     assert explained(RuntimeError("CUDA out of luck"), order) == ([], {})
     assert explained(MemoryError(), order) == ([], {})
     monkeypatch.setitem(sys.modules, "torch", None)  # each import of torch fails
@@ -163,11 +155,11 @@ def test_the_failures_time_is_before_its_explanation(order: RankOrder, monkeypat
     """Other ranks fail while a rank explains its error, and the driver blames the earliest failure."""
     times: list[float] = []
 
-    def timed() -> dict[str, Any]:
+    def timed() -> list[dict[str, Any]]:
         times.append(time.time())
-        return snapshot()
+        return segments()
 
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", timed)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", timed)
     ours, agents = Pipe()
     with ours, agents:
         failure = main._explained(order, GangLink(ours, order), None, torch.OutOfMemoryError(MESSAGE), 3)
@@ -180,7 +172,7 @@ def test_the_failures_time_is_before_its_explanation(order: RankOrder, monkeypat
 def test_a_driver_that_hangs_delays_the_error_only_for_the_timeout(
     order: RankOrder, driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
     monkeypatch.setattr(gpu_memory, "NVML_TIMEOUT", 0.1)
     fake_gpus.describe(driver, {"GPU-1": {"is": 1, "hangs": 1}})
     lines, _ = explained(torch.OutOfMemoryError(MESSAGE), order)
@@ -203,7 +195,7 @@ def test_lines_are_recorded_only_on_request(order: RankOrder, monkeypatch: pytes
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch has no memory of GPUs")
 def test_torch_has_the_private_names() -> None:
     """Without a GPU, recording fails only as it initialises CUDA."""
-    assert torch_parts.memory_snapshot().keys() >= snapshot().keys()
+    assert torch_parts.memory_snapshot()["segments"] == []
     with pytest.raises(RuntimeError, match="driver"):
         torch_parts.record_memory()
 
@@ -219,13 +211,13 @@ from flytekitplugins.daskpytorch import SpawnDDP, current_rank
 def snapshot():  # as torch makes it on a GPU
     frames = [{"filename": "/home/ada/train.py", "line": 7, "name": "main"}]
     block = {"size": 2 << 30, "state": "active_allocated", "frames": frames}
-    return {"segments": [{"device": 0, "total_size": 3 << 30, "blocks": [block]}], "device_traces": []}
+    return [{"device": 0, "total_size": 3 << 30, "blocks": [block]}]
 
 
 @task(task_config=SpawnDDP(nproc=2), enable_deck=True)
 def train() -> None:
     if current_rank().rank == 1:
-        torch.cuda.memory._snapshot = snapshot
+        torch.cuda.memory_snapshot = snapshot
         raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 79.10 GiB")
 """
 

@@ -17,11 +17,11 @@ from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
+from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.interfaces.random import random
 from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
-from flytekit.utils.asyn import run_sync
 
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.protocol.host import provide
@@ -132,15 +132,30 @@ class FlyteRank:
         inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # as above
         check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
-        task = PythonTask(task_type="", name=self.task_name, task_config=None, interface=interface)
-        # An ordinary task calls this method after its function. The method also adds the metadata of artifacts.
-        made, values = run_sync(task._output_to_literal_map, returned, FlyteContextManager.current_context())  # noqa: SLF001
+        task = _Returned(self.task_name, interface, returned)
+        try:
+            made = task.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
+        except FlyteNonRecoverableSystemException as error:  # on a backend, around the conversion's error
+            raise error.value from None
+        is_named = isinstance(returned, tuple) and bool(tuple_name)
+        values = dict(zip(outputs, returned if len(outputs) > 1 or is_named else (returned,), strict=False))
         tab = deck.tab_of(values, outputs, made.literals) if self.shows_outputs else ""
         return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
 
     def results_folder(self) -> FlyteDirectory:
         """Return the folder to which the driver writes the files that ranks submit, as flytekit's type for folders."""
         return FlyteDirectory(self.results, remote_directory=False)
+
+
+class _Returned(PythonTask):  # type: ignore[misc]
+    """Task whose function has returned. flytekit converts the value, and adds the metadata of artifacts."""
+
+    def __init__(self, name: str, interface: Interface, value: Any) -> None:
+        super().__init__(task_type="", name=name, interface=interface)
+        self._value = value
+
+    def execute(self, **_: Any) -> Any:
+        return self._value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,13 +8,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from flytekitplugins.daskpytorch.protocol.files import Files
+
+OTHER_PROTOCOLS = {"s3": "s3a", "gs": "gcs", "abfs": "az", "abfss": "az"}
+"""Second name of each protocol for which Flyte 2's SDK registers another file system: the package's own stays there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +139,12 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
         b'Rex'
     """
     from fsspec.core import url_to_fs as of_fsspec
-    from fsspec.registry import known_implementations, registry
+    from fsspec.registry import registry
 
-    protocol, is_url, _ = uri.partition("://")
-    if not is_url or not getattr(registry.get(protocol), "asynchronous", False):
-        return of_fsspec(uri, **options)  # type: ignore[no-any-return]
-    package, _, name = known_implementations[protocol]["class"].rpartition(".")
-    try:
-        kind = getattr(import_module(package), name)
-    except ImportError as error:
-        raise ImportError(f"{protocol}:// needs the package {package}: pip install {package}") from error
-    return kind(**kind._get_kwargs_from_urls(uri) | options), kind._strip_protocol(uri)  # noqa: SLF001 - as fsspec does
+    protocol, is_url, path = uri.partition("://")
+    if is_url and getattr(registry.get(protocol), "asynchronous", False):
+        uri = f"{OTHER_PROTOCOLS[protocol]}://{path}"
+    return of_fsspec(uri, **options)  # type: ignore[no-any-return]
 
 
 def current_execution() -> Execution:

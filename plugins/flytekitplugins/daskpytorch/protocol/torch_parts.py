@@ -156,11 +156,14 @@ def sharded_classes() -> tuple[type, ...]:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """Return torch's snapshot of the memory that torch has reserved on all GPUs. Does not initialise CUDA."""
+    """Return torch's snapshot of the memory that torch has reserved on all GPUs, in the form that torch's viewer reads.
+
+    The snapshot has no history of allocations. Does not initialise CUDA.
+    """
     import torch
 
-    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()  # noqa: SLF001
-    return snapshot
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return {"segments": segments, "device_traces": [[] for _ in range(torch.cuda.device_count())]}
 
 
 def record_memory() -> None:

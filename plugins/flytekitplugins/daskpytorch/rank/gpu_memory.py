@@ -25,7 +25,7 @@ HISTORY_VARIABLE = "DASKPYTORCH_MEMORY_HISTORY"
 NUM_SHOWN = 5
 """Number of the largest groups of live allocations in the error."""
 MAX_SNAPSHOT = 64 << 20
-"""Maximum number of bytes of a snapshot that is submitted. A larger snapshot loses its history of allocations."""
+"""Maximum number of bytes of a snapshot that is submitted."""
 NVML_TIMEOUT = 5.0
 """Timeout, in seconds, for NVML's list of the GPU's processes."""
 LIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
@@ -66,7 +66,7 @@ def explain(
             notes += describe(snapshot, device)
             number = f"{order.job.attempt}" if call is None else f"call-{call}"  # a gang that stays has one attempt
             path = f"profiles/rank-{place.rank}-out-of-memory-{number}.pickle"
-            if (data := pickled(snapshot)) is not None:
+            if len(data := pickle.dumps(snapshot)) <= MAX_SNAPSHOT:
                 submit("", path, data)
                 notes.append(f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).")
         if place.gpu_uuid and device == place.device_index:
@@ -95,7 +95,7 @@ def describe(snapshot: Mapping[str, Any], device: int) -> Iterator[str]:
     """Yield lines about a device's memory: what torch has reserved and allocated, and the largest live allocations.
 
     Args:
-        snapshot: Snapshot of `torch.cuda.memory._snapshot()`.
+        snapshot: Snapshot of `torch_parts.memory_snapshot()`.
         device: CUDA index of the device.
     """
     segments = [segment for segment in snapshot["segments"] if segment.get("device", device) == device]
@@ -129,17 +129,6 @@ def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
         if file.endswith(".py") and not is_installed:
             return f"{file}:{frame.get('line')} in {frame.get('name')}"
     return ""
-
-
-def pickled(snapshot: Mapping[str, Any], limit: int = MAX_SNAPSHOT) -> bytes | None:
-    """Return a snapshot as the viewer reads it, with the history of allocations if that fits into `limit` bytes.
-
-    None: the snapshot is too large without the history, too.
-    """
-    for content in (snapshot, {**snapshot, "device_traces": []}):
-        if len(data := pickle.dumps(content)) <= limit:
-            return data
-    return None
 
 
 # ---- Other processes
