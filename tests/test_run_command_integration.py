@@ -123,29 +123,24 @@ def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
         (["notes.txt"], "SyntaxError"),
         (["."], "a folder instead of a script"),
         (["--max-restarts", "-1", "train.py"], "max_restarts"),
-        (["--nproc", "0", "train.py"], "must be a whole number from 1 up"),
+        (["--nproc", "0", "train.py"], "a whole number from 1"),
         (["--env", "LR", "train.py"], "must be NAME=VALUE"),
         (["--hang-timeout", "soon", "train.py"], "must be auto, none or seconds"),
-        (["--no-such", "train.py"], "unrecognized arguments"),
+        (["--no-such", "train.py"], "No such option"),
         (["--deck", "no/folder/deck.html", "train.py"], "No such file"),
-        ([], "required: PROGRAM"),
+        ([], "Missing argument 'PROGRAM'"),
     ],
 )
 def test_bad_input_is_refused_at_once(
     folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "notes.txt").write_text("buy milk")
-    try:
-        code: object = main(["run", *words])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
+    assert main(["run", *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_help_of_the_command_and_of_the_script_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
+    assert main(["run", "--help"]) == 0
     assert "--hang-timeout" in capsys.readouterr().out
     Path("other.py").write_text(
         "import argparse, os; argparse.ArgumentParser(epilog=str('RANK' in os.environ)).parse_args()"

@@ -5,35 +5,64 @@ script in ranks, and `daskpytorch attach` opens a rank's debugger. `daskpytorch`
 flytekitplugins.daskpytorch`.
 """
 
-import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from importlib import import_module
 
-from flytekitplugins.daskpytorch import doctor, flame_graphs
+import click
+
+from flytekitplugins.daskpytorch import doctor
+from flytekitplugins.daskpytorch.checks import MAX_SECONDS
+from flytekitplugins.daskpytorch.command_line import scheduler_option
 from flytekitplugins.daskpytorch.doctor import Finding
-from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
+from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
+
+SUBCOMMANDS = {"attach": "attach_command", "profile": "flame_graphs", "run": "run_command"}
+"""Module of each subcommand, by the name of the subcommand, which is also the name of its function."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check this machine and a cluster, print the findings, and return the exit code: 1 after a problem, else 0."""
+    """Run the subcommand that the first word names, else the checks, and return the exit code.
+
+    Exit code 2: a word of the command line cannot be used. 130: Ctrl-C.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["profile"]:
-        return _profile(words[1:])
-    if words[:1] == ["run"]:
-        from flytekitplugins.daskpytorch import run_command
+    command, name = examine, "daskpytorch"
+    if words and words[0] in SUBCOMMANDS:
+        command = getattr(import_module(f"flytekitplugins.daskpytorch.{SUBCOMMANDS[words[0]]}"), words[0])
+        name = f"daskpytorch {words.pop(0)}"
+    command.context_settings = {"help_option_names": ["-h", "--help"], **command.context_settings}
+    try:
+        return int(command.main(words, prog_name=name, standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return EXIT_CODE
 
-        return run_command.main(words[1:])
-    if words[:1] == ["attach"]:
-        from flytekitplugins.daskpytorch import attach_command
 
-        return attach_command.main(words[1:])
-    options = _parser().parse_args(words)
-    findings = doctor.examine(options.scheduler, with_gangs=options.gang, timeout=options.timeout)
-    if options.json:
+@click.command()
+@scheduler_option("also check the cluster of this Dask scheduler")
+@click.option("--gang/--no-gang", default=True, help="run or skip the test gang of two ranks, which takes seconds")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, MAX_SECONDS, min_open=True),
+    default=60.0,
+    metavar="SECONDS",
+    show_default=True,
+    help="timeout for the test gang, and, up to 10 s, for the scheduler's answer",
+)
+@click.option("--json", "is_json", is_flag=True, help="print the findings as JSON: what, value, verdict and advice")
+def examine(*, scheduler: str | None, gang: bool, timeout: float, is_json: bool) -> int:
+    """Check whether gangs can train on this machine and on a Dask cluster.
+
+    The checks cover versions, GPUs, addresses, and a test gang of two ranks. Exit code 1 if there is a problem.
+    The subcommands `run`, `attach` and `profile` have a `--help` of their own.
+    """
+    findings = doctor.examine(scheduler, with_gangs=gang, timeout=timeout)
+    if is_json:
         found = list(findings)
         print(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
@@ -41,92 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(finding.verdict == "problem" for finding in found))
 
 
-def _profile(words: Sequence[str]) -> int:
-    """Request a flame graph of a running rank. Return the exit code: 0 if a rank took the request, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flytekitplugins.daskpytorch profile",
-        description="Records a flame graph of a running rank with py-spy, on this machine or on a Dask cluster. The "
-        "picture is stored among the gang's results, as profiles/rank-0-flame-graph-....svg, and the gang's log names "
-        "it. Exit code 1 if no such rank runs.",
-    )
-    parser.add_argument("--rank", type=int, default=0, help="rank to record (default: 0)")
-    parser.add_argument(
-        "--seconds",
-        type=int,
-        default=10,
-        choices=range(1, 601),
-        metavar="1...600",
-        help="length of the recording, in seconds (default: 10)",
-    )
-    _add_scheduler(parser, "record a rank on the workers of this Dask scheduler")
-    options = parser.parse_args(words)
-    try:
-        count = flame_graphs.ask(options.rank, options.seconds, options.scheduler)
-    except (OSError, GangStartError) as error:
-        print(
-            f"the scheduler at {options.scheduler} does not answer: {error}. Check the address, and the scheduler's "
-            "log.",
-            file=sys.stderr,
-        )
-        return 1
-    where = f"on the workers of {options.scheduler}" if options.scheduler else "on this machine"
-    if count == 0:
-        print(
-            f"no gang of this user has a running rank {options.rank} {where}. Start the command while the gang trains; "
-            "for ranks on a Dask cluster, give --scheduler ADDRESS.",
-            file=sys.stderr,
-        )
-        return 1
-    gangs = "1 gang" if count == 1 else f"{count} gangs"
-    print(
-        f"py-spy records rank {options.rank} of {gangs} {where} for {options.seconds} s. The gang's log then names the "
-        "flame graph, or the error."
-    )
-    return 0
-
-
-def _add_scheduler(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--scheduler",
-        metavar="ADDRESS",
-        default=os.environ.get(SCHEDULER_VARIABLE) or None,
-        help=f"{what} (default: ${SCHEDULER_VARIABLE}, else none)",
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m flytekitplugins.daskpytorch",
-        description="Checks whether gangs can train on this machine and on a Dask cluster: versions, GPUs, "
-        "addresses, and a test gang of two ranks. Exit code 1 if there is a problem.",
-    )
-    _add_scheduler(parser, "also check the cluster of this Dask scheduler")
-    parser.add_argument(
-        "--no-gang", dest="gang", action="store_false", help="skip the test gang of two ranks, which takes seconds"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="timeout for the test gang, and, up to 10 s, for the scheduler's answer (default: 60)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the findings as a JSON list of objects with what, value, verdict and advice",
-    )
-    return parser
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be seconds above 0")
-    return seconds
-
-
 def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Print each finding as it comes, the advice below it, and yield the finding."""
     for finding in findings:
         print(f"{finding.verdict:8} {finding.what:28} {finding.value}")
         if finding.advice:

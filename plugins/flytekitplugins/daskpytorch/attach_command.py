@@ -5,20 +5,20 @@ Runs in the user's terminal. The driver of each gang answers, after both have pr
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import hashlib
 import os
 import select
 import shutil
 import socket
-import sys
 import termios
 import tty
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import click
+
+from flytekitplugins.daskpytorch.command_line import call_on_each_host, scheduler_option
 from flytekitplugins.daskpytorch.protocol.attaching import (
     Attach,
     DriverContact,
@@ -32,10 +32,9 @@ from flytekitplugins.daskpytorch.protocol.attaching import (
 )
 from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Close
-from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
 CONNECT_TIMEOUT = 10.0
-"""Timeout, in seconds, for the Dask scheduler and for each driver to answer."""
+"""Timeout, in seconds, for each driver to answer."""
 LEAVE, INTERRUPT = b"\x1d", b"\x03"
 """Bytes that a terminal in raw mode sends for Ctrl-] and Ctrl-C."""
 READ_SIZE = 1 << 12
@@ -63,31 +62,32 @@ class Gang:
         return f"{self.listing.gang} ({self.id[:8]}), {len(self.listing.ranks)} ranks"
 
 
-def main(words: Sequence[str]) -> int:
-    """List ranks, or attach to the rank that the words of the command line name. Return exit code 1 without one."""
-    options = _parser().parse_args(words)
-    where = f"on the workers of {options.scheduler}" if options.scheduler else "of this user on this machine"
-    try:
-        contacts = _contacts_of(options.scheduler) if options.scheduler else find_contacts()
-    except OSError as error:
-        return _refuse(
-            f"the scheduler at {options.scheduler} does not answer: {error}. Check the address, and the scheduler's log"
-        )
-    found = _gangs(contacts, Look(options.rank))
-    gangs = [gang for gang in found if options.gang is None or _is_named(gang, options.gang)]
+@click.command()
+@scheduler_option("gangs on the workers of this Dask scheduler (default: gangs on this machine)")
+@click.option("--gang", "name", metavar="NAME", help="only the gang of this function, or with this id")
+@click.argument("rank", type=int, required=False)
+def attach(scheduler: str | None, name: str | None, rank: int | None) -> None:
+    """List the ranks of running gangs: host, step, and the line of the user's code.
+
+    With RANK, open the rank's debugger in this terminal if the rank waits at breakpoint(), else print its stacks. Exit
+    code 1 if there is no such gang or rank.
+    """
+    contacts = set().union(*call_on_each_host(scheduler, find_contacts)) if scheduler else find_contacts()
+    gangs = [gang for gang in _gangs(contacts, Look(rank)) if name is None or _is_named(gang, name)]
     if not gangs:
-        named = f" named {options.gang!r}" if options.gang else ""
-        return _refuse(
+        named = f" named {name!r}" if name else ""
+        where = f"on the workers of {scheduler}" if scheduler else "of this user on this machine"
+        raise click.ClickException(
             f"no gang{named} runs {where}. Start the command while the gang runs, as the same user; for gangs on a "
             "Dask cluster, on the machine of a worker, or with --scheduler ADDRESS"
         )
-    if options.rank is None:
-        print("\n\n".join(_table(gang) for gang in gangs))
-        return 0
-    return _attach(gangs, options.rank)
+    if rank is None:
+        click.echo("\n\n".join(_table(gang) for gang in gangs))
+    else:
+        _attach(gangs, rank)
 
 
-def _attach(gangs: Sequence[Gang], rank: int) -> int:
+def _attach(gangs: Sequence[Gang], rank: int) -> None:
     """Open the rank's debugger in this terminal if it waits for one, else print the rank's stacks."""
     having = [(gang, place) for gang in gangs if (place := gang.place_of(rank)) is not None]
     chosen = [found for found in having if found[1].awaits] or having
@@ -95,19 +95,18 @@ def _attach(gangs: Sequence[Gang], rank: int) -> int:
         told = (
             f"{len(chosen)} gangs have a rank {rank}: choose one by --gang" if chosen else f"no gang has a rank {rank}"
         )
-        return _refuse(told + "".join(f"\n  {gang.title}" for gang in gangs))
+        raise click.ClickException(told + "".join(f"\n  {gang.title}" for gang in gangs))
     [(gang, place)] = chosen
     print(f"rank {rank} of {gang.listing.gang} ({place.host}) {place.state}")
     if not place.awaits:
         print(place.stack or "(no stacks: the rank did not answer)")
-        return 0
+        return
     if not (os.isatty(0) and os.isatty(1)):
-        return _refuse("the rank's debugger needs a terminal as standard input and output")
+        raise click.ClickException("the rank's debugger needs a terminal as standard input and output")
     print("Ctrl-] leaves the rank at its prompt. `continue` lets the rank go on.", flush=True)
     with _raw_mode():
         farewell = _talk(gang.contact, rank)
     print(f"\n{farewell}")
-    return 0
 
 
 def _talk(contact: DriverContact, rank: int) -> str:
@@ -164,24 +163,6 @@ def _write(data: bytes) -> None:
 # ---- finding gangs
 
 
-def _contacts_of(scheduler: str) -> set[DriverContact]:
-    """Return the drivers of all gangs on the workers of a Dask cluster."""
-    from distributed import Client
-
-    from flytekitplugins.daskpytorch.dask.cluster import identity
-
-    with Client(scheduler, timeout=CONNECT_TIMEOUT) as client:
-        workers = identity(client, CONNECT_TIMEOUT)["workers"]
-        one_of_each_host = {worker["host"]: address for address, worker in workers.items()}
-        found: dict[str, set[DriverContact]] = client.run(_find_on_worker, workers=list(one_of_each_host.values()))
-        return set().union(*found.values())
-
-
-async def _find_on_worker() -> set[DriverContact]:
-    """In a Dask worker: find contacts in a thread, so that the worker's event loop stays free."""
-    return await asyncio.to_thread(find_contacts)
-
-
 def _connect(contact: DriverContact) -> Connection:
     sock = socket.create_connection(contact.address, timeout=CONNECT_TIMEOUT)
     watch_peer(sock)
@@ -197,10 +178,10 @@ def _gangs(contacts: Iterable[DriverContact], look: Look) -> Iterator[Gang]:
                 connection.send(look)
                 listing = connection.recv()
         except (OSError, EOFError) as error:
-            print(
+            click.echo(
                 f"the driver at {':'.join(map(str, contact.address))} does not answer: {error}. If its gang runs, "
                 "start the command where workers run, as by kubectl exec -it POD -- daskpytorch attach",
-                file=sys.stderr,
+                err=True,
             )
             continue
         if isinstance(listing, Listing):  # else the gang is ending
@@ -221,27 +202,3 @@ def _table(gang: Gang) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([gang.title, *(lines if gang.listing.ranks else ["the gang waits for its workers"])])
-
-
-def _refuse(text: str) -> int:
-    print(f"daskpytorch attach: {text}", file=sys.stderr)
-    return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="daskpytorch attach",
-        description="Lists the ranks of running gangs: host, step, and the line of the user's code. With RANK, opens "
-        "the rank's debugger in this terminal if the rank waits at breakpoint(), else prints its stacks. Exit code 1 "
-        "if there is no such gang or rank.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--scheduler",
-        metavar="ADDRESS",
-        default=os.environ.get(SCHEDULER_VARIABLE) or None,
-        help=f"gangs on the workers of this Dask scheduler (default: ${SCHEDULER_VARIABLE}, else on this machine)",
-    )
-    parser.add_argument("--gang", metavar="NAME", help="only the gang of this function, or with this id")
-    parser.add_argument("rank", metavar="RANK", type=int, nargs="?", help="rank to attach to (default: list all ranks)")
-    return parser

@@ -1,4 +1,4 @@
-"""Request for a flame graph of a running rank, on this machine or a cluster. Runs in the user's command.
+"""Command that requests a flame graph of a running rank, on this machine or a cluster. Runs in the user's terminal.
 
 A request is a file in the folder of the rank's agent. Ranks look for requests every two seconds.
 """
@@ -10,13 +10,37 @@ import time
 import uuid
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.rank.profiler import request_name
+import click
 
-__all__ = ["ask"]
+from flytekitplugins.daskpytorch.command_line import call_on_each_host, scheduler_option
+from flytekitplugins.daskpytorch.rank.profiler import request_name
 
 REQUEST_TIMEOUT = 12.0
 """Timeout, in seconds, for a rank to take a request for a flame graph."""
-CONNECT_TIMEOUT = 10.0
+
+
+@click.command()
+@click.option("--rank", default=0, show_default=True, help="rank to record")
+@click.option("--seconds", type=click.IntRange(1, 600), default=10, show_default=True, help="length of the recording")
+@scheduler_option("record a rank on the workers of this Dask scheduler")
+def profile(rank: int, seconds: int, scheduler: str | None) -> None:
+    """Record a flame graph of a running rank with py-spy, on this machine or on a Dask cluster.
+
+    The picture is stored among the gang's results, as profiles/rank-0-flame-graph-....svg, and the gang's log names it.
+    Exit code 1 if no such rank runs.
+    """
+    count = ask(rank, seconds, scheduler)
+    where = f"on the workers of {scheduler}" if scheduler else "on this machine"
+    if count == 0:
+        raise click.ClickException(
+            f"no gang of this user has a running rank {rank} {where}. Start the command while the gang trains; for "
+            "ranks on a Dask cluster, give --scheduler ADDRESS."
+        )
+    gangs = "1 gang" if count == 1 else f"{count} gangs"
+    click.echo(
+        f"py-spy records rank {rank} of {gangs} {where} for {seconds} s. The gang's log then names the flame graph, or "
+        "the error."
+    )
 
 
 def ask(rank: int, seconds: int, scheduler: str | None = None) -> int:
@@ -28,29 +52,11 @@ def ask(rank: int, seconds: int, scheduler: str | None = None) -> int:
         scheduler: Address of the Dask scheduler whose workers have the ranks. None: ranks on this machine.
 
     Raises:
-        OSError: The scheduler does not answer.
+        ClickException: The scheduler does not answer.
     """
     if scheduler is None:
         return _ask_here(rank, seconds)
-    from distributed import Client
-
-    from flytekitplugins.daskpytorch.dask.cluster import identity
-
-    with Client(scheduler, timeout=CONNECT_TIMEOUT) as client:
-        workers = identity(client, CONNECT_TIMEOUT)["workers"]
-        one_of_each_host = {worker["host"]: address for address, worker in workers.items()}
-        counts: dict[str, int] = client.run(_ask_on_worker, rank, seconds, workers=list(one_of_each_host.values()))
-        return sum(counts.values())
-
-
-async def _ask_on_worker(rank: int, seconds: int) -> int:
-    """In a Dask worker: request flame graphs on its machine, and return the number of ranks that took the request.
-
-    A thread does the work, so that the worker's event loop stays free.
-    """
-    import asyncio
-
-    return await asyncio.to_thread(_ask_here, rank, seconds)
+    return sum(call_on_each_host(scheduler, _ask_here, rank, seconds))
 
 
 def _ask_here(rank: int, seconds: int) -> int:
