@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch.display import feeder, terminal
+from flytekitplugins.daskpytorch.display import feeder, logged, terminal
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
@@ -87,6 +87,13 @@ def test_records_in_a_log(made: Callable[[int], LogRecord]) -> None:
     display = ProgressDisplay(Board(Console(quiet=True)), "m.train")
     display.formed(1.0)
     assert_bounded(display, lambda step: display.logged(made(step)), few=1_000)
+
+
+def test_records_that_futures_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logged, "MAX_RECORDS", 100)
+    log = logged.Log()
+    assert_bounded(log, lambda step: log.logged(usual(step)), few=1_000)
+    assert [record.step for record in log.records] == [*range(3_900, 4_000)]
 
 
 def test_records_in_a_terminal() -> None:

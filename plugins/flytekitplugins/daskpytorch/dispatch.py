@@ -93,8 +93,8 @@ def run(
 
     Returns:
         Sequence with a future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`. During
-        the training and after its end it has rank 0's log records as `records`, the newest value of each metric as
-        `metrics`, the gang's account of time as `goodput`, and the kept checkpoints as `checkpoints`,
+        the training and after its end it has rank 0's newest 100,000 log records as `records`, the newest value of each
+        metric as `metrics`, the gang's account of time as `goodput`, and the kept checkpoints as `checkpoints`,
         `newest_checkpoint` and `best_checkpoint`. `report(path)` writes the page that a Flyte task has as its Deck.
 
     Raises:
@@ -257,9 +257,9 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 
     Returns:
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
-        and rank 0's logged records as `records`. The sequence also has `result`, `exception`, `cancel`, `as_completed`,
-        `best` and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows the state of
-        all models until they have ended.
+        and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel`,
+        `as_completed`, `best` and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows
+        the state of all models until they have ended.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`

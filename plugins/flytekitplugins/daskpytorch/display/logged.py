@@ -7,6 +7,9 @@ from typing import Any
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
+MAX_RECORDS = 100_000
+"""Maximum number of stored log records: about 46 MB of the driver's memory. Beyond, the oldest are removed."""
+
 
 class Log(Observer):
     """Observer that collects the log records, newest metrics and goodput of one gang."""
@@ -30,6 +33,7 @@ class Log(Observer):
         """Store a log record of rank 0. Records of other ranks are ignored."""
         if record.rank == 0:
             self.records.append(bare := record.bare())
+            del self.records[:-MAX_RECORDS]
             self.newest = {**self.newest, **bare.metrics}  # a new dictionary, since other threads read the old one
 
     def calling(self, name: str) -> None:
@@ -57,7 +61,10 @@ class Logged:
 
     @property
     def records(self) -> list[LogRecord]:
-        """Log records of rank 0, with numbers and strings. A restart removes the records that will be logged again."""
+        """The newest 100,000 log records of rank 0, with numbers and strings.
+
+        A restart removes the records that will be logged again.
+        """
         return list(self._log.records)
 
     @property
