@@ -6,7 +6,9 @@ name needs: flytekit, Dask or torch. The first use of a task config registers th
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process import log, streams
@@ -22,29 +24,10 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flytekitplugins.daskpytorch.flyte.script import ScriptTask as ScriptTask
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
 
-_NAMES_IN = {
-    "context": ("RankContext", "current_rank"),
-    "dask.cluster": ("current_client",),
-    "display.mlflow": ("MLflow",),
-    "display.open_telemetry": ("OpenTelemetry",),
-    "display.prometheus": ("Prometheus",),
-    "display.tensorboard": ("TensorBoard",),
-    "evaluation": ("Evaluate",),
-    "errors": (
-        *("GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"),
-    ),
-    "media": ("Histogram", "Picture"),
-    "protocol.host": ("url_to_fs",),
-    "protocol.script": ("run_module", "run_script"),
-    "protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
-    "rank.checkpoint_files": ("export_safetensors",),
-    "records": ("Goodput", "LogRecord", "RankUsage", "SavedCheckpoint"),
-    "settings": ("Gang", "Keep", "Profile", "Wandb"),
-    "sweep.settings": ("EarlyStopping", "Search"),
-    "task.inputs": ("StrictInputs",),
-}
-HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES_IN.items() for name in names}
-"""Name of the module that defines each public name. The module is imported when the name is first used."""
+_public = Path(__file__).with_name("public.py").read_text(encoding="utf-8")
+HOMES = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _public, re.MULTILINE)}
+"""Name of the module that defines each public name, as `public.py` imports it. The first use of a name imports the
+module."""
 _OF_FLYTE_IN = {
     "config": ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"),
     "script": ("OutputLocation", "ScriptTask"),

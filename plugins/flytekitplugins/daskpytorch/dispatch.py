@@ -313,11 +313,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 
 def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:
     if client is None and isinstance(gang, Gang):
-        problems.check(
-            "gang.min_workers", checks.must_be("left out without a client", lambda value: value in (None, 1))
-        )
-        problems.check("gang.workers", checks.left_out(" without a client; ranks_per_worker is the number of ranks"))
-        problems.check("gang.evaluate", ON_OWN_NODE)
+        for name, rule in ON_OWN_NODE.items():
+            problems.check(name, rule)
 
 
 def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, int]:
@@ -366,11 +363,6 @@ def _tell_of_resume() -> None:
         )
 
 
-def _is_number_of_ranks(nproc: object) -> bool:
-    is_number = isinstance(nproc, int) and not isinstance(nproc, bool) and 1 <= nproc <= checks.MAX_COUNT
-    return is_number or nproc in ("auto", None)
-
-
 def _is_ordered(experiments: object) -> bool:
     is_other = isinstance(experiments, (str, bytes, Mapping, set, frozenset))
     return isinstance(experiments, Search) or (isinstance(experiments, Iterable) and not is_other)
@@ -385,8 +377,8 @@ RULES = {
 RULES_OF_RUN = RULES | {"pass_local_rank": checks.BOOLEAN, "client": checks.optional(CLIENT)}
 RULES_OF_GANG = {
     "client": checks.optional(CLIENT),
-    "gang": checks.optional(checks.instance_of(Gang)),
-    "nproc": checks.must_be("a whole number of ranks from 1 up, or auto", _is_number_of_ranks),
+    "gang": RULES["gang"],
+    "nproc": checks.optional(checks.auto_or(checks.COUNT)),
 }
 RULES_OF_MAP = RULES | {
     "experiments": checks.must_be("a list or another iterable that has an order, or a Search", _is_ordered),

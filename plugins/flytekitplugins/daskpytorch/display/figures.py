@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
@@ -34,6 +33,11 @@ class Figure:
     is_counter: bool = False
     """True if the figure counts events from the gang's start."""
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of all labels of the figure."""
+        return LABELS if self.label is None else (*LABELS, self.label)
+
 
 FIGURES = {
     figure.name: figure
@@ -56,8 +60,8 @@ FIGURES = {
     )
 }
 """Exported figures by name."""
-Sample = tuple[str, tuple[str, ...], float]
-"""Name of a figure, values of its labels, and the figure's value."""
+Sample = tuple[tuple[str, ...], float]
+"""Values of a figure's labels, and the figure's value."""
 
 
 class GangFigures(Observer):
@@ -123,17 +127,11 @@ class GangFigures(Observer):
         """Count a restart."""
         self._set("restarts", self._values.get(("restarts", kind), 0) + 1, kind)
 
-    def samples(self) -> Iterator[Sample]:
-        """Yield all values that are known now."""
+    def samples(self, wanted: str) -> Iterator[Sample]:
+        """Yield the values of a figure that are known now."""
         for (name, label), value in self._values.copy().items():
-            yield name, (*self.labels, label) if FIGURES[name].label is not None else self.labels, value
+            if name == wanted:
+                yield (*self.labels, label) if FIGURES[name].label is not None else self.labels, value
 
     def _set(self, name: str, value: float, label: str = "") -> None:
         self._values[name, label] = value
-
-
-def samples_of(gangs: Iterable[GangFigures]) -> Mapping[str, list[Sample]]:
-    """Return the samples of gangs by the figure's name, in the order of `FIGURES`."""
-    order = list(FIGURES)
-    samples = sorted(itertools.chain.from_iterable(each.samples() for each in gangs), key=lambda it: order.index(it[0]))
-    return {name: list(found) for name, found in itertools.groupby(samples, key=lambda sample: sample[0])}

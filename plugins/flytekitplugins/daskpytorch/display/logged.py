@@ -23,11 +23,6 @@ class Log(Observer):
         self.records: list[LogRecord] = []
         self.newest: dict[str, Any] = {}
         """Newest value of each metric, by name."""
-        self.goodput: Goodput | None = None
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Store the newest account of the gang's time."""
-        self.goodput = goodput
 
     def logged(self, record: LogRecord) -> None:
         """Store a log record of rank 0. Records of other ranks are ignored."""

@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.display.terminal import Board, Display, Progres
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import LogRecord
 
 
 def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":
@@ -63,7 +63,6 @@ class MachineLog(Observer):
         self._attempt: int | None = None
         self._hosts: dict[int, str] = {}
         """Host names by rank."""
-        self._goodput: Goodput | None = None
 
     def begins(self, training: Training) -> None:
         """Log the training's name and inputs, and keep its id for later events."""
@@ -133,14 +132,10 @@ class MachineLog(Observer):
         """Log a notice of the task itself."""
         self.noted(text)
 
-    def accounted(self, goodput: Goodput) -> None:
-        """Keep the newest account of the gang's time, which `ended` logs."""
-        self._goodput = goodput
-
     def ended(self, error: Exception | None) -> None:
         """Log the account of the gang's time, and the gang's end with its error, at level ERROR for a failure."""
-        if self._goodput is not None:
-            log.tell("goodput", {**self._goodput.as_dict(), **self._about(None)})
+        if self.goodput is not None:
+            log.tell("goodput", {**self.goodput.as_dict(), **self._about(None)})
         if error is None or isinstance(error, StoppedEarlyError):
             self._tell("ended", text="" if error is None else str(error))
         else:

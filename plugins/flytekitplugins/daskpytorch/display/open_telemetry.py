@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures
+from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol.observer import Training
 
@@ -82,9 +82,6 @@ def _make_instruments(provider: Any) -> None:
 def _observe(name: str, _: object) -> Iterator[Observation]:
     from opentelemetry.metrics import Observation
 
-    own = FIGURES[name].label
-    labels = LABELS if own is None else (*LABELS, own)
     for gang in _gangs:
-        for found, values, value in gang.samples():
-            if found == name:
-                yield Observation(value, dict(zip(labels, values, strict=True)))
+        for values, value in gang.samples(name):
+            yield Observation(value, dict(zip(FIGURES[name].labels, values, strict=True)))

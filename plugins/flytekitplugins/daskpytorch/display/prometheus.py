@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.feeder import public
-from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures, samples_of
+from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Training
@@ -81,14 +81,14 @@ class _Collector:
         """Yield a family of samples for each figure."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for name, samples in samples_of(self._gangs).items():
-            figure = FIGURES[name]
+        for name, figure in FIGURES.items():
             kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
-            labels = [*LABELS, *([figure.label] if figure.label is not None else [])]
-            family = kind(f"{PREFIX}_{name}", figure.help, labels=labels, unit=figure.unit)
-            for _, values, value in samples:
-                family.add_metric(values, value)
-            yield family
+            family = kind(f"{PREFIX}_{name}", figure.help, labels=figure.labels, unit=figure.unit)
+            for gang in self._gangs:
+                for values, value in gang.samples(name):
+                    family.add_metric(values, value)
+            if family.samples:
+                yield family
 
 
 def _registry_of(gangs: Iterable[GangFigures]) -> CollectorRegistry:

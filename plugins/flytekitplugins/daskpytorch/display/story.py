@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import HINT_END, Observer, Shape
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
 from flytekitplugins.daskpytorch.report.chart import Points
 
@@ -53,7 +53,6 @@ class Story(Observer):
     """Newest report of each rank's usage (CPU, memory, GPU, time) in the current attempt, by rank."""
     speeds: dict[int, Pace] = field(default_factory=dict)
     """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
-    goodput: Goodput | None = None
     hints: list[str] = field(default_factory=list)
     checkpoints: Sequence[SavedCheckpoint] = ()
     stays: bool = False
@@ -199,10 +198,6 @@ class Story(Observer):
         for what, value in values.items():
             line = self._lines.setdefault(what, {}).setdefault(f"rank {usage.rank}", Curve(MAX_USAGE_POINTS))
             line.add((0, max(0.0, usage.time - self.began_at), value))
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Record the newest account of the gang's time."""
-        self.goodput = goodput
 
     def restarting(self, reason: str, step: int | None) -> None:
         """Record the reason for a restart, and drop the values that will be logged again."""

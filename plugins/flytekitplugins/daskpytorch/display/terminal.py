@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
-from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord, RankUsage
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord, RankUsage
 from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import name_of
 
@@ -148,7 +148,6 @@ class Display(Observer):
         self._epoch = 0
         self._metrics: set[str] = set()
         """Names of the metrics in the newest record."""
-        self._goodput: Goodput | None = None
 
     def placed(self, shape: Shape) -> None:
         """Keep the gang's name."""
@@ -159,10 +158,6 @@ class Display(Observer):
         self._metrics.clear()  # the first record of an attempt is news
         if self._line is None:
             self._line = self._board.add(self._name)
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Keep the newest account of the gang's time, which is written at the end."""
-        self._goodput = goodput
 
     def noted(self, text: str) -> None:
         """Write a notice."""
@@ -231,8 +226,8 @@ class Display(Observer):
     def _tell_goodput(self) -> None:
         """Write the account of the gang's time, unless the gang has ended within a minute or before it had workers."""
         is_in_table = self._has_row and self._board.is_quiet and bool(self._mark)
-        if self._goodput is not None and self._goodput.total >= MIN_TOTAL and self._name and not is_in_table:
-            self.say(str(self._goodput))
+        if self.goodput is not None and self.goodput.total >= MIN_TOTAL and self._name and not is_in_table:
+            self.say(str(self.goodput))
 
 
 class ProgressDisplay(Display):

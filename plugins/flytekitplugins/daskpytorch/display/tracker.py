@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, gan
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 State = Literal["finished", "failed", "killed"]
 
@@ -85,7 +85,6 @@ class Tracker(Observer):
         self._is_placed = False
         self._resumed_at: int | None = None
         self._newest: LogRecord | None = None
-        self._goodput: Goodput | None = None
 
     def places(self) -> Mapping[str, str]:
         """Return the address of the run, by the tracker's name. Empty until the run is open."""
@@ -122,10 +121,6 @@ class Tracker(Observer):
         if usage.rank < MAX_RANKS:
             self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
 
-    def accounted(self, goodput: Goodput) -> None:
-        """Keep the newest account of the gang's time, which `ended` records."""
-        self._goodput = goodput
-
     def _add(self, metrics: Mapping[str, float]) -> None:
         """Queue the plugin's own metrics under the newest step, if rank 0 has logged a step."""
         if (newest := self._newest) is not None:
@@ -139,8 +134,8 @@ class Tracker(Observer):
         """Close the run. Wait until all records are sent, the tracker cannot be reached, or the timeout is over."""
         if not self._feeder.is_feeding:
             return
-        if self._goodput is not None:
-            account = {"share": self._goodput.share, **self._goodput.as_dict()}
+        if self.goodput is not None:
+            account = {"share": self.goodput.share, **self.goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})
         limit = PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT
         self._feeder.end(partial(self._run.close, *_state(error)), limit)

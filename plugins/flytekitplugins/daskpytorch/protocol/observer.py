@@ -174,6 +174,9 @@ class Observer:
         lowest loss: 0.25, error: None
     """
 
+    goodput: Goodput | None = None
+    """Newest account of the gang's time. None before the first account."""
+
     def begins(self, training: Training) -> None:
         """Called once, before all other methods. Restarts do not repeat the call."""
 
@@ -228,7 +231,11 @@ class Observer:
         """Called with a rank's use of its machine and its work so far, at most every two seconds for each rank."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Called with the gang's time account so far, at most every two seconds, and a last time before `ended`."""
+        """Called with the gang's time account so far, at most every two seconds, and a last time before `ended`.
+
+        By default, the account is kept as `self.goodput`.
+        """
+        self.goodput = goodput
 
     def debugging(self, rank: int | None) -> None:
         """Called with a rank whose debugger takes the terminal, or None when the debugger gives the terminal back."""

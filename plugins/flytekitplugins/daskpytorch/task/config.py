@@ -13,11 +13,15 @@ from flytekitplugins.daskpytorch.checks import Problems, Rule
 from flytekitplugins.daskpytorch.evaluation import check_workers
 from flytekitplugins.daskpytorch.settings import Gang, Wandb
 
-ON_OWN_NODE = checks.must_be(
-    "None or an Evaluate with workers=0, since there is one node",
-    lambda evaluate: evaluate is None or evaluate.workers == 0,
-)
-"""Rule for the evaluation of a gang without Dask workers."""
+ON_OWN_NODE = {
+    "gang.workers": checks.left_out(", since there is one node; give the number of ranks instead"),
+    "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
+    "gang.evaluate": checks.must_be(
+        "None or an Evaluate with workers=0, since there is one node",
+        lambda evaluate: evaluate is None or evaluate.workers == 0,
+    ),
+}
+"""Rules for the settings of a gang without Dask workers."""
 OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.instance_of(Wandb))}
 
 
@@ -158,9 +162,7 @@ class GangOnOwnNode(Config):
             "nproc": checks.auto_or(checks.COUNT),
             "start_method": checks.one_of("forkserver", "spawn"),
             "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
-            "gang.workers": checks.left_out(", since there is one node"),
-            "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
-            "gang.evaluate": ON_OWN_NODE,
+            **ON_OWN_NODE,
         }
         self._check_kinds(OF_GANGS)
         Problems(type(self).__name__, self, rules).raise_any()

@@ -6,7 +6,7 @@ import difflib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, get_origin, get_type_hints
 
 from mashumaro.codecs.json import JSONDecoder
@@ -48,8 +48,7 @@ class StrictInputs:
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
         if not isinstance(given, dict):
             raise ValueError(f"{cls.__name__}={shown(given)}: must be a JSON object with the keys {', '.join(known)}")
-        if unknown := [_with_suggestion(key, known) for key in given if key not in known]:
-            raise ValueError(f"{cls.__name__} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
+        _refuse_others(cls, given, known)
         hints = get_type_hints(cls)
         for name, value in given.items():  # mashumaro would make a list of a dict's keys, or of a text's letters
             if get_origin(hints[name]) in {list, tuple, set, frozenset} and not isinstance(value, list):
@@ -80,10 +79,8 @@ def refuse_unknown(inputs: Mapping[str, Any]) -> None:
             continue
         known = [field.name for field in dataclasses.fields(value)]
         for given in _typed_objects(name):
-            unknown = [_with_suggestion(key, known) for key in given if key not in known]
-            if unknown and all(getattr(value, key) == text for key, text in given.items() if key in known):
-                kind = type(value).__name__
-                raise ValueError(f"{kind} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
+            if all(getattr(value, key) == text for key, text in given.items() if key in known):
+                _refuse_others(type(value), given, known)
 
 
 def _typed_objects(name: str) -> Iterator[dict[str, Any]]:
@@ -94,6 +91,11 @@ def _typed_objects(name: str) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError):  # a file, perhaps
                 if isinstance(given := json.loads(text or following), dict):
                     yield given
+
+
+def _refuse_others(kind: type, given: Iterable[str], known: list[str]) -> None:
+    if unknown := [_with_suggestion(key, known) for key in given if key not in known]:
+        raise ValueError(f"{kind.__name__} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
 
 
 def _with_suggestion(key: str, known: list[str]) -> str:
