@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -45,7 +46,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
     """Function that writes NVML's answers about GPU-1: those about a sound GPU, with changes. None: no answer."""
     file = tmp_path / "gpus"
-    monkeypatch.setattr(nvml, "LIBRARY", str(library))
+    own = shutil.copy(library, tmp_path)  # a process initialises each library once
+    monkeypatch.setattr(nvml, "LIBRARY", str(own))
     monkeypatch.setattr(gpu_check, "PAUSE", 0.0)
     monkeypatch.setenv("FAKE_NVML", str(file))
 
@@ -153,13 +155,13 @@ def test_usage_initialises_nvml_once_for_each_process(driver: Describe, monkeypa
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:
     instance = {"is": 1, "whole": 1, "used": 1 << 30, "total": 10 << 30}
     driver(ecc=3, used=70 << 30, others={"MIG-a": instance})
-    state = nvml.read("MIG-a")
-    assert state is not None
-    assert (state.memory, state.ecc_errors) == ((1 << 30, 10 << 30), 3)
+    gpu = nvml.gpu("MIG-a")
+    assert gpu is not None
+    assert (gpu.memory(), gpu.ecc_errors()) == ((1 << 30, 10 << 30), 3)
 
 
 def test_a_gpu_or_driver_that_nvml_does_not_know_passes(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nvml.read("GPU-2") is None
+    assert nvml.gpu("GPU-2") is None
     assert gpu_check.faults_of("GPU-2") == []
     monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml.so.none")
     driver(ecc=3)

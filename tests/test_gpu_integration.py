@@ -156,20 +156,23 @@ def add_up(device: str) -> float:
     return total.item()
 
 
-def check_by_nvml(device: str) -> tuple[str, list[str]]:
+def check_by_nvml(device: str) -> tuple[dict[str, object] | None, list[str]]:
     """NVML's answers about the rank's own GPU, and its faults."""
     uuid = str(torch.cuda.get_device_properties(current_rank().device).uuid)
-    return str(nvml.read(uuid)), gpu_check.faults_of(uuid)
+    if (gpu := nvml.gpu(uuid)) is None:
+        return None, gpu_check.faults_of(uuid)
+    answers = (gpu.memory, gpu.processes, gpu.ecc_errors, gpu.recovery, gpu.slowdowns, gpu.address)
+    return {answer.__name__: answer() for answer in answers}, gpu_check.faults_of(uuid)
 
 
 @only_cuda
 def test_the_check_before_the_use_of_a_gpu_finds_no_fault(
     run: Run, record_property: Callable[[str, object], None]
 ) -> None:
-    for state, faults in run(check_by_nvml).result():
-        record_property("NVML", state)
+    for answers, faults in run(check_by_nvml).result():
+        record_property("NVML", str(answers))
         assert faults == []
-        assert state != "None"
+        assert answers is not None
     for check in ("off", "quick", "off", "quick"):
         began = time.monotonic()
         run(add_up, gpu_check=check).result()

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.code import name_of, unpack_call
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml
-from flytekitplugins.daskpytorch.rank.nvml import GpuState, NvmlError
+from flytekitplugins.daskpytorch.rank.nvml import Gpu, NvmlError
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,6 @@ RANK_NAME = re.compile(r"rank \d+/")
 """Pattern of the name that `main` gives to each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 """Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
-FABRIC_COMPLETE = 3
-"""State of a GPU that has ended its attempt to join its NVLink fabric."""
 NUM_NUMBERS = 1 << 18
 """Number of elements that the small kernel computes: 1 MiB, enough for each part of a large GPU to compute some."""
 KERNEL_LOG = "/dev/kmsg"
@@ -125,40 +123,48 @@ def faults_of(uuid: str) -> list[str]:
 
 def _look(uuid: str) -> list[str]:
     try:
-        state = nvml.read(uuid)
+        if (gpu := nvml.gpu(uuid)) is None or not (found := list(read_faults(gpu))):
+            return []
     except NvmlError as error:
         return [str(error)]
-    if state is None or not (found := list(read_faults(state))):
-        return []
-    xids = xids_of(state.address, KERNEL_LOG)
+    xids = xids_of(gpu.address(), KERNEL_LOG)
     return [*found, *([f"the kernel's log has Xid {', '.join(xids)} of this GPU"] if xids else [])]
 
 
-def read_faults(state: GpuState) -> Iterator[str]:
-    """Yield the faults in a GPU's state, in words."""
-    if state.ecc_errors:
-        yield f"{state.ecc_errors} uncorrectable memory errors (ECC) since its driver was loaded"
-    if state.has_remap_failed:
+def read_faults(gpu: Gpu) -> Iterator[str]:
+    """Yield a GPU's faults in words.
+
+    Raises:
+        NvmlError: The GPU or its driver cannot be used.
+    """
+    if errors := gpu.ecc_errors():
+        yield f"{errors} uncorrectable memory errors (ECC) since its driver was loaded"
+    is_remap_pending, has_remap_failed = gpu.remapping()
+    if has_remap_failed:
         yield "a row of its memory could not be remapped"
-    if state.is_remap_pending:
+    if is_remap_pending:
         yield "a row of its memory waits to be remapped at a reset"
-    if state.is_retirement_pending:
+    if gpu.is_retirement_pending():
         yield "a page of its memory waits to be retired at a reset"
-    if state.recovery:
-        yield f"its driver asks for {RECOVERIES.get(state.recovery, 'a reset after all work has left the GPU')}"
-    fabric, code = state.fabric or (0, 0)
-    if (
-        fabric == FABRIC_COMPLETE and code != nvml.SUCCESS
-    ):  # CUDA itself refuses a fabric that is incomplete (error 802)
+    if action := gpu.recovery():
+        yield f"its driver asks for {RECOVERIES.get(action, 'a reset after all work has left the GPU')}"
+    if code := gpu.fabric_error():  # CUDA itself refuses a fabric that is incomplete (error 802)
         yield f"it could not join its NVLink fabric (code {code})"
-    others = _names_of_others(state)
-    causes = [cause for bit, cause in nvml.SLOWDOWNS.items() if (state.slowdowns or 0) & bit]
-    if causes and not others:  # the work of another process may heat the GPU
+    processes = gpu.processes()
+    others = _names_of_others(processes)
+    if (causes := gpu.slowdowns()) and not others:  # the work of another process may heat the GPU
         yield f"its clocks are slowed down by {' and '.join(causes)} before any work"
-    yield from _of_memory(state, {pid for pid, name in others.items() if not RANK_NAME.match(name)})
+    strangers = sorted(pid for pid, name in others.items() if not RANK_NAME.match(name))
+    _, total = gpu.memory() or (0, 0)
+    held = sum(processes[pid] for pid in strangers)
+    # The GPU's memory in use proves nothing: a container lists neither the processes of others, nor always its own Dask
+    # worker. Ranks of other gangs share the GPU by the user's choice.
+    if 0 < MAX_SHARE_OF_OTHERS * total < held:
+        named = ", ".join(f"process {pid}" for pid in strangers)
+        yield f"other processes hold {held / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory ({named})"
 
 
-def _names_of_others(state: GpuState) -> dict[int, str]:
+def _names_of_others(pids: Iterable[int]) -> dict[int, str]:
     """Return the processes on a GPU by process ID, with their names, without this rank and its ancestors.
 
     An ancestor is a Dask worker, for example. A process that does not exist here is left out: NVML may list processes
@@ -166,23 +172,10 @@ def _names_of_others(state: GpuState) -> dict[int, str]:
     """
     own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
     names: dict[int, str] = {}
-    for pid in state.processes.keys() - own:
+    for pid in set(pids) - own:
         with contextlib.suppress(psutil.Error):
             names[pid] = psutil.Process(pid).name()
     return names
-
-
-def _of_memory(state: GpuState, strangers: Collection[int]) -> Iterator[str]:
-    """Yield a fault if processes outside the gangs hold much memory, as the sizes that NVML knows prove.
-
-    The GPU's memory in use proves nothing: a container lists neither the processes of others, nor always its own
-    Dask worker. Ranks of other gangs share the GPU by the user's choice.
-    """
-    _, total = state.memory or (0, 0)
-    held = sum(state.processes[pid] for pid in strangers)
-    if 0 < MAX_SHARE_OF_OTHERS * total < held:
-        named = ", ".join(f"process {pid}" for pid in sorted(strangers))
-        yield f"other processes hold {held / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory ({named})"
 
 
 def xids_of(address: str, log: str) -> list[str]:

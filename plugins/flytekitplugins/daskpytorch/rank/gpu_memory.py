@@ -136,14 +136,19 @@ def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
 
 def _others(uuid: str) -> list[str]:
     """Return a line about the memory that other processes hold on a GPU. Empty if NVML does not know."""
+
+    def asked() -> tuple[tuple[int, int] | None, dict[int, int]]:
+        gpu = nvml.gpu(uuid)
+        return (gpu.memory(), gpu.processes()) if gpu is not None else (None, {})
+
     try:
-        state = in_thread(lambda: nvml.read(uuid)).result(NVML_TIMEOUT)
+        memory, processes = in_thread(asked).result(NVML_TIMEOUT)
     except (TimeoutError, nvml.NvmlError) as error:
         return [f"NVML gives no list of the GPU's processes ({str(error) or 'no answer'})."]
-    if state is None or state.memory is None:
+    if memory is None:
         return []
-    used, total = state.memory
-    others = {pid: size for pid, size in state.processes.items() if pid != os.getpid()}
+    used, total = memory
+    others = {pid: size for pid, size in processes.items() if pid != os.getpid()}
     by_size = sorted(others.items(), key=lambda item: -item[1])[:NUM_SHOWN]
     named = ", ".join(f"process {pid} {_size(size)}" for pid, size in by_size)
     return [

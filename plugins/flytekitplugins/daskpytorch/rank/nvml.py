@@ -11,9 +11,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char, c_char_p, c_int, c_longlong, c_ubyte, c_uint, c_ulonglong, c_void_p
-from dataclasses import dataclass, field
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -35,10 +33,11 @@ RECOVERY_FIELD = 230
 """Number of NVML's field for the action that a GPU needs, which drivers from 550 on have."""
 SLOWDOWNS = {0x08: "hardware", 0x40: "heat", 0x80: "its power supply"}
 """Bits of NVML's clock limits that slow a GPU down by half or more, with the cause."""
+FABRIC_COMPLETE = 3
+"""State of a GPU that has ended its attempt to join its NVLink fabric."""
 MAX_PROCESSES = 64
 UNKNOWN_SIZE = (1 << 64) - 1
 """Memory of a process whose size NVML does not know."""
-
 
 _logger = logging.getLogger(__name__)
 
@@ -47,34 +46,8 @@ class NvmlError(Exception):
     """NVML reports a GPU or driver that cannot be used."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuState:
-    """State of one GPU. None: the GPU or its driver does not have the value."""
-
-    ecc_errors: int | None = None
-    """Number of uncorrectable memory errors since the driver was loaded or the GPU was reset."""
-    is_remap_pending: bool | None = None
-    """True if a row of memory waits to be remapped at the GPU's next reset."""
-    has_remap_failed: bool | None = None
-    """True if a row of memory could not be remapped."""
-    is_retirement_pending: bool | None = None
-    """True if a page of memory waits to be retired at the GPU's next reset. GPUs before Ampere have this value."""
-    recovery: int | None = None
-    """Action that the driver asks for: 0 none, 1 a reset, 2 a reboot, 3 and 4 a reset after all work has left."""
-    fabric: tuple[int, int] | None = None
-    """State of the GPU in its NVLink fabric (0: none, 1: not started, 2: starting, 3: complete), and an error code."""
-    slowdowns: int | None = None
-    """Causes that slow down the GPU's clocks now, as a sum of bits."""
-    memory: tuple[int, int] | None = None
-    """Bytes of memory in use, and in all."""
-    processes: Mapping[int, int] = field(default_factory=dict)
-    """Process ID -> bytes of GPU memory (0: unknown). Processes outside the container are left out."""
-    address: str = ""
-    """PCI address as the kernel's log writes it, such as 0000:3b:00."""
-
-
-def read(uuid: str) -> GpuState | None:
-    """Return the state of a GPU or MIG instance. None: NVML is not installed here, or does not know the GPU.
+def gpu(uuid: str) -> Gpu | None:
+    """Return a GPU or MIG instance. None: NVML is not installed here, or does not know the GPU.
 
     Args:
         uuid: The UUID, with or without the prefix `GPU-`.
@@ -82,8 +55,8 @@ def read(uuid: str) -> GpuState | None:
     Raises:
         NvmlError: The GPU or its driver cannot be used.
     """
-    with contextlib.suppress(OSError, LookupError), _opened() as nvml:
-        return nvml.state_of(nvml.find(uuid))
+    with contextlib.suppress(OSError, LookupError):
+        return Gpu(_loaded(LIBRARY, os.getpid()), uuid)
     return None
 
 
@@ -95,12 +68,10 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
     Args:
         uuid: The UUID, with or without the prefix `GPU-`.
     """
-    with contextlib.suppress(OSError, LookupError, NvmlError):
-        nvml = _kept(LIBRARY, os.getpid())
-        device, memory, rates = nvml.find(uuid), _Memory(), _Rates()
-        has_memory = nvml.call("nvmlDeviceGetMemoryInfo", device, byref(memory))
-        has_rates = nvml.call("nvmlDeviceGetUtilizationRates", device, byref(rates))
-        return int(memory.used) if has_memory else None, int(rates.gpu) / 100 if has_rates else None
+    with contextlib.suppress(NvmlError):
+        if (found := gpu(uuid)) is not None:
+            used, _ = found.memory() or (None, None)
+            return used, found.utilization()
     return None, None
 
 
@@ -110,34 +81,42 @@ def clock_and_temperature(uuid: str) -> tuple[int | None, int | None]:
     Args:
         uuid: The UUID, with or without the prefix `GPU-`. A MIG instance has the values of its GPU.
     """
-    with contextlib.suppress(OSError, LookupError, NvmlError):
-        nvml = _kept(LIBRARY, os.getpid())
-        device = nvml.whole_of(nvml.find(uuid))
-        clock = nvml.number("nvmlDeviceGetClockInfo", device, c_int(SM_CLOCK), c_uint())
-        return clock, nvml.number("nvmlDeviceGetTemperature", device, c_int(GPU_SENSOR), c_uint())
+    with contextlib.suppress(NvmlError):
+        if (found := gpu(uuid)) is not None:
+            clock = found.number("nvmlDeviceGetClockInfo", c_uint(), c_int(SM_CLOCK))
+            return clock, found.number("nvmlDeviceGetTemperature", c_uint(), c_int(GPU_SENSOR))
     return None, None
 
 
 @functools.lru_cache(maxsize=1)
-def _kept(library: str, pid: int) -> _Nvml:  # noqa: ARG001 - a forked child needs its own
+def _loaded(library: str, pid: int) -> ctypes.CDLL:  # noqa: ARG001 - a forked child needs its own
     """Load and initialise NVML once for this process. The initialisation takes long for a sample each two seconds.
-
-    Raises as `_open`.
-    """
-    return _open(library)
-
-
-def _open(library: str) -> _Nvml:
-    """Load and initialise NVML.
 
     Raises:
         OSError: NVML is not installed here, or may not be used.
         NvmlError: The driver cannot be used.
     """
-    nvml = _Nvml(ctypes.CDLL(library))
-    if not nvml.call("nvmlInit_v2"):
+    loaded = ctypes.CDLL(library)
+    if not _call(loaded, "nvmlInit_v2"):
         raise OSError("NVML could not be initialised")
-    return nvml
+    return loaded
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> bool:
+    """Call a function of NVML. Return False if the driver, GPU or user may not have what was asked for.
+
+    Raises:
+        NvmlError: The GPU or its driver cannot be used.
+    """
+    function = getattr(library, name, None)
+    if function is None:  # an older driver
+        return False
+    code = function(*arguments)
+    if code in BROKEN:
+        raise NvmlError(f"NVML's {name} says: {BROKEN[code]} (code {code})")
+    if code in NO_DRIVER:
+        _warn(code)
+    return bool(code == SUCCESS)
 
 
 @functools.cache
@@ -149,16 +128,6 @@ def _warn(code: int) -> None:
         NO_DRIVER[code],
         code,
     )
-
-
-@contextlib.contextmanager
-def _opened() -> Iterator[_Nvml]:
-    """Load and initialise NVML for the block. Raises as `_open`."""
-    nvml = _open(LIBRARY)
-    try:
-        yield nvml
-    finally:
-        nvml.call("nvmlShutdown")
 
 
 class _PciInfo(ctypes.Structure):
@@ -202,93 +171,87 @@ class _FieldValue(ctypes.Structure):
     )
 
 
-class _Nvml:
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+class Gpu:
+    """One GPU or MIG instance. A value is None if the GPU or its driver does not have the value.
 
-    def call(self, name: str, *arguments: Any) -> bool:
-        """Call a function of NVML. Return False if the driver, GPU or user may not have what was asked for.
+    A MIG instance has its own memory and processes, and all else from its GPU.
+    """
 
-        Raises:
-            NvmlError: The GPU or its driver cannot be used.
-        """
-        function = getattr(self._library, name, None)
-        if function is None:  # an older driver
-            return False
-        code = function(*arguments)
-        if code in BROKEN:
-            raise NvmlError(f"NVML's {name} says: {BROKEN[code]} (code {code})")
-        if code in NO_DRIVER:
-            _warn(code)
-        return bool(code == SUCCESS)
-
-    def find(self, uuid: str) -> c_void_p:
-        """Return NVML's handle of a GPU or MIG instance.
+    def __init__(self, library: ctypes.CDLL, uuid: str) -> None:
+        """Find the GPU.
 
         Raises:
             LookupError: NVML does not know the GPU.
             NvmlError: The GPU cannot be used.
         """
-        device, name = c_void_p(), uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        if not self.call("nvmlDeviceGetHandleByUUID", c_char_p(name.encode()), byref(device)):
+        self._library = library
+        self._own, whole = c_void_p(), c_void_p()
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        if not self._has("nvmlDeviceGetHandleByUUID", c_char_p(name.encode()), byref(self._own)):
             raise LookupError(name)
-        return device
+        is_instance = self._has("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", self._own, byref(whole))
+        self._whole = whole if is_instance else self._own
 
-    def state_of(self, device: c_void_p) -> GpuState:
-        """Return the state of a GPU. A MIG instance has its own memory, and all else from its GPU."""
-        memory, processes = self._memory(device)
-        device = self.whole_of(device)
+    def _has(self, name: str, *arguments: Any) -> bool:
+        return _call(self._library, name, *arguments)
+
+    def memory(self) -> tuple[int, int] | None:
+        """Return the bytes of memory in use, and in all."""
+        memory = _Memory()
+        return (memory.used, memory.total) if self._has("nvmlDeviceGetMemoryInfo", self._own, byref(memory)) else None
+
+    def processes(self) -> dict[int, int]:
+        """Return each process's bytes of GPU memory (0: unknown). Processes outside the container are left out."""
+        count, found = c_uint(MAX_PROCESSES), (_Process * MAX_PROCESSES)()
+        if not self._has("nvmlDeviceGetComputeRunningProcesses_v3", self._own, byref(count), found):
+            return {}
+        return {each.pid: 0 if each.memory == UNKNOWN_SIZE else each.memory for each in found[: count.value]}
+
+    def utilization(self) -> float | None:
+        """Return the share of time, from 0 to 1, in which the GPU had work lately."""
+        rates = _Rates()
+        return rates.gpu / 100 if self._has("nvmlDeviceGetUtilizationRates", self._own, byref(rates)) else None
+
+    def number(self, name: str, number: Any, *arguments: Any) -> int | None:
+        """Return the number that a function of NVML writes to its last argument, of the type of `number`."""
+        return int(number.value) if self._has(name, self._whole, *arguments, byref(number)) else None
+
+    def ecc_errors(self) -> int | None:
+        """Return the number of uncorrectable memory errors since the driver was loaded or the GPU was reset."""
+        return self.number("nvmlDeviceGetTotalEccErrors", c_ulonglong(), c_uint(UNCORRECTED), c_uint(SINCE_LOAD))
+
+    def remapping(self) -> tuple[bool, bool]:
+        """Return whether a row of memory waits to be remapped at a reset, and whether one could not be remapped."""
         pending, failed = c_uint(), c_uint()
-        has_rows = self.call(
-            "nvmlDeviceGetRemappedRows", device, byref(c_uint()), byref(c_uint()), byref(pending), byref(failed)
-        )
-        retiring = self.number("nvmlDeviceGetRetiredPagesPendingStatus", device, c_uint())
-        return GpuState(
-            ecc_errors=self.number(
-                "nvmlDeviceGetTotalEccErrors", device, c_uint(UNCORRECTED), c_uint(SINCE_LOAD), c_ulonglong()
-            ),
-            is_remap_pending=bool(pending.value) if has_rows else None,
-            has_remap_failed=bool(failed.value) if has_rows else None,
-            is_retirement_pending=None if retiring is None else bool(retiring),
-            recovery=self._recovery(device),
-            fabric=self._fabric(device),
-            slowdowns=self.number("nvmlDeviceGetCurrentClocksThrottleReasons", device, c_ulonglong()),
-            memory=memory,
-            processes=processes,
-            address=self._address(device),
-        )
+        others = byref(c_uint()), byref(c_uint())
+        self._has("nvmlDeviceGetRemappedRows", self._whole, *others, byref(pending), byref(failed))
+        return bool(pending.value), bool(failed.value)
 
-    def whole_of(self, device: c_void_p) -> c_void_p:
-        """Return the handle of a MIG instance's GPU, or the handle of a GPU itself."""
-        whole = c_void_p()
-        return whole if self.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", device, byref(whole)) else device
+    def is_retirement_pending(self) -> bool:
+        """Return True if a page of memory waits to be retired at a reset. GPUs before Ampere retire pages."""
+        return bool(self.number("nvmlDeviceGetRetiredPagesPendingStatus", c_uint()))
 
-    def number(self, name: str, *arguments: Any) -> int | None:
-        """Return the value that a function writes to its last argument. None: unknown."""
-        *others, number = arguments
-        return int(number.value) if self.call(name, *others, byref(number)) else None
-
-    def _memory(self, device: c_void_p) -> tuple[tuple[int, int] | None, dict[int, int]]:
-        memory, count = _Memory(), c_uint(MAX_PROCESSES)
-        has_memory = self.call("nvmlDeviceGetMemoryInfo", device, byref(memory))
-        found = (_Process * MAX_PROCESSES)()
-        if not self.call("nvmlDeviceGetComputeRunningProcesses_v3", device, byref(count), found):
-            count = c_uint(0)
-        sizes = {each.pid: 0 if each.memory == UNKNOWN_SIZE else each.memory for each in found[: count.value]}
-        return (memory.used, memory.total) if has_memory else None, sizes
-
-    def _recovery(self, device: c_void_p) -> int | None:
+    def recovery(self) -> int | None:
+        """Return the action that the driver asks for: 0 none, 1 a reset, 2 a reboot, 3 and 4 a reset after all work."""
         asked = _FieldValue(field=RECOVERY_FIELD)
-        is_known = self.call("nvmlDeviceGetFieldValues", device, c_int(1), byref(asked)) and asked.code == SUCCESS
+        is_known = self._has("nvmlDeviceGetFieldValues", self._whole, c_int(1), byref(asked)) and asked.code == SUCCESS
         return int(asked.value) if is_known else None
 
-    def _fabric(self, device: c_void_p) -> tuple[int, int] | None:
+    def fabric_error(self) -> int:
+        """Return the error code of the GPU's attempt to join its NVLink fabric. 0: none, or the attempt goes on."""
         fabric = _Fabric()
-        is_known = self.call("nvmlDeviceGetGpuFabricInfo", device, byref(fabric))
-        return (fabric.state, fabric.status) if is_known else None
+        has_ended = (
+            self._has("nvmlDeviceGetGpuFabricInfo", self._whole, byref(fabric)) and fabric.state == FABRIC_COMPLETE
+        )
+        return int(fabric.status) if has_ended else 0
 
-    def _address(self, device: c_void_p) -> str:
+    def slowdowns(self) -> list[str]:
+        """Return the causes that slow down the GPU's clocks now, in words."""
+        bits = self.number("nvmlDeviceGetCurrentClocksThrottleReasons", c_ulonglong()) or 0
+        return [cause for bit, cause in SLOWDOWNS.items() if bits & bit]
+
+    def address(self) -> str:
+        """Return the PCI address as the kernel's log writes it, such as 0000:3b:00. Empty if unknown."""
         pci = _PciInfo()
-        if not self.call("nvmlDeviceGetPciInfo_v3", device, byref(pci)):
-            return ""
-        return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}"
+        is_known = self._has("nvmlDeviceGetPciInfo_v3", self._whole, byref(pci))
+        return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}" if is_known else ""
