@@ -32,7 +32,7 @@ def test_what_lies_on_one_worker_is_shared_by_all() -> None:
 
 def test_large_partitions_weigh_more() -> None:
     sizes = dict.fromkeys(range(6), 1_000) | {6: 6_000}
-    assert share_out(7, [sizes, {}]) == [[0, 1, 2, 3, 4, 5], [6]]
+    assert share_out(7, [sizes, {}]) == [[6], [0, 1, 2, 3, 4, 5]]
 
 
 def test_ranks_of_one_worker_share_what_it_holds() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from flytekitplugins.daskpytorch.context import current_rank
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""Maximum bytes of a rank's partitions, as a multiple of the ranks' average. Beyond it, partitions move elsewhere."""
+"""Maximum bytes of a rank's partitions, as a multiple of the ranks' average. Other partitions go elsewhere."""
 
 
 class DaskPartitions:
@@ -179,12 +178,6 @@ def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
 # ---- Division of the partitions. All ranks compute the same division, since all have the same sizes
 
 
-@dataclass
-class _Rank:
-    partitions: list[int] = field(default_factory=list)
-    load: int = 0
-
-
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
     """Divide partitions among ranks. A rank gets those of its worker, up to `TOLERANCE` times the average bytes.
 
@@ -196,13 +189,18 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
         For each rank, the numbers of its partitions, ascending. A rank is empty only if ranks outnumber partitions.
     """
     sizes = _sizes(num_partitions, held)
-    ranks = [_Rank() for _ in held]
+    most = TOLERANCE * sum(sizes) / len(held)
+    shares: list[list[int]] = [[] for _ in held]
+    loads = [0] * len(held)
     # The largest partitions come first, so that small ones fill the gaps. Equal ones are ordered by number.
-    for partition in sorted(range(num_partitions), key=lambda number: (-sizes[number], number)):
-        holders = [rank for rank, has in zip(ranks, held, strict=True) if partition in has]
-        _give(partition, sizes, min(holders or ranks, key=lambda rank: rank.load))
-    _level(ranks, sizes)
-    return [sorted(rank.partitions) for rank in ranks]
+    for num_given, number in enumerate(sorted(range(num_partitions), key=lambda each: (-sizes[each], each))):
+        empty = [rank for rank, share in enumerate(shares) if not share]
+        open_ranks = empty if len(empty) >= num_partitions - num_given else range(len(held))
+        at_home = [rank for rank in open_ranks if number in held[rank] and loads[rank] + sizes[number] <= most]
+        rank = min(at_home or open_ranks, key=lambda each: (loads[each], number not in held[each]))
+        shares[rank].append(number)
+        loads[rank] += sizes[number]
+    return [sorted(share) for share in shares]
 
 
 def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
@@ -216,27 +214,3 @@ def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
             known[partition] = max(size, known.get(partition, 1))
     average = sum(known.values()) // len(known) if known else 1
     return [known.get(partition, average) for partition in range(num_partitions)]
-
-
-def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
-    """Move partitions from the fullest rank to the emptiest, while the fullest has over 1.1 times the average bytes.
-
-    `sizes` has the bytes of each partition. A rank without partitions gets one in any case, and no rank loses its last.
-    """
-    average = sum(sizes) / len(ranks)
-    while richer := [rank for rank in ranks if len(rank.partitions) > 1]:
-        most, least = max(richer, key=lambda rank: rank.load), min(ranks, key=lambda rank: rank.load)
-        gap = most.load - least.load
-        # A partition of half the gap makes both ranks equal. A partition of the whole gap merely swaps the ranks.
-        movable = [partition for partition in most.partitions if sizes[partition] < gap]
-        if not movable or (most.load <= TOLERANCE * average and least.partitions):
-            return
-        partition = min(movable, key=lambda partition: (abs(gap - 2 * sizes[partition]), -partition))
-        most.partitions.remove(partition)
-        most.load -= sizes[partition]
-        _give(partition, sizes, least)
-
-
-def _give(partition: int, sizes: Sequence[int], rank: _Rank) -> None:
-    rank.partitions.append(partition)
-    rank.load += sizes[partition]
