@@ -6,11 +6,13 @@
 import contextlib
 import functools
 import os
-import queue
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.process.worker import Worker
+
+LANE = "logs"
+"""Queue of the worker for all files, whose pieces are written in order."""
 STREAMS = ("stdout", "stderr")
 MAX_WAITING = 1024
 """Maximum number of pieces of output, of up to 64 KiB each, that wait for the disk."""
@@ -36,10 +38,10 @@ class LogFiles:
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self._folder = folder
         self._tell = tell
-        self._waiting: queue.Queue[tuple[Path, bytes] | None] = queue.Queue(MAX_WAITING)
+        self._worker = Worker(name=LANE)
+        self._files: dict[Path, int] = {}
+        """Descriptor of each open file."""
         self._has_failed = False
-        self._thread = threading.Thread(target=self._serve, name="daskpytorch-logs", daemon=True)
-        self._thread.start()
 
     def copies(self, attempt: int, rank: int) -> list[Copy]:
         """Return the functions that write a rank's standard output and standard error, in that order."""
@@ -52,55 +54,49 @@ class LogFiles:
 
     def close(self) -> None:
         """Write what waits, within the timeout, and close all files."""
-        try:
-            self._waiting.put(None, timeout=CLOSE_TIMEOUT)
-        except queue.Full:
+        self._worker.submit(LANE, self._close_files)
+        if not self._worker.flush(LANE, CLOSE_TIMEOUT):
             self._fail(TOO_SLOW)
-        self._thread.join(CLOSE_TIMEOUT)
 
     def _of_rank(self, attempt: int, rank: int) -> Path:
         return self._folder / f"attempt_{attempt}" / str(rank)
 
     def _write(self, file: Path, data: bytes) -> None:
+        if len(self._worker.jobs(LANE)) >= MAX_WAITING:
+            self._fail(TOO_SLOW)
+        if not self._has_failed:
+            self._worker.submit(LANE, functools.partial(self._append, file, data), self._give_up)
+
+    def _append(self, file: Path, data: bytes) -> None:
+        """Append data to a file, which is opened first if it is not open. Empty data close the file."""
         if self._has_failed:
             return
-        try:
-            self._waiting.put_nowait((file, data))
-        except queue.Full:
-            self._fail(TOO_SLOW)
+        if file not in self._files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._files[file] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if not data:
+            os.close(self._files.pop(file))
+        while data:
+            data = data[os.write(self._files[file], data) :]
 
-    def _serve(self) -> None:
-        files: dict[Path, int] = {}
-        try:
-            while (item := self._waiting.get()) is not None and not self._has_failed:
-                _append(files, *item)
-        except OSError as error:
-            self._fail(str(error))
-        finally:
-            for descriptor in files.values():
-                with contextlib.suppress(OSError):  # NFS may report a full disk only here
-                    os.close(descriptor)
+    def _give_up(self, error: Exception, *_: float) -> bool:
+        self._fail(str(error))
+        return True
 
     def _fail(self, reason: str) -> None:
         if self._has_failed:
             return
         self._has_failed = True
-        with contextlib.suppress(queue.Empty):  # frees the memory
-            while True:
-                self._waiting.get_nowait()
-        self._waiting.put(None)  # ends the thread, which closes all files
+        self._worker.submit(LANE, self._close_files)
         self._tell(
             f"Gang(log_dir=...): the log files in {self._folder} on {os.uname().nodename} end here: {reason}. The "
             "training goes on, and the driver's log has all output. Check the disk's space and the folder's owner"
         )
 
-
-def _append(files: dict[Path, int], file: Path, data: bytes) -> None:
-    """Append data to a file, which is opened first if it is not open. Empty data close the file."""
-    if file not in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        files[file] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    if not data:
-        os.close(files.pop(file))
-    while data:
-        data = data[os.write(files[file], data) :]
+    def _close_files(self) -> None:
+        """Close all files, and end the worker's thread."""
+        while self._files:
+            _, descriptor = self._files.popitem()
+            with contextlib.suppress(OSError):  # NFS may report a full disk only here
+                os.close(descriptor)
+        self._worker.close()

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,8 @@ def recall() -> Recalled | None:
     try:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
-        entries = [entry for entry in _entries(has_nccl=has_nccl) if _group_of(entry) in groups]
+        calls = (entry for entry in _entries(has_nccl=has_nccl) if not entry["is_p2p"])
+        entries = [entry for entry in calls if _group_of(entry) in groups]
         entries.sort(key=lambda entry: entry["time_created_ns"])
         collectives = [_collective(entry) for entry in entries[-MAX_COLLECTIVES:]]
         numbers = {_group_of(entry): entry["collective_seq_id"] for entry in entries}
@@ -54,9 +55,7 @@ def entered() -> tuple[dict[int, float], bool] | None:
         groups = torch_parts.groups()
         if any("nccl" in name for group in groups for name in torch_parts.names_of_backends(group)):
             return None  # a rank calls NCCL's collectives ahead of its GPU, so that a late call is no wait
-        records = torch_parts.flight_records(has_nccl=False, stacks=False)
-        traces = [pickle.loads(each) for each in records]  # noqa: S301 - by our own torch
-        entries = [entry for trace in traces for entry in trace.get("entries", ())]
+        entries = list(_entries(has_nccl=False, stacks=False))
         world = "the default group (gloo)"
         calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world]
         times = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls[-MAX_COLLECTIVES:]}
@@ -141,14 +140,9 @@ def _name(name: str, described: str, backend: str) -> str:
     return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
 
 
-def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
-    for records in torch_parts.flight_records(has_nccl=has_nccl):
-        yield from _entries_in(records)
-
-
-def _entries_in(trace: bytes) -> Sequence[Mapping[str, Any]]:
-    entries: Sequence[Mapping[str, Any]] = pickle.loads(trace).get("entries", ())  # noqa: S301 - by our own torch
-    return [entry for entry in entries if not entry["is_p2p"]]
+def _entries(*, has_nccl: bool, stacks: bool = True) -> Iterator[Mapping[str, Any]]:
+    for records in torch_parts.flight_records(has_nccl=has_nccl, stacks=stacks):
+        yield from pickle.loads(records).get("entries", ())  # noqa: S301 - by our own torch
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
