@@ -16,7 +16,6 @@ from tasks.backbones import (
     Start,
     build,
     download,
-    find_problems,
     head_of,
     load_start,
     read_start,
@@ -117,23 +116,6 @@ def test_a_classifier_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     start = read_start(tmp_path / "state.pt")
     assert start.classes == CLASSES
     load_start(build("small", 3), start, CLASSES)
-
-
-@pytest.mark.parametrize(
-    ("backbone", "weights", "problem"),
-    [
-        ("resnet50", "DEFAULT", None),
-        ("resnet50", "IMAGENET1K_V1", None),
-        ("small", "", None),
-        ("small", "DEFAULT", "weights='DEFAULT': there are none for backbone='small'"),
-        ("resnet5", "", "backbone='resnet5': must be auto, small or one of torchvision's: alexnet, "),
-        ("resnet50", "IMAGENET", "must be auto, '' (none) or one of resnet50's: IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
-    ],
-)
-def test_names_that_are_none(backbone: str, weights: str, problem: str | None) -> None:
-    found = find_problems(backbone, weights)
-    assert len(found) == (problem is not None)
-    assert problem is None or problem in found[0]
 
 
 def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -98,15 +98,6 @@ def test_an_unchanged_day_starts_where_its_model_started(registry: Registry, fil
     assert challenger.find_trained(registry, "one", {"epochs": 1}, "champion") is None  # older than the champion
 
 
-def test_the_champion_with_its_names(registry: Registry, files: dict[str, Path], tmp_path: Path) -> None:
-    assert challenger.find_champion(registry, tmp_path / "champion") is None
-    version = challenger.add(registry, files, CARD)
-    promoted(registry, version)
-    champion = challenger.find_champion(registry, tmp_path / "champion")
-    assert champion is not None
-    assert (champion.version, champion.card, champion.names) == (version, CARD, {"bella", "max"})
-
-
 def test_who_is_better_by_the_margin_is_promoted(registry: Registry, files: dict[str, Path]) -> None:
     one = challenger.add(registry, files, CARD)
     first = replace(COMPARISON, champion_loss=None, champion_accuracy=None)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,6 @@ def _run_cases(_: Path) -> dict[str, Any]:
     log: list[LogRecord] = []
     context.enter(replace(current_rank(), link=Logged(log)))
     found: dict[str, Any] = {case: _train_case(*CASES[case], log) for case in CASES}
-    found["evaluation"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT)
-    found["one_window"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT[:1])
-    found["other_order"] = _error(
-        lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=current_rank().rank))
-    )
     return found
 
 
@@ -80,14 +74,6 @@ def _train_case(num_windows: int, batch_size: int, log: list[LogRecord]) -> tupl
     log.clear()
     hp = Hyperparameters(epochs=3, batch_size=batch_size, learning_rate=1e-3, dropout=0, log_interval=1)
     return train(TRAINING[:num_windows], HELD_OUT, hp), list(log)
-
-
-def _error(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _losses(log: list[LogRecord]) -> list[float]:
@@ -138,18 +124,6 @@ def test_forward_is_the_lstm(batch: torch.Tensor) -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), list(model.parameters())))
 
 
-def test_first_weights_let_the_characters_through() -> None:
-    """What the last layer says depends on the character from the first step on."""
-    characters = F.one_hot(torch.arange(NUM_SYMBOLS)[:, None], NUM_SYMBOLS).float()
-
-    def spread(lstm: torch.nn.LSTM) -> float:
-        return lstm.eval()(characters)[0].std(dim=0).mean().item()
-
-    torch.manual_seed(3)
-    usual = torch.nn.LSTM(NUM_SYMBOLS, 128, num_layers=4, batch_first=True)
-    assert spread(CharLSTM().lstm) > 100 * spread(usual)
-
-
 def test_padding_is_no_target() -> None:
     """Logits that are right for the padding and know nothing else cost ln 31 per character."""
     uniform = _constant_model(**dict.fromkeys(ALPHABET, 0.0))
@@ -168,11 +142,6 @@ def test_evaluation_counts_every_window_once() -> None:
     assert evaluation.num_windows == len(repeated)
     correct = (logits.argmax(2) == targets)[counted]
     assert evaluation.accuracy == pytest.approx(correct.float().mean().item(), rel=1e-5)
-
-
-def test_evaluation_needs_windows() -> None:
-    with pytest.raises(ValueError, match="there are no windows to evaluate"):
-        evaluate(CharLSTM(), HELD_OUT[:0])
 
 
 def test_bigram_loss() -> None:
@@ -234,15 +203,6 @@ def test_training_starts_from_given_weights() -> None:
     assert train(few, HELD_OUT, hp, start={}).epochs[0].held_out_loss != pytest.approx(found, rel=1e-2)
 
 
-def test_training_starts_from_the_frequencies_of_the_characters() -> None:
-    hp = Hyperparameters(epochs=1, learning_rate=1e-9)
-    bias = train(windows(["aab", "ab"]), HELD_OUT, hp).state_dict["dense.bias"]
-    targets = Counter("a" + "aa" + "aab" + "aab+" + "a" + "ab" + "ab+")  # what the seven windows predict
-    total = targets.total() + len(ALPHABET)
-    expected = torch.tensor([math.log((targets[character] + 1) / total) for character in ALPHABET])
-    torch.testing.assert_close(bias, expected)
-
-
 def test_training_needs_windows() -> None:
     with pytest.raises(ValueError, match="0 items cannot be shared by 1 ranks, each of which needs one"):
         train(TRAINING[:0], HELD_OUT, Hyperparameters())
@@ -269,23 +229,6 @@ def test_two_ranks_follow_one(gang: list[dict[str, Any]], records: list[LogRecor
             assert metrics.held_out_accuracy == pytest.approx(expected.held_out_accuracy, abs=0.01)
         assert together.state_dict.keys() == CharLSTM().state_dict().keys()
         torch.testing.assert_close(together.state_dict, alone.state_dict, rtol=0, atol=1e-4)
-
-
-def test_evaluation_in_a_gang_is_that_of_one_process(gang: list[dict[str, Any]]) -> None:
-    model = CharLSTM.from_state_dict(gang[0]["even"][0].state_dict)
-    for key, held_out in {"evaluation": HELD_OUT, "one_window": HELD_OUT[:1]}.items():
-        expected = evaluate(model, held_out)
-        for found in gang:
-            assert found[key].loss == pytest.approx(expected.loss, rel=1e-6)
-            assert found[key].accuracy == expected.accuracy
-            assert found[key].num_windows == len(held_out)
-
-
-def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
-    """Ranks that draw different orders meet some windows twice and others not at all."""
-    for found in gang:
-        assert found["other_order"].startswith("RuntimeError: the ranks saw ")
-        assert "of 64 training samples not at all" in found["other_order"]
 
 
 # Sampling

@@ -54,13 +54,11 @@ class Trained:
         return [record for record in self.log if "held_out_loss" in record.metrics]
 
 
-def _train(
-    digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING, watched: list[Any] | None = None, **changes: Any
-) -> Trained:
+def _train(digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING) -> Trained:
     """Train in this process as it is, with a log."""
     trained = Trained(result=None, log=[])
     outside = current_rank()
-    context.enter(replace(outside, link=Logged(trained.log, watched), **changes))
+    context.enter(replace(outside, link=Logged(trained.log)))
     try:
         trained.result = train(digits, hp, recorded)
     finally:
@@ -100,11 +98,6 @@ def test_nccl_needs_a_gpu() -> None:
 
 
 # The model
-
-
-def test_weights_of_another_model() -> None:
-    with pytest.raises(RuntimeError, match="Missing key"):
-        CNN.from_state_dict({"dense.weight": torch.zeros(1)})
 
 
 # Evaluation
@@ -161,21 +154,8 @@ def test_training_alone() -> None:
     assert [row[2] for row in table.data] == evaluation.guesses[[0, 1, 2, 100, 101, 102]].tolist()
 
 
-@pytest.mark.parametrize("recorded", [Recorded(), Recorded(num_batches=1), Recorded(num_images=1)])
-def test_no_table_where_none_is_asked_for(recorded: Recorded) -> None:
-    trained = _train(SMALL, Hyperparameters(epochs=1), recorded)
-    assert "predictions" not in trained.by_epoch[0].metrics
-
-
 def test_no_table_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cnn, "predictions_table", mock.Mock(side_effect=OSError("no space left on device")))
     trained = _train(SMALL, Hyperparameters(epochs=1), Recorded(num_batches=1, num_images=1))
     assert "held_out_loss" in trained.by_epoch[0].metrics
     assert "no table of predictions: OSError: no space left on device" in caplog.text
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-def test_gradients_are_watched_where_asked_for(gradients: bool) -> None:
-    watched: list[Any] = []
-    _train(SMALL, Hyperparameters(epochs=1), Recorded(gradients=gradients), watched)
-    assert [isinstance(model, CNN) for model in watched] == [True] * gradients

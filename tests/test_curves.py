@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from flytekitplugins.daskpytorch.report.pieces import shared
-from made_outcomes import outcome, result
-from tasks.curves import experiments_table, loss_charts, time_chart, times_table
-from tasks.sweeps import Outcome, TimeToLoss, grid, time_to_loss
+from made_outcomes import outcome
+from tasks.curves import experiments_table, time_chart, times_table
+from tasks.sweeps import TimeToLoss, grid, time_to_loss
 from test_report import chart_data, rows_of
-
-BIGRAM = 2.6844
-
-
-def swept(num_sizes: int, num_rates: int) -> list[Outcome]:
-    """A sweep whose losses and times differ."""
-    sizes, rates = [2**i for i in range(num_sizes)], [0.1 * (i + 1) for i in range(num_rates)]
-    return [
-        Outcome(experiment=one, result=result(3 - one.lr, 2.5 - one.lr, 2.2, seconds=9 / one.batch_size))
-        for one in grid(sizes, rates)
-    ]
 
 
 def lines_of(html: str) -> list[dict[str, list[tuple[float, float]]]]:
@@ -26,20 +15,6 @@ def lines_of(html: str) -> list[dict[str, list[tuple[float, float]]]]:
         {line["name"]: list(zip(line["x"], line["y"], strict=True)) for line in data["lines"]}
         for data in chart_data(html)
     ]
-
-
-def test_the_best_experiments_are_compared_by_epoch_and_by_time() -> None:
-    outcomes = swept(2, 2)
-    html = loss_charts(outcomes, BIGRAM)
-    by_epoch, by_time = lines_of(html)
-    best = outcomes[1].experiment.label
-    assert list(by_epoch)[-1] == list(by_time)[-1] == "bigram model"
-    assert set(by_epoch) == {one.experiment.label for one in outcomes} | {"bigram model"}
-    assert by_epoch[best] == list(enumerate(outcomes[1].losses, 1))
-    assert [x for x, _ in by_time[best]] == outcomes[1].elapsed
-    assert by_epoch["bigram model"] == [(1, BIGRAM), (3, BIGRAM)]
-    assert "a bigram model, 2.6844 nats per character" in html
-    assert "best of" not in html
 
 
 def test_a_failed_experiment_has_a_line_in_the_table() -> None:
@@ -86,13 +61,3 @@ def test_some_or_all_never_come_to_the_loss() -> None:
     nobody = time_chart(times, 2.0)
     assert lines_of(nobody) == []
     assert "No experiment reached this loss." in nobody
-
-
-def test_the_table_of_times_has_partners_side_by_side() -> None:
-    rows = rows_of(times_table(scaling()))
-    assert [row[:4] for row in rows[3:7]] == [
-        ["16", "0.1", "1", "16"],
-        ["16", "0.1", "2", "8"],
-        ["16", "0.2", "1", "16"],
-        ["16", "0.2", "2", "8"],
-    ]

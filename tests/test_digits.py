@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits as load_small
 from torch import Tensor
 from torchvision.datasets import MNIST
 
@@ -56,14 +55,6 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ask_only(monkeypatch, server.server_address[1])
         yield folder
         server.shutdown()
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """The only server does not listen."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ask_only(monkeypatch, port)
 
 
 def ask_only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
@@ -132,11 +123,6 @@ def test_damaged_files(directory: Path, file: str, content: bytes, said: str) ->
         load_digits(directory)
 
 
-def test_no_digits_at_all() -> None:
-    with pytest.raises(ValueError, match=r"images of shape \(0, 28, 28\) for 0 labels"):
-        DigitSet(images=torch.zeros(0, 28, 28, dtype=torch.uint8), labels=torch.zeros(0, dtype=torch.int64))
-
-
 def test_download(directory: Path, mirror: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(directory, mirror, monkeypatch)
     loaded = load_digits()
@@ -146,18 +132,6 @@ def test_download(directory: Path, mirror: Path, home: Path, monkeypatch: pytest
     for file in mirror.iterdir():
         file.unlink()
     assert load_digits().source == f"MNIST in {home}"  # made once
-
-
-def test_without_network(no_network: None) -> None:
-    loaded = load_digits()
-    assert (len(loaded.training), len(loaded.test)) == (1_438, 359)
-    assert loaded.training.images.shape[1:] == (28, 28)
-    assert (int(loaded.training.images.min()), int(loaded.training.images.max())) == (0, 255)
-    labels = torch.cat([loaded.training.labels, loaded.test.labels])
-    assert labels.bincount().tolist() == torch.from_numpy(load_small().target).bincount().tolist()
-    assert "\n" not in loaded.report
-    for part in ("1,438 training", "scikit-learn", "could not be downloaded: ", "Connection refused", "give data_dir"):
-        assert part in loaded.report
 
 
 def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

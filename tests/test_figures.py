@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they import
 
 import all as everything
 from figures import FILE, Figure, Goal, report
-from running import MODULES, asked, take_turns
 
 ON = "2026-11-23; 2 cores, load 0.4 before the start; Python 3.11.7"
 
@@ -28,23 +27,10 @@ def test_what_takes_seconds_is_faster_the_less_of_them_it_takes():
     assert figure.cells() == ["launch", "2 s (2-2)", "peer 5 s (4-6)", "2.5 x (2-3) as fast", "-"]
 
 
-def test_all_else_is_faster_the_more_there_is_of_it():
-    assert Figure.beside("peer", [10.0], what="pictures", here=[30.0], unit="1/s").ratios == [3.0]
-
-
-def test_a_share_is_of_the_peers_time():
-    assert Figure.beside("peer", [4.0], share=True, what="launch", here=[1.0]).measured("ratio") == "0.25 x of its"
-
-
 def test_a_goal_that_was_missed_stands_in_bold_where_it_was_missed():
     goals = [Goal(bound=1.5, of="here", at_most=True), Goal(bound=2)]
     figure = Figure.beside("peer", [3.0], what="launch", here=[2.0], goals=goals)
     assert figure.cells()[1:] == ["**2 s**", "peer 3 s", "**1.5 x as fast**", "at most 1.5 s; at least 2 x"]
-
-
-def test_the_median_decides():
-    figure = Figure(what="launch", here=[1.0, 1.0, 9.0], goals=[Goal(bound=1.0, of="here", at_most=True)])
-    assert not figure.misses("here")
 
 
 def test_the_quickest_of_several_peers_is_the_measure_of_each_round():
@@ -92,11 +78,6 @@ def test_a_comparison_says_whether_the_spreads_overlap(now, said):
     assert rows[2].endswith("| gone |")
 
 
-def test_what_was_not_measured_again_is_in_no_comparison():
-    same = {"a.py": kept(Figure(what="launch", here=[2.0, 3.0]))}
-    assert len(list(everything.changes(same, same))) == 2
-
-
 def test_every_command_is_a_benchmark_that_reports_its_figures():
     for script, *_ in everything.COMMANDS:
         assert "report(" in (everything.BENCHMARKS / script).read_text(), script
@@ -106,26 +87,3 @@ def test_a_new_measurement_takes_the_place_of_all_rows_of_the_same_name():
     of = {"a.py": kept(Figure(what="launch", here=[2.0])), "old.py": kept(Figure(what="launch", here=[3.0]))}
     everything.replace(of, "a.py", kept(Figure(what="launch", here=[1.0])))
     assert [each["figures"][0]["here"] for each in of.values()] == [[1.0]]
-
-
-@pytest.mark.parametrize(
-    "given, rounds, size", [([], 5, [300.0]), (["--quick"], 1, [2.0]), (["--size", "7"], 5, [7.0])]
-)
-def test_an_option_has_its_usual_value_its_quick_one_or_the_given_one(given, rounds, size, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["launch.py", *given])
-    found = asked("about", rounds=(5, 1, "rounds"), size=([300.0], [2.0], "megabytes"))
-    assert (found.rounds, found.size) == (rounds, size)
-
-
-def test_contestants_that_are_not_chosen_or_not_installed_are_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--only", "a", "c"])
-    monkeypatch.setitem(MODULES, "c", "no_such_module")
-    assert asked("about", ["a", "b", "c"]).ways == ["a"]
-    assert "c is left out" in capsys.readouterr().err
-
-
-def test_each_round_has_each_way_once_and_the_first_round_does_not_count():
-    calls = []
-    found = take_turns({name: lambda it=name: calls.append(it) or len(calls) for name in "ab"}, 2)
-    assert calls == list("ababab")
-    assert found == {"a": [3, 5], "b": [4, 6]}

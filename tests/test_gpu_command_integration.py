@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))  # they import each other as 
 
 import gpu
 import gpu_wheels
-from gpu import Report, Result
+from gpu import Report
 
 from processes import MARK, marked, until
 
@@ -48,21 +48,6 @@ def test_wrong_options_are_refused_at_once(options: list[str], said: str, tmp_pa
     assert ran.returncode == 2
     assert said in ran.stderr
     assert not [*tmp_path.iterdir()]
-
-
-def test_both_files_have_all_results_after_each_of_them(tmp_path: Path) -> None:
-    report = Report(tmp_path / "gpu.md")
-    report.put(Result(part="checks", what="first[cuda]"))
-    assert report.has_failed  # as the check has not run
-    report.put(Result(part="checks", what="first[cuda]", outcome="passed", seconds=1.25, figures={"peak": 3}))
-    assert not report.has_failed
-    report.put(Result(part="speed", what="launch.py", outcome="failed", said="a | b\nc", text="| a table |"))
-    assert report.has_failed
-    assert outcomes(tmp_path) == {"first[cuda]": "passed", "launch.py": "failed"}
-    page = (tmp_path / "gpu.md").read_text()
-    assert "| checks | `first[cuda]` | passed | 1.2 s | peak: 3 |" in page
-    assert "| speed | `launch.py` | **failed** | 0.0 s | a / b c |" in page
-    assert "## launch.py\n\n| a table |" in page
 
 
 def test_what_a_part_lacks_is_named_before_any_part_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,11 +180,3 @@ def test_a_child_of_the_wheels_python_finds_their_packages_and_those_of_the_mach
     before = (venv / "bin").stat().st_mtime_ns
     assert gpu_wheels.python_with(wheels, venv) == python
     assert (venv / "bin").stat().st_mtime_ns == before  # made once
-
-
-def test_too_large_a_folder_of_wheels_is_refused_with_the_largest(tmp_path: Path) -> None:
-    for name, size in {"small": 1, "large": 65}.items():
-        with (tmp_path / f"{name}-1.0-py3-none-any.whl").open("wb") as file:
-            file.truncate(size * 1_000_000)
-    with pytest.raises(SystemExit, match=r"2 wheels, 66\.0 MB \(the largest: large 65\.0, small 1\.0\).*--without"):
-        gpu_wheels.size_of(tmp_path)

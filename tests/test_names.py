@@ -45,13 +45,6 @@ def served(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_embedded_names_are_many_different_and_clean() -> None:
-    names = load_names()
-    assert names.names == list(EMBEDDED_NAMES)
-    assert len(set(names.names)) == len(names.names) >= 800
-    assert (names.num_empty, names.num_outside, names.outside) == (0, 0, {})
-
-
 @pytest.mark.parametrize("file", ["names.json", "names.txt"])
 def test_json_is_known_by_its_content(write, file: str) -> None:
     names = load_names(write(file, '\ufeff ["Bella", " Max ", "bella", "Mary-Ann", "Mr. B"]'))

@@ -8,24 +8,20 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import Client
 
 from conftest import REPOSITORY
-from flytekitplugins.daskpytorch import Gang, dispatch
 from pages import command
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program
 from tasks import sweeps
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
 from tasks.names import load_names, split_by_name
-from tasks.sweeps import Experiment, ScalingRow, SweepRow, TimeToLoss
+from tasks.sweeps import ScalingRow, SweepRow, TimeToLoss
 from test_report import chart_data
-from wandb_file import read_run
 from workflows import pet_names_scaling, pet_names_sweep
 
 
@@ -100,20 +96,6 @@ def test_a_sweep_leaves_its_table_and_the_best_model(sweep: Run) -> None:
     assert f"best of 2: batch size {best.batch_size:,}, learning rate 0.01, {best.loss:.4f} nats" in sweep.done.stdout
 
 
-def test_each_model_of_a_sweep_has_a_run_of_its_own_in_one_group(sweep: Run) -> None:
-    runs = sorted((read_run(path) for path in sweep.folder.rglob("*.wandb")), key=lambda run: run["name"])
-    assert [run["name"] for run in runs] == ["sweep-0", "sweep-1"]
-    assert {run["project"] for run in runs} == {"pet-names"}
-    assert len({run["id"] for run in runs}) == 2
-    assert len({run["group"] for run in runs}) == 1
-    for run, batch_size in zip(runs, dict.fromkeys(row.batch_size for row in sweep.outputs["rows"]), strict=True):
-        assert (run["config"]["batch_size"], run["config"]["lr"], run["config"]["epochs"]) == (batch_size, 0.01, 2)
-        losses = [row.loss for row in sweep.outputs["rows"] if row.batch_size == batch_size]
-        curve = [entry["held_out_loss"] for entry in run["history"] if "held_out_loss" in entry]
-        assert curve == pytest.approx(losses)
-        assert run["exit_code"] == 0
-
-
 def test_a_sweep_leaves_its_charts_as_a_page(sweep: Run) -> None:
     page = Path(sweep.outputs["charts"])
     assert page.name == "sweep.html"
@@ -179,18 +161,6 @@ def test_a_bad_scaling_is_refused_before_a_cluster_starts(
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 1) as running:
         yield running
-
-
-def test_a_training_that_fails_in_its_rank_fails_alone(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
-    """And workers that have no copy of the project are sent the training and its names."""
-    experiments = [Experiment(batch_size=0, lr=0.1), Experiment(batch_size=8, lr=0.1)]
-    hp = Hyperparameters(epochs=1)
-    train_one = partial(sweeps.train, training=["bella", "max"], held_out=["luna"], hp=hp, num_threads=1)
-    outcomes = sweeps.collect(experiments, dispatch.map(client, train_one, experiments, gang=Gang(max_restarts=0)))
-    assert outcomes[0].failure == "ValueError: Hyperparameters(batch_size=0): must be a whole number from 1 up"
-    assert f"failed: batch size 0, learning rate 0.1: {outcomes[0].failure}\n" in capsys.readouterr().out
-    assert len(outcomes[1].losses) == 1
-    assert len(sweeps.sweep_rows(outcomes)) == 1
 
 
 TRAININGS = {"pet_names": "train", "pet_names_sweep": "sweep", "pet_names_scaling": "scale"}

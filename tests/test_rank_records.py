@@ -9,9 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol import reports
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, Spent, unpack
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, unpack
 from flytekitplugins.daskpytorch.rank import link as link_module
 from flytekitplugins.daskpytorch.rank.link import GangLink, interval_of
 from flytekitplugins.daskpytorch.records import LogRecord
@@ -68,16 +66,6 @@ def test_records_go_though_nothing_follows_them(agent: tuple[GangLink, Connectio
     assert arrived(agents, patience=60.0) == [[record(1)]]
 
 
-def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent: tuple[GangLink, Connection]) -> None:
-    link, agents = agent
-    spent, saved = Spent({"saving": 1.0}, step=1), CheckpointFile(attempt=0, step=1, size=1, digest="d")
-    link.records.add(record(0))
-    link.records.add(record(1))
-    link.records.add(spent)
-    link.send(saved)
-    assert arrived(agents) == [[record(0)], [record(1), spent], [saved]]
-
-
 def test_a_rank_that_logs_faster_sends_by_itself(
     agent: tuple[GangLink, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,14 +87,6 @@ def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[Ga
     assert isinstance(hint, Hint)
     assert "step 1" in hint.text
     assert [report.step for report in (first, *others) if isinstance(report, LogRecord)] == [1, 2, 3]
-
-
-def test_the_last_records_come_before_the_end_of_their_rank(agent: tuple[GangLink, Connection]) -> None:
-    link, agents = agent
-    for step in range(3):
-        link.records.add(record(step))
-    link.send(reports.Returned())
-    assert [type(report) for message in arrived(agents) for report in message][-2:] == [LogRecord, reports.Returned]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -32,26 +31,12 @@ def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
         received.add(received.keep(rank, piece))
 
 
-class Look:
-    """Calls a function while its pickle is loaded."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return self._function, ()
-
-
 def num_kept(received: ReceivedResults) -> tuple[int, int]:
     """Pieces on disk, bytes in memory."""
     return received._buffer._num_in_file, received._buffer._in_memory
 
 
 RECEIVED = ReceivedResults()
-
-
-def look() -> tuple[int, int]:
-    return num_kept(RECEIVED)
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +49,6 @@ def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pyte
     assert [received.load_returned(rank, None) for rank in (1, 0)] == [data[1], data[0]]
     assert received.load_returned(2, pickle.dumps(b"small")) == b"small"
     assert num_kept(received) == (0, 0)
-
-
-def test_pieces_go_as_they_are_read() -> None:
-    add(RECEIVED, 0, returned([b"x" * BIG, Look(look)]))
-    before = num_kept(RECEIVED)
-    _, within = RECEIVED.load_returned(0, None)
-    assert sum(within) < sum(before)
-    assert num_kept(RECEIVED) == (0, 0)
 
 
 def test_what_an_older_attempt_returned_does_not_count() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -47,21 +46,6 @@ def champions(registry: Registry, state: Path, count: int) -> list[str]:
 
 
 # ---- Versions
-
-
-def test_what_is_added_comes_back(registry: Registry, state: Path, tmp_path: Path) -> None:
-    version = add(registry, state, loss=1.5, data={"fingerprint": "f"})
-    state.write_bytes(b"something else")
-    assert registry.fetch(version, "state.pt", tmp_path / "new" / "folder").read_bytes() == b"a state"
-    assert registry.card(version) == {"loss": 1.5, "data": {"fingerprint": "f"}}
-    assert json.loads(registry.fetch(version, "card.json", tmp_path).read_text()) == registry.card(version)
-
-
-def test_versions_are_listed_oldest_first_and_the_same_twice_is_two(registry: Registry, state: Path) -> None:
-    assert registry.versions() == []
-    added = [add(registry, state, number=1) for _ in range(3)]
-    assert registry.versions() == added
-    assert len(set(added)) == 3
 
 
 def test_all_files_that_cannot_be_are_named_and_nothing_is_added(registry: Registry, state: Path, root: Path) -> None:

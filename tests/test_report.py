@@ -231,19 +231,6 @@ def test_any_curves_can_be_drawn(curves: dict[str, list[tuple[float, float]]]) -
 # ---- Other pieces
 
 
-def test_columns_of_numbers_are_aligned() -> None:
-    page = report.table(("name", "value", "share"), [("a", 1_234, "12 %"), ("b1", 0.123456, "")])
-    assert rows_of(page)[1:] == [["a", "1,234", "12 %"], ["b1", "0.1235", ""]]
-    assert re.findall(r'<th(?: class="(.*?)")? scope', page) == ["", "dpt-num", "dpt-num"]
-
-
-def test_a_figure_that_is_no_number_is_red() -> None:
-    page = bare(report.figures({"loss": math.nan, "step": (1_234, "of 2,000"), "note": "nan"}))
-    assert '<dd class="dpt-bad">nan</dd>' in page
-    assert "<dd>1,234<small>of 2,000</small></dd>" in page
-    assert page.count("dpt-bad") == 1
-
-
 def test_shares_add_up_and_small_ones_are_summed() -> None:
     page = bare(report.shares({"stepping": 75.0, "data": 25.0, "none": 0.0, "spoilt": math.nan}, unit="s"))
     assert "stepping <b>75%</b> 75 s" in page

@@ -389,11 +389,6 @@ def test_text_goes_as_utf_8_and_bytes_as_they_are(submitted: list[tuple[str, str
     assert submitted == [("key", "a", "ü".encode()), ("key", "b", b"\xff")]
 
 
-def test_a_result_is_a_sign_of_life(submitted: list[tuple[str, str, bytes]]) -> None:
-    DaskResultsHandler().submit_result("a", "b")
-    assert context.current_rank().progress.num_moves == 1
-
-
 @pytest.mark.parametrize(
     ("path", "data", "match"),
     [
@@ -416,11 +411,3 @@ def test_outside_a_gang_or_without_a_task_it_says_what_to_do() -> None:
         DaskResultsHandler().submit_result("a", "x")
     with pytest.raises(RuntimeError, match=r"outside a rank of a DaskDDP .*process_results\(prefix, futures\)"):
         DaskResultsHandler().directory()
-
-
-def test_the_folder_is_where_the_tasks_driver_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = object()  # what the task's host has for one, a FlyteDirectory
-    link = Link()
-    link.results_folder = lambda: folder
-    monkeypatch.setattr(context, "_current", (os.getpid(), RankContext(link=link)))
-    assert DaskResultsHandler().directory() is folder

@@ -90,14 +90,6 @@ def submit_in_two_attempts(folder: str) -> None:
     dist.barrier()
 
 
-def submit_and_fail() -> None:
-    """The last moment before a failure counts."""
-    handler.submit_result(f"last-words-{current_rank().rank}", "x" * (3 * MIB))
-    if current_rank().rank == 1:
-        raise LookupError("the batch is spoilt")
-    time.sleep(60)
-
-
 # ---- The tests
 
 
@@ -167,14 +159,6 @@ def test_both_attempts_of_a_gang_count(client: Client, tmp_path: Path) -> None:
         **{f"common-{rank}": b"second" for rank in range(2)},
     }
     assert all(len(data) == 64 * MIB for name, data in written.items() if name.startswith("big"))  # whole, or not there
-
-
-def test_a_failed_gangs_error_comes_after_its_results(client: Client, tmp_path: Path) -> None:
-    futures = dispatch.run(client, submit_and_fail, gang=ONCE)
-    with pytest.raises(LookupError, match="the batch is spoilt"):
-        handler.process_results(tmp_path, futures)
-    assert len(read(tmp_path)["last-words-1"]) == 3 * MIB
-    handler.process_results(tmp_path, futures, raise_errors=False)
 
 
 @task(task_config=SpawnDDP(nproc=2))

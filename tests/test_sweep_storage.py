@@ -163,24 +163,6 @@ def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.C
     assert f"{torn} is cut short" in capsys.readouterr().err
 
 
-def test_a_file_that_was_begun_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = SweepStorage(str(tmp_path), "grid")
-    leave(storage, [1])
-    before = sorted((tmp_path / "grid").rglob("*"))
-
-    def die(self: Path, data: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(data[:5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_bytes", die)
-    with pytest.raises(KeyboardInterrupt):
-        model_of(storage, 0, 1).note_end("another", None, pytest.fail)
-    monkeypatch.undo()
-    assert sorted((tmp_path / "grid").rglob("*")) == before
-    assert storage.open(train, [1])[0].result == "result 0"
-
-
 def test_storage_that_fails_is_tried_again_and_harms_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_AFTER", (0.0, 0.0))
     storage, said = SweepStorage(str(tmp_path), "grid"), []
@@ -237,14 +219,6 @@ def test_other_experiments_are_refused_and_told(tmp_path: Path, kept: Any, given
     leave(SweepStorage(str(tmp_path), "grid"), [kept])
     with pytest.raises(ValueError, match=said):
         SweepStorage(str(tmp_path), "grid").open(train, [given])
-
-
-def test_of_many_differences_some_are_told(tmp_path: Path) -> None:
-    leave(SweepStorage(str(tmp_path), "grid"), list(range(6)))
-    with pytest.raises(
-        ValueError, match=r"experiment 2: experiment was 2, and is 12; and 3 more\. Experiments whose models"
-    ):
-        SweepStorage(str(tmp_path), "grid").open(train, [number + 10 for number in range(6)])
 
 
 def test_only_what_has_begun_must_be_the_same(tmp_path: Path) -> None:

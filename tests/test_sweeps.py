@@ -10,12 +10,10 @@ from flytekitplugins.daskpytorch import PreemptedError
 from made_outcomes import outcome, result
 from tasks.char_lstm import TrainingResult
 from tasks.sweeps import (
-    Experiment,
     ScalingRow,
     SweepRow,
     TimeToLoss,
     best,
-    check_target,
     collect,
     grid,
     scaling_rows,
@@ -32,15 +30,6 @@ def future(value: TrainingResult | Exception) -> Future[TrainingResult]:
     else:
         made.set_result(value)
     return made
-
-
-def test_the_grid_is_the_product_in_order() -> None:
-    assert grid([8, 4], [0.1, 0.2]) == [
-        Experiment(batch_size=8, lr=0.1),
-        Experiment(batch_size=8, lr=0.2),
-        Experiment(batch_size=4, lr=0.1),
-        Experiment(batch_size=4, lr=0.2),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +52,6 @@ def test_a_grid_that_makes_no_sense(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         grid(batch_sizes, learning_rates, ranks)
-
-
-@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
-def test_a_target_that_makes_no_sense(target: float) -> None:
-    check_target(None)
-    check_target(2.5)
-    with pytest.raises(ValueError, match=r"target_loss=.*: must be a finite number of nats per character above 0"):
-        check_target(target)
 
 
 def test_rows() -> None:

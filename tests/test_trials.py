@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -250,29 +249,6 @@ def test_a_metric_that_does_not_come_is_said_once() -> None:
     [said] = models.said
     assert said.startswith("early stopping: no record so far had both 'epoch' and 'accuracy'")
     assert "; logged were: epoch, loss, samples_per_second. Log both in one record" in said
-
-
-def test_gangs_that_miss_the_metric_at_the_same_time_say_it_once() -> None:
-    class Slow(Trials):
-        @property
-        def is_metric_known(self) -> bool:
-            known: bool = self.__dict__["is_metric_known"]
-            time.sleep(0.1)  # for the other threads
-            return known
-
-        @is_metric_known.setter
-        def is_metric_known(self, value: bool) -> None:
-            self.__dict__["is_metric_known"] = value
-
-    said: list[str] = []
-    trials = Slow(LOSS, 4)
-    judges = [trials.watch(index, said.append) for index in range(4)]
-    threads = [threading.Thread(target=judge.ended, args=(None,)) for judge in judges]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(said) == 1
 
 
 def test_nothing_is_said_before_the_epochs_that_every_model_gets_are_over() -> None:
