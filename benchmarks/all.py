@@ -4,7 +4,6 @@
     python benchmarks/all.py --only launch.py many.py     # only these, while the other rows stay unchanged
     python benchmarks/all.py --gpu                        # also the benchmarks that need GPUs
     python benchmarks/all.py --quick                      # everything in its smallest size, as a trial
-    python benchmarks/all.py --compare                    # no measurement: compare the rows with those in git
 
 The benchmarks run one after the other, as their own pages of help describe. When a benchmark ends, its rows go into the
 table, with the machine, the day and the versions. A failed benchmark leaves its old rows. The output names failed
@@ -23,15 +22,13 @@ import json
 import os
 import re
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from figures import FILE, HEAD, Figure, Goal, gpu_models, machine, number, rows
+from figures import FILE, HEAD, Figure, Goal, gpu_models, machine, rows
 from gpu import HEAD_OF_RESULTS, Result, run
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -46,7 +43,6 @@ COMMANDS = (
     ("calls.py",),
     ("commands.py",),
     ("recovery.py",),
-    ("chaos.py",),
     ("chaos.py", "--schedules", "100"),
     ("chaos.py", "--staying", "20"),
     ("many.py",),
@@ -130,40 +126,6 @@ def write_page(kept: Kept) -> None:
     PAGE.write_text("\n".join([f"{before}{BEGIN}", "", *table(kept), "", f"{END}{after}"]))
 
 
-# ---- Comparing ------------------------------------------------------------------------------------------------------
-
-
-def changes(old: Kept, new: Kept) -> Iterator[str]:
-    """Yield the changes of each row: the ratio of the medians, and whether the spreads overlap."""
-    rows = {(key, figure.what): figure for key, each in old.items() for figure in figures_of(each)}
-    yield "| what | before | now | now / before | |"
-    yield "|---|---|---|---|---|"
-    for key, each in new.items():
-        for figure in figures_of(each):
-            before = rows.pop((key, figure.what), None)
-            if before is None:
-                yield f"| {figure.what} | - | {figure.measured('here')} | - | new |"
-            elif list(before.here) != list(figure.here):
-                yield changed(before, figure)
-    yield from (f"| {figure.what} | {figure.measured('here')} | - | - | gone |" for figure in rows.values())
-
-
-def changed(before: Figure, now: Figure) -> str:
-    """Return the row of a figure that was measured again."""
-    was, became = statistics.median(before.here), statistics.median(now.here)
-    factor = f"{number(became / was)} x" if was else "-"
-    overlap = min(before.here) <= max(now.here) and min(now.here) <= max(before.here)
-    said = "within the spread" if overlap else "**beyond the spread**"
-    return f"| {now.what} | {before.measured('here')} | {now.measured('here')} | {factor} | {said} |"
-
-
-def in_git() -> Kept:
-    """Return the figures of the last commit. Empty if the commit has none."""
-    command = ["git", "-C", str(BENCHMARKS), "show", "HEAD:./figures.json"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(shown.stdout) if not shown.returncode else {}
-
-
 def chosen(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
     """Return the commands to run."""
     commands = [each for each in COMMANDS if not arguments.only or each[0] in arguments.only]
@@ -176,15 +138,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], choices={each[0] for each in COMMANDS}, metavar="SCRIPT")
     parser.add_argument("--gpu", action="store_true", help="also run gpu.py, which needs GPUs")
     parser.add_argument("--quick", action="store_true", help="run all in the smallest size, and print the table")
-    parser.add_argument(
-        "--compare", action="store_true", help="measure nothing, but show what differs from the committed table"
-    )
     arguments = parser.parse_args()
     kept: Kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    if arguments.compare:
-        print(*changes(in_git(), kept), sep="\n")
-        return
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found: Kept = {}
     results = []

@@ -127,13 +127,12 @@ def started(way: str, count: int, folder: Path) -> Program:
     if way == PEER:
         temporary = folder / "tmp"  # short, for the names of Ray's sockets
         temporary.mkdir()
-        return Program.of(RAY, folder / "ray", str(count), environment={"TMPDIR": str(temporary)})
-    return Program.of(GANG, folder / "gang", Cluster(folder / "cluster", 1).contact)
+        return Program.serving(RAY, folder / "ray", str(count), environment={"TMPDIR": str(temporary)})
+    return Program.serving(GANG, folder / "gang", Cluster(folder / "cluster", 1).contact)
 
 
 def caller(program: Program, count: int, size: int, folder: Path) -> Callable[[], Taken]:
     """Return the turn of a contestant. A first call with one byte measures the memory to subtract."""
-    program.hear("ready")
     numbers = iter(range(1_000_000))
 
     def call(size: int) -> Taken:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from figures import Figure, at_least, at_most, report
 from memory import memory_of
@@ -86,13 +85,6 @@ def growth(program: Program, calls: int) -> list[float]:
     return [after - before for before, after in zip(*counts, strict=True)]
 
 
-def start(way: str, folder: Path) -> Program:
-    """Return the program of a contestant, whose ranks have met."""
-    program = Program.of(WAYS[way], folder / way)
-    program.hear("ready")
-    return program
-
-
 def figures(times: dict[str, list[float]], grown: list[float], calls: int) -> Iterator[Figure]:
     """Yield the rows."""
     what = "a call with an all-reduce, 2 ranks that stay"
@@ -111,9 +103,9 @@ def main() -> None:
     arguments = asked(__doc__, WAYS, **options)
     with nothing_left("calls") as folder:
         os.environ["TMPDIR"] = str(folder)
-        programs = {way: start(way, folder) for way in arguments.ways}
+        programs = {way: Program.serving(WAYS[way], folder / way) for way in arguments.ways}
         times = take_turns({way: partial(it.call, 200) for way, it in programs.items()}, arguments.rounds)
-        grown = growth(start("gang", folder / "again"), arguments.calls)
+        grown = growth(Program.serving(WAYS["gang"], folder / "again" / "gang"), arguments.calls)
     report(figures(times, grown, arguments.calls), arguments.on)
 
 

@@ -165,15 +165,11 @@ class Bench:
         temporary = self.folder / name[:1]  # short, for the names of Ray's sockets
         temporary.mkdir()
         text = PEERS.get(name, SPAWN_TASK)
-        program = Program.of(text, self.folder / name.replace(" ", "-"), environment={"TMPDIR": str(temporary)})
-        program.hear("ready")
-        return program
+        return Program.serving(text, self.folder / name.replace(" ", "-"), environment={"TMPDIR": str(temporary)})
 
     def on_dask(self, cluster: Cluster, folder: Path) -> Program:
         """Return a driver on that cluster."""
-        driver = Program.of(DASK, folder, cluster.contact, str(self.num_workers))
-        driver.hear("ready")
-        return driver
+        return Program.serving(DASK, folder, cluster.contact, str(self.num_workers))
 
     def asked(self, program: Program) -> float:
         """Return the seconds of a launch by a running program."""

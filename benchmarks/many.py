@@ -100,12 +100,11 @@ def run(program: Program, grid: list[dict[str, float]]) -> float:
 def figures(folder: Path, arguments: argparse.Namespace) -> Iterator[Figure]:
     """Measure, and yield the rows: the makespan of the mixes, and the cost of a model."""
     cluster = Cluster(folder / "cluster", NUM_WORKERS)
-    programs = {"dispatch.map": Program.of(DASK, folder / "dask", cluster.contact)}
+    programs = {"dispatch.map": Program.serving(DASK, folder / "dask", cluster.contact)}
     if "Ray Tune" in arguments.ways:
         (temporary := folder / "r").mkdir()  # short, for the names of Ray's sockets
-        programs["Ray Tune"] = Program.of(RAY, folder / "ray", environment={"TMPDIR": str(temporary)})
+        programs["Ray Tune"] = Program.serving(RAY, folder / "ray", environment={"TMPDIR": str(temporary)})
     for program in programs.values():
-        program.hear("ready")
         run(program, grid_of([1] * 8, 0.0))
     shares: dict[str, list[float]] = {name: [] for name in programs}
     for seed in arguments.seeds:

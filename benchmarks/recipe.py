@@ -1,7 +1,7 @@
 """Measure the training time of a model of names to the same loss, beside the usual recipe.
 
     python benchmarks/recipe.py                           # the embedded names: five rounds, about six minutes
-    python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own-epochs 2 --own-batch 2048
+    python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own-epochs 2
     python benchmarks/recipe.py --quick                   # one short round, as a trial
 
 The usual recipe holds all windows in memory as one-hot floats. The recipe has an item-by-item `Dataset` behind a
@@ -145,14 +145,12 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, list[Curve
     """Train by all ways in turn, each round with its own seed."""
     cluster = Cluster(folder / "cluster", 1)
     num_ranks = arguments.ranks or len(gpus()) or len(os.sched_getaffinity(0))
-    recipe = Program.of(RECIPE, folder / "recipe")
-    ours = Program.of(OURS, folder / "ours", cluster.contact, str(num_ranks))
+    recipe = Program.serving(RECIPE, folder / "recipe")
+    ours = Program.serving(OURS, folder / "ours", cluster.contact, str(num_ranks))
     settings = {
-        "recipe": (recipe, arguments.epochs, arguments.batch, arguments.rate),
-        "ours": (ours, arguments.own_epochs, arguments.own_batch // num_ranks, arguments.own_rate),
+        "recipe": (recipe, arguments.epochs, 128, 0.005),
+        "ours": (ours, arguments.own_epochs, 256 // num_ranks, 0.007),
     }
-    for program in (recipe, ours):
-        program.hear("ready")
     seeds = dict.fromkeys(settings, 0)
 
     def train(way: str) -> Curve:
@@ -185,11 +183,7 @@ def main() -> None:
         data=("", "", "a file of names; the embedded ones without it"),
         rounds=(5, 1, "rounds that count"),
         epochs=(6, 1, "epochs of the recipe"),
-        batch=(128, 128, "the recipe's windows per step"),
-        rate=(0.005, 0.005, "the recipe's learning rate"),
         own_epochs=(3, 1, "epochs of ours"),
-        own_batch=(256, 256, "windows per step of ours, all ranks together"),
-        own_rate=(0.007, 0.007, "learning rate of ours"),
         ranks=(0, 0, "ranks of ours on one worker; 0 for one per GPU, or per core"),
     )
     if arguments.data and "://" not in arguments.data:

@@ -396,8 +396,7 @@ def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
 
 def judge(repeats: int, folder: Path, cluster: Cluster) -> Figure:
     """Return the row with the number of right reports of each launcher."""
-    dask = Program.of(BLAME_DASK, folder / "blame", cluster.contact)
-    dask.hear("ready")
+    dask = Program.serving(BLAME_DASK, folder / "blame", cluster.contact)
     numbers = iter(range(sys.maxsize))
     launchers: dict[str, Callable[[str, int], Blamed]] = {
         "`dispatch.run`": dask.call,

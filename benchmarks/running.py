@@ -204,6 +204,13 @@ class Program:
         (folder / "program.py").write_text(text)
         return cls([*under, "program.py", *arguments], folder, environment)
 
+    @classmethod
+    def serving(cls, text: str, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> Program:
+        """Start this Python text as a program that serves (see `SERVE`), and wait until it is ready."""
+        program = cls.of(text, folder, *arguments, environment=environment)
+        program.hear("ready")
+        return program
+
     def call(self, *order: Any, timeout: float = TIME_LIMIT) -> Any:
         """Call the function of a program that serves (see `SERVE`), and return the function's value."""
         self.tell(json.dumps(order))

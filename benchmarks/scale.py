@@ -1,4 +1,4 @@
-"""Measure the driver's cost for gangs of up to 10,000 ranks on one machine, and for a million log records.
+"""Measure the driver's cost for gangs of up to 10,000 ranks on one machine.
 
     python benchmarks/scale.py                            # 10,000 ranks, three rounds, about four minutes
     python benchmarks/scale.py --sizes 500 1000 5000 --per-agent 8
@@ -18,9 +18,6 @@ abort      from one rank's failure until all other ranks have ended and the erro
 The output has the wall time of each phase and the processor time of the driver's threads. Driver and agents share the
 machine's cores, so the wall time includes the agents' work. If a phase grows in proportion to the number of ranks, its
 processor time per rank is the same for all sizes.
-
-In the last part, a real rank on this node logs as fast as possible. The records go through its agent to the driver, the
-Deck and a terminal. The output has the driver's memory after a tenth of the records, and after all.
 
 This process imports only the standard library. Other processes run the measured programs.
 """
@@ -156,15 +153,10 @@ while True:
 DRIVER = f"""{SETUP}{SERVE}
 import subprocess
 import threading
-import psutil
-import torch.distributed
-from rich.console import Console
-from flytekitplugins.daskpytorch import Gang, current_rank
+from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 class Agents:
@@ -237,30 +229,10 @@ def run(num_ranks, per_agent, ending):
     spans = zip(moments, moments[1:])
     return {{phase: [b - a for a, b in zip(*span)] for phase, span in zip(phases, spans, strict=True)}}
 
-def log_records(count):
-    for step in range(count):
-        current_rank().log({{"loss": 1 / (1 + step), "accuracy": 0.5, "epoch": step // 10_000}}, step=step)
-
-class Memory(Observer):
-    def __init__(self, *moments):
-        self.moments, self.count, self.found = moments, 0, []
-
-    def logged(self, record):
-        self.count += 1
-        if self.count in self.moments:
-            self.found.append(psutil.Process().memory_info().rss)
-
-def log(count):
-    memory = Memory(count // 10, count)
-    screen = Console(file=open(os.devnull, "w"), force_terminal=True, width=120)
-    observers = [Recorder("log"), ProgressDisplay(Board(screen), "log"), memory]
-    Supervisor(request_for(log_records, [count], {{}}, Gang()), OwnNode(), observers).run()
-    return memory.found
-
 if __name__ == "__main__":
     agents = Agents()
     agents.start()
-    serve(lambda what, *how: globals()[what](*how))
+    serve(run)
 """
 
 
@@ -285,7 +257,7 @@ def measure(driver: Program, sizes: Sequence[Size], rounds: int) -> Taken:
     for number in range(1, rounds + 1):
         for size in sizes:
             for ending in ("deliver", "fail"):
-                times = driver.call("run", size.num_ranks, size.per_agent, ending, timeout=TIME_LIMIT)
+                times = driver.call(size.num_ranks, size.per_agent, ending, timeout=TIME_LIMIT)
                 for phase, seconds in times.items():
                     taken[size].setdefault(phase, []).append(seconds)
                 shown = ", ".join(f"{phase} {clock:.2f} ({own:.2f})" for phase, (clock, own) in times.items())
@@ -300,18 +272,15 @@ def main() -> None:
         rounds=(3, 1, "rounds that count"),
         sizes=([10_000], [48], "numbers of ranks"),
         per_agent=(1, 1, "ranks of an agent"),
-        records=(1_000_000, 20_000, "records that a rank logs"),
     )
     sizes = [Size(count, arguments.per_agent) for count in arguments.sizes]
     with nothing_left("scale") as folder:
         (folder / "driver").mkdir()
         (folder / "driver" / "agents.py").write_text(AGENTS)
-        driver = Program.of(DRIVER, folder / "driver")
-        driver.hear("ready")
+        driver = Program.serving(DRIVER, folder / "driver")
         measure(driver, [Size(8, 1)], 1)  # loads late imports
-        memory = driver.call("log", arguments.records, timeout=TIME_LIMIT)
         taken = measure(driver, sizes, arguments.rounds)
-    report([*of_gangs(taken), of_records(arguments.records, memory)], arguments.on)
+    report(of_gangs(taken), arguments.on)
 
 
 def of_gangs(taken: Taken) -> Iterator[Figure]:
@@ -321,13 +290,6 @@ def of_gangs(taken: Taken) -> Iterator[Figure]:
         yield Figure(
             what=f"{size}, the driver: of one core for heartbeats", here=live, unit="%", goals=at_most(20, "here")
         )
-
-
-def of_records(count: int, memory: Sequence[float]) -> Figure:
-    """Return the row of a driver that receives many log records from a rank."""
-    before, after = memory
-    what = f"{count:,} log records: the driver's memory, more than after {count // 10:,}"
-    return Figure(what=what, here=[(after - before) / (1 << 20)], unit="MiB", goals=at_most(5, "here"))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
 fault has hit also serves the next schedule. `verdicts.py` draws the schedules and judges the results.
 
 The training is exact. Each step adds up integers over all ranks, so the result depends only on the number of steps. The
-ranks and the number of restarts have no effect. With `Setting.trains_model`, each step also trains a model. The weights
-must equal those of an undisturbed training with as many steps. A training continues until the order to finish, so that
-every fault finds a gang to disturb.
+ranks and the number of restarts have no effect. A training continues until the order to finish, so that every fault
+finds a gang to disturb.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from running import (
@@ -64,40 +64,11 @@ PROGRESS = 3
 """Number of steps that every rank takes before a gang counts as trained again."""
 
 DRIVER = f"""
-import gc, hashlib, json, os, signal, sys, threading, time
+import gc, json, os, signal, sys, threading, time
 from distributed import Client
 from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 
-class Learner:
-    def __init__(self, state):
-        import torch
-        from tasks import char_lstm, names
-
-        torch.manual_seed(0)
-        self.model = torch.nn.parallel.DistributedDataParallel(char_lstm.CharLSTM())
-        self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.batches = char_lstm.windows(names.load_names().names).long().split(64)
-        if state is not None:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-
-    def state(self):
-        return {{"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}}
-
-    def step(self, step, rank):
-        import torch
-
-        torch.manual_seed(1000 * step + rank)  # dropout's
-        batch = self.batches[(2 * step + rank) % (len(self.batches) - 1)]
-        self.optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(self.model(batch[:, :-1]).transpose(1, 2), batch[:, 1:]).backward()
-        self.optimizer.step()
-
-    def digest(self):
-        weights = b"".join(tensor.numpy().tobytes() for tensor in self.model.state_dict().values())
-        return int(hashlib.sha256(weights).hexdigest()[:12], 16)
-
-def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
+def train(folder, pace, save_interval, ballast):
     import torch
     from torch import distributed
 
@@ -105,9 +76,8 @@ def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
     rank = current_rank()
     checkpoint = rank.checkpoint
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    state = checkpoint.load() or {{"step": 0, "value": 0, "last": last_step, "learner": None}}
+    state = checkpoint.load() or {{"step": 0, "value": 0, "last": None}}
     step, value, last = state["step"], state["value"], state["last"]
-    learner = Learner(state["learner"]) if trains_model else None
     notes = open(os.path.join(folder, f"rank-{{rank.rank}}"), "a", buffering=1)
 
     def note(kind):
@@ -116,8 +86,7 @@ def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
     def save():
         note("save")
         padding = torch.full((ballast << 17,), step, dtype=torch.int64)
-        learnt = learner and learner.state()
-        checkpoint.save({{"step": step, "value": value, "last": last, "padding": padding, "learner": learnt}}, step)
+        checkpoint.save({{"step": step, "value": value, "last": last, "padding": padding}}, step)
 
     note("start")
     while step != last:
@@ -129,8 +98,6 @@ def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
         sums = torch.tensor([total, int(is_last_call)])
         distributed.all_reduce(sums)
         value = (value * 31 + int(sums[0])) % {PRIME}
-        if learner:
-            learner.step(step, rank.rank)
         if last is None and sums[1]:
             last = step + {TAIL}
         note("step")
@@ -143,11 +110,7 @@ def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
             save()
     note("returning")
     time.sleep(0.25 if rank.is_main else 0.1)
-    return [step, learner.digest() if learner else value]
-
-def warm_up(trains_model):
-    if trains_model:  # imports of the first optimizer, which the hang timeout is too short for on a busy machine
-        Learner(None).step(1, current_rank().rank)
+    return [step, value]
 
 class Watcher(Observer):
     def __init__(self, folder):
@@ -169,9 +132,6 @@ class Watcher(Observer):
     def restarting(self, reason, step):
         self._write("restarting", text=reason, step=step)
 
-    def accounted(self, goodput):
-        self._write("accounted", goodput=goodput.as_dict())
-
     def noted(self, text):
         self._write("noted", text=text)
 
@@ -191,30 +151,23 @@ def main(settings):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
     folder = settings["folder"]
     client = Client(scheduler_file=settings["cluster"])
-    if settings["trains_model"]:
-        import tasks.char_lstm, tasks.names  # ranks are sent the modules that the driver has loaded
     if settings["is_warm"]:
         for _ in range(2):
-            dispatch.run(client, warm_up, settings["trains_model"]).result(120)
+            dispatch.run(client, os.getpid).result(120)
     if settings["heeds_sigterm"]:
         signal.signal(signal.SIGTERM, heed)
     gc.collect()
     say("ready")
     sys.stdin.readline()
     gang = Gang(**settings["gang"], observers=(lambda: Watcher(folder),))
-    results, outcome, message, began_at = [], "finished", "", time.monotonic()
+    results, outcome, message = [], "finished", ""
     try:
         futures = dispatch.run(client, train, folder, *settings["train"], gang=gang)
         say("launched")
         results = futures.result()
     except Exception as error:
         outcome, message = type(error).__name__, str(error)
-    say("outcome", [outcome, message, results, time.monotonic() - began_at])
-    if settings["trains_model"] and results:
-        os.mkdir(other := os.path.join(folder, "undisturbed"))
-        pace, *others = settings["train"]
-        gang = Gang(ranks_per_worker=settings["gang"]["ranks_per_worker"])
-        say("undisturbed", dispatch.run(client, train, other, 0.0, *others, results[0][0], gang=gang).result())
+    say("outcome", [outcome, message, results])
     futures = results = None
     for line in sys.stdin:
         if line.strip() == "census":
@@ -646,8 +599,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         "cluster": cluster.contact,
         "is_warm": setting.is_warm,
         "heeds_sigterm": setting.heeds_sigterm,
-        "train": [PACE, setting.save_interval, setting.ballast, setting.trains_model],
-        "trains_model": setting.trains_model,
+        "train": [PACE, setting.save_interval, setting.ballast],
         "gang": {
             "ranks_per_worker": setting.ranks_per_worker,
             "min_workers": setting.min_workers,
@@ -656,9 +608,8 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
             "start_timeout": setting.start_timeout,
         },
     }
-    driver = Program.of(DRIVER, folder / "driver", json.dumps(arguments))
+    driver = Program.serving(DRIVER, folder / "driver", json.dumps(arguments))
     gang = Watched(driver, cluster, traces)
-    driver.hear("ready")
     before = {pid: census_of(pid) for pid in (driver.pid, *map(worker_below, cluster.nannies))}
     driver.tell("go")
     driver.hear("launched")
@@ -667,26 +618,17 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         gang.wait(gang.has_ended, "the gang's end", PATIENCE + schedule.setting.start_timeout)
     except LostPatienceError as error:
         gang.story.troubles.append(str(error))
-        _note_state(gang)
-    _take_outcome(gang, trains_model=setting.trains_model)
+    _take_outcome(gang)
     check_what_is_left(gang, setting.is_warm, before)
     return gang.story
 
 
-def _note_state(gang: Watched) -> None:
-    """Note the ranks' last steps and the workers at a timeout."""
-    last = {note.rank: f"{note.kind} {note.step} of attempt {note.attempt}" for note in gang.story.notes}
-    gang.story.troubles.append(f"at that time: {last}, workers {gang.workers}, {list(gang.cluster.workers())}")
-
-
-def _take_outcome(gang: Watched, *, trains_model: bool) -> None:
+def _take_outcome(gang: Watched) -> None:
     story = gang.story
     patience = 1.0 if story.troubles else PATIENCE
     ended_at = time.monotonic()
     try:
-        story.outcome, story.message, story.results, story.wall = json.loads(gang.driver.hear("outcome", patience))
-        if trains_model and story.results:
-            story.undisturbed = json.loads(gang.driver.hear("undisturbed", 600))
+        story.outcome, story.message, story.results = json.loads(gang.driver.hear("outcome", patience))
     except SystemExit as end:
         story.outcome, story.message = ("died", "") if "ended before" in str(end) else ("none", str(end)[:200])
     now = time.time()
@@ -795,10 +737,6 @@ def _end_driver(gang: Watched) -> None:
 # ---- All of them ----------------------------------------------------------------------------------------------------
 
 
-REUSABLE = ("rank", "driver")
-"""Targets of faults that leave a cluster unchanged."""
-
-
 @dataclass(frozen=True)
 class Ended:
     """Results of the schedules."""
@@ -808,49 +746,54 @@ class Ended:
     """Deviations from the required behaviour, by the schedule's index."""
 
 
-def run_all(drawn: list[Schedule], folder: Path) -> Ended:
-    """Run schedules, print a line for each, and print a summary."""
+def run_all(drawn: Sequence[Any], folder: Path, play: Callable[[Any, Stage, Path], Story]) -> Ended:
+    """Run schedules, print a line for each, and print a summary.
+
+    Args:
+        drawn: The schedules.
+        folder: Folder for the files of all schedules.
+        play: Runs one schedule on a stage, in a folder of its own, and returns the story with all deviations.
+    """
     stage, ended, began_at = Stage(folder), Ended([], {}), time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # the summary of completed schedules is still useful
         for schedule in drawn:
             here = folder / f"schedule-{schedule.index}"
             started_at = time.monotonic()
-            story = _run_or_say_why_not(schedule, stage, here)
-            found = judge(schedule, story)
-            if schedule is drawn[-1] or found or any(fault.target not in REUSABLE for fault in schedule.faults):
+            try:
+                story = play(schedule, stage, here)
+            except SystemExit as error:  # the harness exits upon errors, but other schedules follow
+                story = Story(outcome="not run", troubles=[f"it could not be run: {error}"])
+            found = story.troubles
+            if schedule is drawn[-1] or found or not schedule.keeps_cluster:
                 found += [f"left over: {what}" for what in stage.end()]
             ended.stories.append(story)
-            print(_line(schedule, story, found, time.monotonic() - started_at), flush=True)
+            took, verdict = time.monotonic() - started_at, "FAILED" if found else "ok"
+            print(f"{schedule.index:4} {verdict:6} {took:5.1f} s  {story.outcome:16} {schedule}", flush=True)
             if found:
                 ended.failed[schedule.index] = found
-                _explain(schedule, story, found, here)
+                _explain(schedule.again, story, found, here)
     counts = Counter(made.fault.name for story in ended.stories for made in story.made)
     print("", ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())), sep="\n")
-    print(*_summary(drawn[0].seed, ended, time.monotonic() - began_at), sep="\n", flush=True)
+    print(*_summary(drawn, ended, time.monotonic() - began_at), sep="\n", flush=True)
     return ended
 
 
-def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story:
-    """Run one schedule. An error in one must not stop the others."""
-    try:
-        return run(schedule, stage, folder)
-    except SystemExit as error:  # the harness exits upon errors, but other schedules follow
-        return Story(outcome="not run", troubles=[f"it could not be run: {error}"])
-
-
-def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> str:
+def judged(schedule: Schedule, stage: Stage, folder: Path) -> Story:
+    """Run one schedule, and return the observations with all deviations from the required behaviour."""
+    story = run(schedule, stage, folder)
     made = {id(one.fault) for one in story.made}
-    faults = "; ".join(f"{fault}{'' if id(fault) in made else ' NOT MADE'}" for fault in schedule.faults)
-    verdict = "FAILED" if found else "ok"
-    return f"{schedule.index:4} {verdict:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
+    story.troubles = judge(schedule, story)
+    if story.troubles:
+        story.troubles += [f"was not made: {fault}" for fault in schedule.faults if id(fault) not in made]
+    return story
 
 
-def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -> None:
+def _explain(again: str, story: Story, found: list[str], folder: Path) -> None:
     """Print the deviations, and the events before them."""
     for what in found:
         print(f"       - {what}")
     kept = [event["step"] for event in story.of_kind("kept")]
-    print(f"       kept: {kept[-20:]}; again: --seed {schedule.seed} --only {schedule.index}")
+    print(f"       kept: {kept[-20:]}; again: {again}")
     times = [event["at"] for event in story.events] + [made.at for made in story.made]
     began_at = min(times, default=0.0)
     for event in story.of_kind("placed", "restarting", "noted", "ended"):
@@ -862,8 +805,9 @@ def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -
     print(*(f"       | {line[:200]}" for line in log[-15:]), sep="\n", flush=True)
 
 
-def _summary(seed: int, ended: Ended, seconds: float) -> Iterator[str]:
+def _summary(drawn: Sequence[Any], ended: Ended, seconds: float) -> Iterator[str]:
     num_run = len(ended.stories)
     yield f"- {num_run - len(ended.failed)} of {num_run} schedules as they must be; {seconds:.0f} s"
-    for index, found in ended.failed.items():
-        yield f"- failed, again with --seed {seed} --only {index}: {found[0][:200]}"
+    for schedule in drawn:
+        if found := ended.failed.get(schedule.index):
+            yield f"- failed, again with {schedule.again}: {found[0][:200]}"

@@ -158,7 +158,6 @@ class Soak:
                 self.client.wait_for_workers(2, timeout=60)
                 while len(self.client.scheduler_info()["workers"]) != 2:
                     time.sleep(0.05)
-            print("@number", number, flush=True)
         for future in self.left:
             future.result(60)
         self.left.clear()
@@ -221,21 +220,9 @@ def compare(before: Census, after: Census) -> Iterator[str]:
             yield f"{kind} are left: {after['all'][kind]}"
 
 
-def table(censuses: dict[int, Census]) -> Iterator[str]:
-    """Yield a table of all counts."""
-    yield f"| | {' | '.join(f'after {number:,} gangs' for number in censuses)} |"
-    yield f"|---{'|---' * len(censuses)}|"
-    rows = dict.fromkeys((who, kind) for census in censuses.values() for who in census for kind in census[who])
-    for who, kind in rows:
-        cells = [census.get(who, {}).get(kind, 0) for census in censuses.values()]
-        told = [f"{cell / (1 << 20):.0f} MiB" if kind == "memory" else str(cell) for cell in cells]
-        yield f"| {who}: {kind} | {' | '.join(told)} |"
-
-
-def serve(driver: Program, last: int, began_at: float) -> tuple[dict[str, int], list[str]]:
+def serve(driver: Program, began_at: float) -> tuple[dict[str, int], list[str]]:
     """Serve a stretch of gangs, kill the workers that the driver names, and return the numbers of gangs by kind."""
     amiss: list[str] = []
-    told_at = time.monotonic()
     while True:
         word, _, rest = driver.hear_any().partition(" ")
         match word:
@@ -244,9 +231,6 @@ def serve(driver: Program, last: int, began_at: float) -> tuple[dict[str, int], 
             case "@amiss":
                 amiss.append(rest)
                 print(f"{time.monotonic() - began_at:6.1f} s  {rest}", flush=True)
-            case "@number" if time.monotonic() - told_at > 20:
-                told_at = time.monotonic()
-                print(f"{told_at - began_at:6.1f} s  {rest} of {last} gangs", flush=True)
             case "@ran":
                 return json.loads(rest), amiss
 
@@ -267,19 +251,18 @@ def main() -> None:
         cluster = Cluster(folder / "cluster", 2)
         settings = {"cluster": cluster.contact, "folder": str(folder / "gangs"), "seed": arguments.seed}
         settings["gangs"] = num_gangs
-        driver = Program.of(DRIVER, folder / "driver", json.dumps(settings))
-        driver.hear("ready")
+        driver = Program.serving(DRIVER, folder / "driver", json.dumps(settings))
         began_at = time.monotonic()
         censuses: dict[int, Census] = {}
         amiss: list[str] = []
         for start, end in ((0, first), (first, num_gangs)):
             driver.tell(f"run {start} {end}")
-            counts, wrong = serve(driver, num_gangs, began_at)
+            counts, wrong = serve(driver, began_at)
             amiss += wrong
             censuses[end] = count(driver, cluster)
         took = time.monotonic() - began_at
         grown = list(compare(*censuses.values()))
-        print("", *table(censuses), "", sep="\n")
+        print(*(f"after {number:,} gangs: {found}" for number, found in censuses.items()), sep="\n")
         told = ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))
         print(f"- {num_gangs} gangs in {took:.0f} s: {told}; ended otherwise: {len(amiss)}")
         print(*(f"- MORE: {what}" for what in grown), sep="\n", flush=True)

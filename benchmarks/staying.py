@@ -17,13 +17,12 @@ from __future__ import annotations
 import json
 import random
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from running import Program, is_running, kill, until, worker_below, worker_of
-from schedules import Ended, Stage, Watched, census_of, check_what_is_left, settled
+from schedules import Stage, Watched, census_of, check_what_is_left, settled
 from verdicts import GRACE_AFTER_DRIVER, Story
 
 HARMLESS = ("returns", "raises", "SIGINT")
@@ -109,6 +108,13 @@ class Schedule:
     index: int
     calls: tuple[tuple[str, int], ...]
 
+    keeps_cluster = True
+
+    @property
+    def again(self) -> str:
+        """Options of `chaos.py` that repeat the schedule."""
+        return f"--staying {self.index + 1} --seed {self.seed}"
+
     def __str__(self) -> str:
         return ", ".join(f"{what} [{rank}]" for what, rank in self.calls)
 
@@ -126,14 +132,13 @@ class Run:
     def __init__(self, stage: Stage, folder: Path, story: Story) -> None:
         self.cluster = stage.prepare(2, folder)
         self.folder = folder / "driver"
-        self.driver = Program.of(DRIVER, self.folder, self.cluster.contact)
+        self.driver = Program.serving(DRIVER, self.folder, self.cluster.contact)
         self.watched, self.story = Watched(self.driver, self.cluster, self.folder, story), story
         self.total = self.number = 0
         self.pids: list[int] = []
 
     def make(self, schedule: Schedule) -> None:
         """Make the calls with their faults, and then a new gang, if the driver lives."""
-        self.driver.hear("ready")
         before = {pid: census_of(pid) for pid in (self.driver.pid, *map(worker_below, self.cluster.nannies))}
         self.begin()
         for what, rank in schedule.calls:
@@ -214,23 +219,8 @@ class Run:
             until(lambda: set(self.cluster.workers()) - known, "another worker")
 
 
-def run_all(drawn: list[Schedule], folder: Path) -> Ended:
-    """Run schedules, and print a line for each."""
-    stage, ended = Stage(folder), Ended([], {})
-    for schedule in drawn:
-        began, story = time.monotonic(), Story()
-        try:
-            Run(stage, folder / f"staying-{schedule.index}", story).make(schedule)
-        except SystemExit as error:  # the harness exits upon errors, but other schedules follow
-            story.troubles.append(f"it could not be run: {error}")
-        ended.stories.append(story)
-        found = story.troubles
-        if found or schedule is drawn[-1]:
-            found += [f"left over: {what}" for what in stage.end()]
-        verdict = "FAILED" if found else "ok"
-        print(f"{schedule.index:4} {verdict:6} {time.monotonic() - began:5.1f} s  stays: {schedule}", flush=True)
-        if found:
-            ended.failed[schedule.index] = found
-            print(*(f"       - {what}" for what in found), sep="\n", flush=True)
-            print(f"       again: --staying {schedule.index + 1} --seed {schedule.seed}", flush=True)
-    return ended
+def play(schedule: Schedule, stage: Stage, folder: Path) -> Story:
+    """Run one schedule, and return its story."""
+    story = Story()
+    Run(stage, folder, story).make(schedule)
+    return story

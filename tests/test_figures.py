@@ -5,8 +5,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they import each other as scripts do
 
 import all as everything
@@ -63,19 +61,6 @@ def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path, monkey
     assert "old" not in text
     assert "| launch | 2 s | - | - | - | [1] | `a.py` |" in text
     assert "1. 2026-11-23; 2 cores; Python 3.11.7" in text
-
-
-@pytest.mark.parametrize(
-    "now, said",
-    [([2.5, 3.5], "within the spread"), ([4.0, 5.0], "**beyond the spread**")],
-)
-def test_a_comparison_says_whether_the_spreads_overlap(now, said):
-    before = {"a.py": kept(Figure(what="launch", here=[2.0, 3.0]), Figure(what="old", here=[1.0]))}
-    after = {"a.py": kept(Figure(what="launch", here=now), Figure(what="new", here=[1.0]))}
-    rows = list(everything.changes(before, after))[2:]
-    assert said in rows[0]
-    assert rows[1].endswith("| new |")
-    assert rows[2].endswith("| gone |")
 
 
 def test_every_command_is_a_benchmark_that_reports_its_figures():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -35,19 +33,6 @@ handler = DaskResultsHandler(uuid.uuid4().hex)
 
 
 # ---- What the ranks run
-
-
-def submit_epochs(num_epochs: int) -> int:
-    """Per epoch a line of JSON, and at last the weights; all ranks also write one file in common."""
-    import torch
-
-    rank = current_rank().rank
-    model = torch.nn.Linear(2, 1)
-    for epoch in range(num_epochs):
-        handler.submit_result(f"rank-{rank}/epoch-{epoch}.json", json.dumps({"epoch": epoch, "loss": 1 / (epoch + 1)}))
-        handler.submit_result(f"rank-{rank}/newest.json", json.dumps({"epoch": epoch}))
-    handler.submit_result(f"rank-{rank}/model.pkl", pickle.dumps(model.state_dict()))
-    return rank
 
 
 def submit_many(count: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from signal import Signals
 
@@ -18,7 +17,6 @@ from benchmarks.verdicts import (
     Setting,
     Story,
     draw,
-    draw_chain,
     expected,
     judge,
 )
@@ -112,33 +110,6 @@ def test_a_result_that_is_missing() -> None:
     story = killed()
     story.results = story.results[:1]
     assert judged(story) == "1 results, of 2 ranks"
-
-
-def test_a_model_must_have_the_weights_of_an_undisturbed_training() -> None:
-    setting = replace(SETTING, trains_model=True)
-    story = killed()
-    story.results = story.undisturbed = [[6, 17], [6, 17]]
-    assert not judged(story, setting)
-    story.undisturbed = [[6, 18], [6, 18]]
-    assert "undisturbed [[6, 18], [6, 18]]" in judged(story, setting)
-
-
-def test_the_account_of_a_long_training_must_add_up_to_its_wall_time() -> None:
-    setting = replace(SETTING, trains_model=True)
-    story = killed()
-    story.results = story.undisturbed = [[6, 17], [6, 17]]
-    story.wall = 10.0
-    account = {"kind": "accounted", "at": 9.0, "goodput": {"stepping": 7.0, "restarting": 2.9, "total": 9.9}}
-    story.events.append(account)
-    assert not judged(story, setting)
-    account["goodput"] = {"stepping": 7.0, "restarting": 2.0, "total": 9.0}
-    assert judged(story, setting) == "the goodput's parts are 9.00 s of 10.00 s"
-
-
-def test_a_chain_has_each_of_its_faults_equally_often_and_is_drawn_from_its_seed() -> None:
-    faults = [fault.name for fault in draw_chain(7, 8).faults]
-    assert set(Counter(faults).values()) == {2}
-    assert draw_chain(7, 8) == draw_chain(7, 8) != draw_chain(8, 8)
 
 
 def test_a_resume_below_the_newest_checkpoint() -> None:
