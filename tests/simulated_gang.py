@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
-from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
@@ -347,9 +346,8 @@ class World:
         self.register = Agents(
             launcher=self.cluster,
             num_ranks=ranks_per_worker,
-            address=("127.0.0.1", 1),
+            order=AgentOrder(driver=("127.0.0.1", 1), token=b"t"),
             post=self.calls.append,
-            token=b"t",
             num_least=settings.get("min_workers") or num_workers,
             clock=self.clock,
         )
@@ -361,15 +359,6 @@ class World:
         self.register.launch(self.cluster.workers)
         observers = Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock)
         self.evaluations: list[Evaluation] = []
-        self.evaluator = Evaluator(
-            request,
-            self.cluster,
-            self.committer,
-            observers,
-            post=self.calls.append,
-            make=self._evaluate,
-            clock=self.clock,
-        )
         self.state = GangState(
             request,
             self.register,
@@ -377,10 +366,11 @@ class World:
             observers,
             self.received,
             asked_at=self.clock(),
-            evaluator=self.evaluator,
+            make=self._evaluate,
             clock=self.clock,
             running_clock=RunningClock(self.clock) if may_stand_still else None,
         )
+        self.evaluator = self.state.evaluator
         self.brain = Brain(self.state, Code(archive=b"sources", digest="d"))
         self.decide()
 

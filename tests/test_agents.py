@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.driver.agents import (
     Agents,
     Call,
 )
-from flytekitplugins.daskpytorch.protocol.messages import Hello
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from simulated_gang import Agent, Cluster
 
@@ -38,9 +38,8 @@ def agents(cluster: Cluster, calls: list[Call]) -> Agents:
     return Agents(
         launcher=cluster,
         num_ranks=4,
-        address=("127.0.0.1", 4711),
+        order=AgentOrder(driver=("127.0.0.1", 4711), token=b"secret"),
         post=calls.append,
-        token=b"secret",
         clock=Clock(),
     )
 

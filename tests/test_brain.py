@@ -1184,7 +1184,7 @@ def test_a_checkpoint_whose_metric_is_no_number_is_brought_once(gang_of: MakeWor
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=math.nan)
     assert arrive(world) == [1]
-    assert not world.state.saving.is_fetching
+    assert not world.state.saving.fetches.is_busy
 
 
 def test_a_metric_that_counts_and_that_no_checkpoint_has_is_hinted_at(gang_of: MakeWorld) -> None:

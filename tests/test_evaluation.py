@@ -353,6 +353,34 @@ def test_the_metrics_reach_storage(tmp_path: Path) -> None:
     assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
 
 
+def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_judged(tmp_path: Path) -> None:
+    own = str(tmp_path / "own")
+    paths = StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own)
+    world = World(tmp_path, evaluate=Evaluate(evaluate), keep=Keep(last=1), storage=paths)
+    world.form()
+
+    def stored() -> list[tuple[int, bool]]:
+        named = manifest.read(paths.files, own)
+        assert named is not None
+        return [(entry.step % 100, entry.is_evaluated) for entry in named[1]]
+
+    world.save_shards()
+    assert stored() == [(0, False)]
+    [first] = world.checkpoints.sharded
+    for _ in range(2):
+        world.save_shards()
+    assert len(stored()) == 2  # the last, and the one that is judged
+    assert Path(first.uri, "layout.json").exists()
+    world.end_evaluation()
+    assert world.state.saving.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
+    world.end_evaluation()
+    world.work()
+    assert [is_evaluated for _, is_evaluated in stored()] == [True]
+    world.save_shards()
+    world.work()
+    assert not Path(first.uri, "layout.json").exists()
+
+
 # ---- The function
 
 

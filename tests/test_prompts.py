@@ -9,7 +9,7 @@ import pytest
 from flytekitplugins.daskpytorch.driver.attempt import KEPT_FOR, Prompts
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import debugging, messages, orders
-from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Waits
+from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
 from simulated_gang import World, raised
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_gone_from_its_prompt_ends_the_attempt(world: World) -> N
 
 
 def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
-    world.report(world.connected()[0], 0, Waits("rank 0 waits for a debugger"))
+    world.report(world.connected()[0], 0, Noted("waits for a debugger", is_debugged=True))
     world.wait(1_000.0)
     assert not stopped(world)
     assert any("rank 0 waits for a debugger" in note for note in world.watcher.notes)

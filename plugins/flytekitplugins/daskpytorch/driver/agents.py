@@ -2,11 +2,11 @@
 
 import contextlib
 import functools
+import itertools
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import Code
@@ -67,18 +67,12 @@ class Agents:
     launcher: AgentLauncher
     num_ranks: int
     """Number of ranks per worker."""
-    address: tuple[str, int]
-    """Host and port on which the driver listens."""
+    order: AgentOrder
+    """Order for each agent, to which `launch` adds the worker."""
     post: Callable[[Call], object]
     """Function that queues a call for the gang's thread. Any thread may use this function."""
-    token: bytes = field(repr=False)
-    """Secret that authenticates agents to the driver."""
     num_least: int = 1
     """Minimum number of workers for an attempt."""
-    num_gpus: int = 0
-    """Number of GPUs in each worker's resource limits. 0 if unknown."""
-    folder: Path | None = None
-    """The driver's folder for checkpoints, which agents on its machine use directly. None: no folder."""
     peers: dict[str, Peer] = field(default_factory=dict)
     """Connected agents, by worker."""
     leaving: set[str] = field(default_factory=set)
@@ -96,7 +90,9 @@ class Agents:
     _silent_workers: set[str] = field(default_factory=set)
     """Workers whose agent fell silent. `recruit` skips these workers, although the scheduler may list them, until their
     agent reconnects."""
-    _launches: Counter[str] = field(default_factory=Counter)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _launches: dict[str, int] = field(default_factory=dict)
+    """Worker -> number of the newest launch of an agent there."""
     _num_broken: Counter[str] = field(default_factory=Counter)
     _looked_at: float = field(init=False)
     _recruit_at: float = field(init=False)
@@ -112,35 +108,18 @@ class Agents:
         self.expected |= set(workers)
         self._launch(workers)
 
-    def _launch(self, workers: Iterable[str]) -> None:
-        for number, several in self._numbered(workers).items():
-            orders = [
-                AgentOrder(
-                    worker=worker,
-                    driver=self.address,
-                    token=self.token,
-                    num_gpus=self.num_gpus,
-                    folder=self.folder,
-                )
-                for worker in several
-            ]
-            on_failure = functools.partial(self._post_refusal, number)
-            try:
-                self.launcher.launch(orders, on_failure)
-            except Exception as error:  # any error of a client without its scheduler, whose loss `_look` finds
-                for worker in several:
-                    on_failure(worker, WorkerLostError(f"its agent could not be started: {error}", worker=worker))
+    def _launch(self, workers: Sequence[str]) -> None:
+        launch = next(self._numbers)
+        self._launches |= dict.fromkeys(workers, launch)
+        on_failure = functools.partial(self._post_refusal, launch)
+        try:
+            self.launcher.launch([replace(self.order, worker=worker) for worker in workers], on_failure)
+        except Exception as error:  # any error of a client without its scheduler, whose loss `_look` finds
+            for worker in workers:
+                on_failure(worker, WorkerLostError(f"its agent could not be started: {error}", worker=worker))
 
     def _post_refusal(self, launch: int, worker: str, error: Exception) -> None:
         self.post(functools.partial(self.refuse, worker, error, launch))
-
-    def _numbered(self, workers: Iterable[str]) -> dict[int, list[str]]:
-        """Count one more launch for each worker, and return the workers grouped by their numbers of launches."""
-        numbered: dict[int, list[str]] = defaultdict(list)
-        for worker in workers:
-            self._launches[worker] += 1
-            numbered[self._launches[worker]].append(worker)
-        return numbered
 
     def nodes(self) -> list[Node]:
         """Return the nodes that can carry ranks, in rank order."""
@@ -205,7 +184,7 @@ class Agents:
         Args:
             worker: The agent's worker.
             error: The reason. Only a `WorkerLostError` permits another launch.
-            launch: Number of the worker's launch. Errors of earlier launches are ignored.
+            launch: Number of the launch. Errors of a worker's earlier launches are ignored.
         """
         if worker not in self.expected or launch != self._launches[worker]:
             return

@@ -304,7 +304,7 @@ class Brain:
                 self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude
         if self._is_last():
-            self._saving.shorten_pauses()
+            self._saving.vault.worker.shorten_pauses()
         return self._settle
 
     def _conclude(self) -> Phase | None:
@@ -336,7 +336,7 @@ class Brain:
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._saving.is_busy and self._waits_for_checkpoints(limit):
             return None
-        self._saving.give_up_fetches()
+        self._saving.fetches.clear()
         return self._go_on()
 
     def _go_on(self) -> Phase:

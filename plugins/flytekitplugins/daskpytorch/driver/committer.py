@@ -12,12 +12,11 @@ import functools
 import hashlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.manifest import evaluated, retained
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
@@ -144,27 +143,6 @@ class Committer:
 
         self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
 
-    def note_evaluated(self, uri: str, metrics: Mapping[str, float] | None, done: Callable[[], object]) -> None:
-        """Queue the addition of an evaluation's metrics to the sharded checkpoint in this folder.
-
-        Args:
-            uri: Path or URL of the checkpoint's folder.
-            metrics: The metrics. None: the evaluation has failed, and only the retention policy is applied.
-            done: Called at the end, also after a failure of the storage, in the thread that writes to storage.
-        """
-
-        def gives_up(error: Exception, num_failures: int, _: float) -> bool:
-            if is_over := num_failures >= MAX_COMMIT_ATTEMPTS:
-                say(f"the metrics of {uri} could not be stored ({type(error).__name__}: {error}). The training goes on")
-                done()
-            return is_over
-
-        self.vault.worker.submit(LANE, lambda: self._note_evaluated(uri, metrics, done), gives_up)
-
-    def apply_policy(self) -> None:
-        """Queue the removal of the sharded checkpoints that the retention policy does not keep."""
-        self.note_evaluated("", None, lambda: None)
-
     def sweep(self, attempt: int, number: int = -1) -> None:
         """Queue the removal of outdated sharded checkpoints and uncommitted saves of this driver and those it follows.
 
@@ -190,6 +168,7 @@ class Committer:
             True if commits and removals have ended in time.
         """
         if self.vault.worker.has_begun(LANE):
+            self.vault.worker.submit(LANE, self.vault.name)
             self.sweep(sys.maxsize)
         return self.vault.worker.flush(LANE, timeout)
 
@@ -231,16 +210,8 @@ class Committer:
             layout_digest=hashlib.sha256(layout).hexdigest(),
             metrics=first.metrics,
         )
-        self.vault.name(retained([*self.vault.sharded, made], self.vault.keep, self.vault.is_held))
+        self.vault.name(made)
         self._say(Committed(first.attempt, first.number, first.step, None, made))
-
-    def _note_evaluated(self, uri: str, metrics: Mapping[str, float] | None, done: Callable[[], object]) -> None:
-        entries = [
-            evaluated(entry, metrics) if entry.uri == uri and metrics is not None else entry
-            for entry in self.vault.sharded
-        ]
-        self.vault.name(retained(entries, self.vault.keep, self.vault.is_held))
-        done()
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
         """Remove sharded saves that the manifest does not name.

@@ -5,17 +5,18 @@
 Runs in the driver. All but the evaluation's gang runs in the thread of the training's gang.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.committer import Committer
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -24,6 +25,9 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import LogRecord
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
 Entry = CheckpointFile | ShardedCheckpoint
 RETRY_INTERVAL = 2.0
@@ -44,33 +48,31 @@ class Agenda:
     """Checkpoint that is being evaluated, or None."""
     waiting: Entry | None = None
     """Checkpoint to evaluate next, or None."""
-    settling: set[str] = field(default_factory=set)
-    """Identities of checkpoints whose metrics have yet to be added to their description."""
     num_found: int = 0
     """Number of checkpoints of the earlier attempt that are evaluated: 0 or 1."""
     num_kept: int = 0
     """Number of checkpoints that this driver has kept."""
-    num_begun: int = 0
+    num_done: int = 0
     num_failed: int = 0
     num_skipped: int = 0
     """Number of checkpoints that were due, and gave way to a newer one."""
     is_closed: bool = False
     """True if no evaluation begins any more."""
-    _seen: set[str] = field(default_factory=set)
-    """Identities of all kept checkpoints. A checkpoint that is saved again counts once."""
+    seen: set[str] = field(default_factory=set)
+    """Identities of all kept checkpoints, and of the one from which the training starts. Each counts once."""
 
     def note_found(self, entry: Entry) -> None:
         """Record the checkpoint from which the training starts. It is due unless it was evaluated before."""
-        self._seen.add(entry.identity)
+        self.seen.add(entry.identity)
         if not entry.is_evaluated:
             self.num_found += 1
             self._make_wait(entry)
 
     def note_kept(self, entry: Entry) -> None:
         """Record that the training has kept a checkpoint. Each n-th one is due."""
-        if entry.identity in self._seen:
+        if entry.identity in self.seen:
             return
-        self._seen.add(entry.identity)
+        self.seen.add(entry.identity)
         self.num_kept += 1
         if self.num_kept % self.every == 0:
             self._make_wait(entry)
@@ -79,11 +81,6 @@ class Agenda:
         if not self.is_closed:
             self.num_skipped += self.waiting is not None
             self.waiting = entry
-
-    @property
-    def has_seen(self) -> bool:
-        """True if the training has kept a checkpoint, or has started from one."""
-        return bool(self._seen)
 
     @property
     def can_begin(self) -> bool:
@@ -99,15 +96,13 @@ class Agenda:
         if self.waiting is None or self.running is not None:
             raise RuntimeError("no evaluation can begin")
         self.running, self.waiting = self.waiting, None
-        self.num_begun += 1
         return self.running
 
     def note_end(self, *, has_failed: bool) -> None:
         """Record that the running evaluation has ended."""
-        if self.running is not None:
-            self.num_failed += has_failed
-            self.settling.add(self.running.identity)
-            self.running = None
+        self.running = None
+        self.num_failed += has_failed
+        self.num_done += not has_failed
 
     def close(self) -> None:
         """Begin no more evaluations."""
@@ -120,20 +115,8 @@ class Agenda:
 
     @property
     def is_outstanding(self) -> bool:
-        """True while an evaluation runs or waits, or its metrics are being stored, unless all were given up."""
-        return not self.is_closed and bool(self.held or self.settling)
-
-
-class Runner(Protocol):
-    """Supervisor of an evaluation's gang."""
-
-    received: ReceivedResults
-
-    def run(self) -> list[Any]:
-        """Run the gang until its end, and return the ranks' results, or raise its error."""
-
-    def cancel(self) -> None:
-        """End the gang, from any thread."""
+        """True while an evaluation runs or waits, unless all were given up."""
+        return not self.is_closed and bool(self.held)
 
 
 class Relay(Observer):
@@ -158,31 +141,27 @@ class Evaluator:
     def __init__(
         self,
         request: Request,
-        launcher: AgentLauncher,
+        agents: Agents,
         committer: Committer,
         observers: Observers,
-        *,
-        post: Callable[[Call], object],
-        make: Callable[[Request, AgentLauncher, Sequence[Observer]], Runner],
-        clock: Callable[[], float] = time.monotonic,
+        make: Callable[[Request, AgentLauncher, Sequence[Observer]], Supervisor],
+        clock: Callable[[], float],
     ) -> None:
         """Prepare for the gang's first checkpoint.
 
         Args:
             request: Request of the training's gang.
-            launcher: Launcher of the training's gang.
+            agents: Agents of the training's gang.
             committer: Holds the checkpoints.
             observers: Observers of the training.
-            post: Queues a call for the training's thread, from any thread.
             make: Makes the supervisor of an evaluation's gang.
             clock: Returns seconds, and never goes back.
         """
         self._settings = request.settings.evaluate if request.evaluation is not None else None
         self._template = request.evaluation
-        self._launcher = launcher
+        self._agents = agents
         self._committer = committer
         self._observers = observers
-        self._post = post
         self._make = make
         self._now = clock
         self._agenda = Agenda(self._settings.every if self._settings is not None else 1)
@@ -193,7 +172,7 @@ class Evaluator:
         """Called when a checkpoint's description has got the metrics of its evaluation."""
         self.records: list[LogRecord] = []
         """Metrics that rank 0 has yet to get for its trackers."""
-        self._gang: Runner | None = None
+        self._gang: Supervisor | None = None
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
         """Time at which the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
@@ -211,7 +190,7 @@ class Evaluator:
     @property
     def has_metrics(self) -> bool:
         """True once an evaluation has succeeded."""
-        return self._agenda.num_begun - self._agenda.num_failed - (self._agenda.running is not None) > 0
+        return self._agenda.num_done > 0
 
     # ---- what the training's gang tells
 
@@ -251,7 +230,7 @@ class Evaluator:
         agenda, settings, waited = self._agenda, self._settings, self._now() - since
         if settings is None or agenda.is_closed or not (agenda.is_outstanding or more_come):
             return False
-        lacks_worker = self._lacks_since is not None and agenda.running is None and not agenda.settling
+        lacks_worker = self._lacks_since is not None and agenda.running is None
         rest = (MAX_LACK if lacks_worker else settings.timeout) - waited
         if rest > 0 and agenda.is_outstanding:
             self._observers.remind(f"waiting for evaluations of checkpoints, for at most {rest:.0f} s more")
@@ -268,8 +247,6 @@ class Evaluator:
         self.close()
         if self.is_on:
             self._committer.vault.hold(())
-        if self.is_on and self._committer.vault.sharded:
-            self._committer.apply_policy()
 
     def end(self) -> None:
         """Cancel the running evaluation, and wait until its ranks have ended."""
@@ -286,16 +263,15 @@ class Evaluator:
         agenda, settings = self._agenda, self._settings
         if settings is None:
             return
-        if not agenda.num_found + agenda.num_kept:
-            if not agenda.has_seen:
-                self._observers.hint(
-                    "evaluate",
-                    "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
-                    "current_rank().checkpoint.save(state, step)",
-                )
+        if not agenda.seen:
+            self._observers.hint(
+                "evaluate",
+                "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
+                "current_rank().checkpoint.save(state, step)",
+            )
+        if not (num_known := agenda.num_found + agenda.num_kept):
             return
-        num_done = agenda.num_begun - agenda.num_failed - (agenda.running is not None)
-        text = f"{num_done} of {agenda.num_found + agenda.num_kept} checkpoints evaluated"
+        text = f"{agenda.num_done} of {num_known} checkpoints evaluated"
         text += f", as one of {settings.every} is due" if settings.every > 1 else ""
         text += f"; {agenda.num_skipped} skipped, since newer ones had come" if agenda.num_skipped else ""
         text += f"; {agenda.num_failed} failed" if agenda.num_failed else ""
@@ -315,7 +291,7 @@ class Evaluator:
 
     def _begin(self) -> None:
         try:
-            launcher = self._launcher.beside()
+            launcher = self._agents.launcher.beside()
         except OSError:  # a busy scheduler. The training's gang itself notices a lost one
             launcher = None
         if launcher is None or self._template is None or self._settings is None:
@@ -336,9 +312,9 @@ class Evaluator:
         self._thread.start()
 
     def _tell_later(self, method: str, *args: object) -> None:
-        self._post(functools.partial(self._observers.tell, method, *args))
+        self._agents.post(functools.partial(self._observers.tell, method, *args))
 
-    def _run(self, gang: Runner, entry: Entry) -> None:
+    def _run(self, gang: Supervisor, entry: Entry) -> None:
         """Run an evaluation's gang. In a thread of its own."""
         metrics: Mapping[str, float] | BaseException
         try:
@@ -347,42 +323,27 @@ class Evaluator:
             metrics = error
         finally:
             gang.received.drop_returned()
-        self._post(functools.partial(self._note_end, entry, metrics))
+        self._agents.post(functools.partial(self._note_end, entry, metrics))
 
     def _note_end(self, entry: Entry, metrics: Mapping[str, float] | BaseException) -> None:
         self._gang = None
         if self._agenda.is_closed:
             return
-        is_error = isinstance(metrics, BaseException)
-        if isinstance(metrics, WorkerLostError):  # Dask's scheduler may still list the lost worker
-            self._try_at = self._now() + RETRY_INTERVAL
+        self._agenda.note_end(has_failed=isinstance(metrics, BaseException))
         if isinstance(metrics, BaseException):
+            if isinstance(metrics, WorkerLostError):  # Dask's scheduler may still list the lost worker
+                self._try_at = self._now() + RETRY_INTERVAL
             self._tell_failure(entry, metrics)
-        self._agenda.note_end(has_failed=is_error)
-        self._settle(entry, None if isinstance(metrics, BaseException) else metrics)
-
-    def _settle(self, entry: Entry, metrics: Mapping[str, float] | None) -> None:
-        """Add an evaluation's metrics to its checkpoint, and pass them on. None: the evaluation has failed."""
-        if metrics is not None:
-            values = {"rank": 0, "step": entry.step, "num_steps": None, "time": time.time(), "metrics": metrics}
-            record = LogRecord(**values, is_evaluation=True)  # type: ignore[arg-type]
-            self.records.append(record)
-            self._observers.tell("logged", record)
-            self.on_record()
-        settled = functools.partial(self._note_settled, entry, has_metrics=metrics is not None)
-        if isinstance(entry, ShardedCheckpoint):
             self._hold()
-            self._committer.note_evaluated(entry.uri, metrics, functools.partial(self._post, settled))
             return
-        if metrics is not None:
-            self._committer.vault.note_evaluated(entry.name, metrics)
+        values = {"rank": 0, "step": entry.step, "num_steps": None, "time": time.time(), "metrics": metrics}
+        record = LogRecord(**values, is_evaluation=True)  # type: ignore[arg-type]
+        self.records.append(record)
+        self._observers.tell("logged", record)
+        self.on_record()
+        self._committer.vault.note_evaluated(entry.identity, metrics)
         self._hold()  # afterwards, as the metrics may be the best
-        settled()
-
-    def _note_settled(self, entry: Entry, *, has_metrics: bool) -> None:
-        self._agenda.settling.discard(entry.identity)
-        if has_metrics:
-            self.on_metrics()
+        self.on_metrics()
 
     def _tell_failure(self, entry: Entry, error: BaseException) -> None:
         what = f"the evaluation of the checkpoint of step {entry.step} failed, and the training goes on"

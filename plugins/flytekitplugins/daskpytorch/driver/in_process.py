@@ -93,8 +93,8 @@ class _Supervisor(Supervisor):
 
     def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> GangState:
         agent: Any = self._launcher
-        post = self._calls.put
-        agents = Agents(launcher=agent, num_ranks=1, address=("", 0), post=post, token=b"", folder=folder)
+        post, order = self._calls.put, AgentOrder(driver=("", 0), token=b"", folder=folder)
+        agents = Agents(launcher=agent, num_ranks=1, order=order, post=post)
         state = self._begin(agents, committer)
         agent.join(state, post, folder)
         how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"

@@ -1,5 +1,6 @@
 """Buffer of the results and return values that a gang's ranks have sent. Runs in the driver."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -11,27 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
 
-from flytekitplugins.daskpytorch.protocol.payload import MappedReturn, Piece, Reader
+from flytekitplugins.daskpytorch.protocol.payload import MappedReturn, Piece, Reader, Segment
 
 MAX_IN_MEMORY = 1 << 20
 """Maximum number of bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few
 descriptors."""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Location of the bytes of a piece of a result: memory, buffer file, or the rank's own file."""
-
-    size: int
-    """Size of the piece, in bytes. 0 if `mapped` is set."""
-    data: bytes = b""
-    """The piece's bytes, if kept in memory."""
-    file: IO[bytes] | None = None
-    """Buffer file that holds the piece. None if the piece is not on disk."""
-    offset: int = 0
-    """Offset of the piece in `file`, in bytes."""
-    mapped: MappedReturn | None = None
-    """The rank's own file that holds a whole return value. None for ordinary pieces."""
+Kept = bytes | Segment | MappedReturn
+"""A piece of a result: its bytes, its part of the buffer's file, or the rank's file with a whole return value."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ class ReceivedResults:
         Runs in the listener's thread, so a slow disk makes ranks wait.
         """
         if piece.file is not None:
-            return Part(rank, replace(piece, file=None), Kept(0, mapped=MappedReturn(*piece.file)))
+            return Part(rank, replace(piece, file=None), MappedReturn(*piece.file))
         return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
@@ -146,8 +135,8 @@ class ReceivedResults:
         if small is not None:
             return partial(pickle.loads, small)
         parts = self._returned.pop(rank)
-        if (mapped := parts[0].mapped) is not None:
-            return mapped.load
+        if isinstance(parts[0], MappedReturn):
+            return parts[0].load
         return lambda: pickle.load(io.BufferedReader(Reader(self._take(parts))))  # noqa: S301 - from our own rank
 
     def drop_returned(self) -> None:
@@ -178,54 +167,44 @@ class ResultBuffer:
 
     def put(self, data: bytes) -> Kept:
         """Keep bytes in memory or in the file. On a disk error, keep them in memory beyond the limit."""
+        if self._in_memory + len(data) > MAX_IN_MEMORY:
+            with contextlib.suppress(OSError):
+                return self._put_in_file(data)
         with self._lock:
-            if self._in_memory + len(data) <= MAX_IN_MEMORY:
-                return self._put_in_memory(data)
-        kept: Kept | None = None
-        try:
-            file, kept = self._reserve(len(data))
-            _write_at(file.fileno(), data, kept.offset)
-        except OSError:
-            if kept is not None:
-                self.drop([kept])
-            with self._lock:
-                return self._put_in_memory(data)
-        return kept
+            self._in_memory += len(data)
+        return data
 
     def get(self, kept: Kept) -> bytes:
         """Return the bytes of a piece from memory or the file."""
-        return kept.data if kept.file is None else os.pread(kept.file.fileno(), kept.size, kept.offset)
+        if isinstance(kept, tuple) and self._file is not None:
+            start, size = kept
+            return os.pread(self._file.fileno(), size, start)
+        return kept if isinstance(kept, bytes) else b""
 
     def drop(self, several: Iterable[Kept]) -> None:
         """Free the space of pieces. An empty file is closed, which removes the file."""
         with self._lock:
             for kept in several:
-                if kept.mapped is not None:
-                    continue
-                if kept.file is None:
-                    self._in_memory -= kept.size
-                else:
+                if isinstance(kept, bytes):
+                    self._in_memory -= len(kept)
+                elif isinstance(kept, tuple):
                     self._num_in_file -= 1
             if self._num_in_file == 0 and self._file is not None:
                 self._file.close()
                 self._file, self._end = None, 0
 
-    def _put_in_memory(self, data: bytes) -> Kept:
-        self._in_memory += len(data)
-        return Kept(len(data), data)
-
-    def _reserve(self, size: int) -> tuple[IO[bytes], Kept]:
-        with self._lock:
+    def _put_in_file(self, data: bytes) -> Segment:
+        with self._lock:  # not during the write, so that a slow disk blocks no other thread
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            kept = Kept(size, file=self._file, offset=self._end)
-            self._end += size
+            file, start = self._file.fileno(), self._end
+            self._end += len(data)
             self._num_in_file += 1
-            return self._file, kept
-
-
-def _write_at(file: int, data: bytes, offset: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(file, rest, offset)
-        rest, offset = rest[count:], offset + count
+        segment, num_written = (start, len(data)), 0
+        try:
+            while num_written < len(data):
+                num_written += os.pwrite(file, memoryview(data)[num_written:], start + num_written)
+        except OSError:
+            self.drop([segment])
+            raise
+        return segment

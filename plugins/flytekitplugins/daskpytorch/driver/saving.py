@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
@@ -37,12 +37,12 @@ class Saving:
         observers: Observers,
         evaluator: Evaluator,
     ) -> None:
-        self._vault = committer.vault
-        self._committer = committer
+        self.vault = committer.vault
+        self.committer = committer
         self._accountant = accountant
         self._observers = observers
         self._evaluator = evaluator
-        self._fetches = Fetches(self._vault.keep, self._vault.entries)
+        self.fetches = Fetches(self.vault.keep, self.vault.entries)
         self._best_wanted_since: float | None = None
         """Time since which a request for the best checkpoint waits for evaluations. None: no request waits for them."""
         self.has_news = False
@@ -55,7 +55,7 @@ class Saving:
     def note_saved(self, peer: Peer, attempt: Attempt, rank: int, file: CheckpointFile) -> None:
         """Record that a rank has written a whole checkpoint, and queue the file's fetch from the rank's agent."""
         attempt.steps[rank] = file.step
-        self._fetches.fetch(peer, file)
+        self.fetches.fetch(peer, file)
 
     def note_sent(self, peer: Peer, attempt: Attempt | None, sent: messages.Sent) -> None:
         """Keep a whole checkpoint that an agent has linked into the driver's folder, or record a failure."""
@@ -64,7 +64,7 @@ class Saving:
             error = OSError(f"{peer.node.worker} could not send it: {sent.failure}")
         else:
             try:
-                self._vault.add(sent.file)
+                self.vault.add(sent.file)
             except (OSError, ValueError) as refusal:
                 error = refusal
         self.note_kept(attempt, sent.file, error)
@@ -73,9 +73,9 @@ class Saving:
         """Record that a whole checkpoint has arrived in the driver, or that its transfer has failed with `error`."""
         if error is None:
             self._evaluator.note_kept(file)  # holds the file, before the next one may replace it
-            self._fetches.note_end(file)
+            self.fetches.note_end(file)
             self._count_as_kept(attempt, file)
-        elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
+        elif self.fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._observers.note(
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
             )
@@ -90,14 +90,14 @@ class Saving:
         written = [each for _, each in sorted(all_said.items()) if isinstance(each, WrittenShards)]
         if len(written) == attempt.world_size:
             self.commits[attempt.number, said.number] = said.step
-            self._committer.commit(written)
+            self.committer.commit(written)
             return
         failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
         self._observers.note(
             f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
             f"({why.reason}); {GOES_ON}"
         )
-        self._committer.sweep(attempt.number, said.number)
+        self.committer.sweep(attempt.number, said.number)
         attempt.tell(messages.Tell(orders.Settled(said.number)))
 
     def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
@@ -110,14 +110,10 @@ class Saving:
             self._observers.note(
                 f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
             )
-        self._committer.sweep(commit.attempt, commit.number)
+        self.committer.sweep(commit.attempt, commit.number)
         if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
             attempt.note_sign_of_life()
             attempt.tell(messages.Tell(orders.Settled(commit.number)))
-
-    def forget(self, peer: Peer) -> None:
-        """Cancel all fetches of checkpoints from a lost agent."""
-        self._fetches.forget(peer)
 
     def _count_as_kept(self, attempt: Attempt | None, entry: CheckpointFile | ShardedCheckpoint) -> None:
         self.has_news = True
@@ -132,18 +128,13 @@ class Saving:
         kept = self.saved()
         self._observers.tell("keeps", kept)
         if not self._evaluator.is_on or self._evaluator.has_metrics:  # an evaluation may yet bring the metric
-            hint = hint_of_metric(kept, self._vault.keep)
+            hint = hint_of_metric(kept, self.vault.keep)
             if hint is not None:
                 self._observers.hint("metric", hint)
         if attempt is not None and not attempt.is_over:
             attempt.tell(messages.Tell(orders.Kept(kept)))
 
     # ---- what there is
-
-    @property
-    def is_fetching(self) -> bool:
-        """True while a checkpoint is being fetched from an agent."""
-        return self._fetches.is_busy
 
     @property
     def is_committing(self) -> bool:
@@ -158,28 +149,19 @@ class Saving:
     @property
     def is_busy(self) -> bool:
         """True while a checkpoint is being fetched from an agent or committed."""
-        return self.is_fetching or self.is_committing
+        return self.fetches.is_busy or self.is_committing
 
     @property
     def is_completing(self) -> bool:
         """True while a checkpoint is committed, or fetched that stays in the user's local folder after the gang."""
-        return self.is_committing or (self.is_fetching and self._vault.is_users_folder)
+        return self.is_committing or (self.fetches.is_busy and self.vault.is_users_folder)
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
         return listed(
-            (file.saved(self._vault.own) for file in self._vault.entries()),
-            (entry.saved for entry in self._vault.sharded),
+            (file.saved(self.vault.own) for file in self.vault.entries()),
+            (entry.saved for entry in self.vault.sharded),
         )
-
-    def sharding(self) -> Sharding:
-        """Return the storage for new shards, and the sharded checkpoints from which a new attempt may start."""
-        return self._committer.sharding()
-
-    @property
-    def newest(self) -> CheckpointFile | None:
-        """The whole checkpoint from which the gang's next attempt starts, or None."""
-        return self._vault.newest()
 
     @property
     def newest_step(self) -> int | None:
@@ -190,7 +172,7 @@ class Saving:
     @property
     def newest_entry(self) -> CheckpointFile | ShardedCheckpoint | None:
         """The newest checkpoint, whole or sharded. None without checkpoints."""
-        newest = [self.newest, *self._vault.sharded[-1:]]
+        newest = [self.vault.newest(), *self.vault.sharded[-1:]]
         return max((one for one in newest if one is not None), key=lambda one: one.step, default=None)
 
     # ---- what is done
@@ -223,24 +205,16 @@ class Saving:
     def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Arrived:
         found: CheckpointFile | ShardedCheckpoint | None
         if wanted.is_sharded:
-            found = find(self._vault.sharded, self._vault.keep, wanted.step)
+            found = find(self.vault.sharded, self.vault.keep, wanted.step)
         else:
-            found = find(self._vault.intact(), self._vault.keep, wanted.step)
+            found = find(self.vault.intact(), self.vault.keep, wanted.step)
         return orders.Arrived(attempt.number, wanted.number, found)
-
-    def give_up_fetches(self) -> None:
-        """Cancel all running and waiting fetches of checkpoints from agents."""
-        self._fetches.clear()
 
     def begin(self, number: int) -> None:
         """Begin attempt `number`. From now on, accept no checkpoints that earlier attempts have written."""
         self._best_wanted_since = None
-        self._vault.fence(number)
-        self._committer.sweep(number)
-
-    def shorten_pauses(self) -> None:
-        """Shorten the pauses before retries of writes to storage, as no other attempt of the gang follows."""
-        self._vault.worker.shorten_pauses()
+        self.vault.fence(number)
+        self.committer.sweep(number)
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
         """Wait until storage has the newest checkpoint. Return a message about where the next attempt will start.
@@ -250,7 +224,7 @@ class Saving:
             timeout: Longest wait, in seconds.
         """
         step = self.newest_step
-        is_stored = self._vault.flush(timeout) or step in [entry.step for entry in self._vault.sharded[-1:]]
+        is_stored = self.vault.flush(timeout) or step in [entry.step for entry in self.vault.sharded[-1:]]
         if step is None:
             told = "there is no checkpoint, so the next attempt starts afresh"
         elif storage is None:

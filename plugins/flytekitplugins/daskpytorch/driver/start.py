@@ -64,8 +64,8 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
             gpu_check="off" if settings.gpu_check == "off" else "quick",
         ),
         gpu_check=request.gpu_check,
-        checkpoint=saving.newest,
-        sharding=saving.sharding(),
+        checkpoint=saving.vault.newest(),
+        sharding=saving.committer.sharding(),
         kept=saving.saved(),
         storage=request.storage.own if request.storage is not None else None,
         debugging=replace(debugging, attach=state.terminals.command),
@@ -78,7 +78,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
 
 
 def _id_of_gang(state: GangState) -> str:
-    return hashlib.sha256(state.agents.token).hexdigest()[:16]
+    return hashlib.sha256(state.agents.order.token).hexdigest()[:16]
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:

@@ -5,8 +5,8 @@ every event at any time. The queue between `Listener` and `Supervisor` holds bou
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import assert_never
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, assert_never
 
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
@@ -24,7 +24,8 @@ from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.observer import Observers
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
@@ -52,7 +53,7 @@ class GangState:
         received: ReceivedResults,
         *,
         asked_at: float,
-        evaluator: Evaluator,
+        make: Callable[[Request, AgentLauncher, Sequence[Observer]], Any],
         clock: Callable[[], float] = time.monotonic,
         running_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class GangState:
             observers: The gang's observers.
             received: Results and return values of the ranks.
             asked_at: Time of the user's request, in seconds on `clock`.
-            evaluator: Evaluates the gang's checkpoints.
+            make: Makes the supervisor of an evaluation's gang.
             clock: Returns seconds, and never goes back.
             running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
                 `clock`.
@@ -80,7 +81,7 @@ class GangState:
         self.deadlines = Deadlines(request.settings.grace_period)
         self.accountant = Accountant(asked_at, clock)
         self.observers = observers
-        self.evaluator = evaluator
+        self.evaluator = Evaluator(request, agents, committer, observers, make, self.now)
         self.terminals = Terminals(request.name, agents.launcher, observers, self.now)
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
         self.evaluator.on_record = self._tell_trackers
@@ -206,7 +207,7 @@ class GangState:
         if self.attempt is not None and worker in self.attempt.ranks_of:
             self.attempt.lose(worker, traceback)
             self.lost_at = self.now()
-        self.saving.forget(peer)
+        self.saving.fetches.forget(peer)
 
     def _note_leaving(self, peer: Peer) -> None:
         self.agents.leaving.add(peer.node.worker)
@@ -270,9 +271,6 @@ class GangState:
                 attempt.prompts.ask(rank)
             case reports.LeftPrompt(steps):
                 self._note_left_prompt(attempt, rank, steps=steps)
-            case reports.Waits(text):
-                attempt.prompts.debugged.add(rank)
-                self.observers.note(text)
             case Awaits() | Shown():
                 self.terminals.note(attempt, rank, report)
             case reports.Ready():
@@ -282,7 +280,8 @@ class GangState:
             case reports.Stands(is_still):
                 attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located():
-                self._note_located(attempt, rank, report)
+                attempt.note_located(rank, report)
+                self.terminals.note_located(attempt, rank, report)
             case reports.Remembered():
                 attempt.note_remembered(rank, report)
             case CallEnded():
@@ -303,16 +302,14 @@ class GangState:
         match said:
             case reports.Hint(kind, text):
                 self.observers.hint(kind, f"rank {rank} {text}")
-            case reports.Noted(text):
+            case reports.Noted(text, is_debugged):
+                if is_debugged:
+                    attempt.prompts.debugged.add(rank)
                 self.observers.note(f"rank {rank} {text}")
             case reports.Entered():
                 if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
                     slow, about = found  # any rank's report may complete the proof
                     self.observers.hint(f"slow rank {slow}", about)
-
-    def _note_located(self, attempt: Attempt, rank: int, located: reports.Located) -> None:
-        attempt.note_located(rank, located)
-        self.terminals.note_located(attempt, rank, located)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         if attempt.prompts.shown == rank:

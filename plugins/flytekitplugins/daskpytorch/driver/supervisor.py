@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
-from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
@@ -202,12 +201,9 @@ class Supervisor:
         agents = Agents(
             launcher=launcher,
             num_ranks=request.ranks_per_worker,
-            address=listener.address,
+            order=messages.AgentOrder(driver=listener.address, token=token, num_gpus=request.num_gpus, folder=folder),
             post=self._calls.put,
-            token=token,
             num_least=request.settings.min_workers or launcher.num_wanted,
-            num_gpus=request.num_gpus,
-            folder=folder,
         )
         state = self._begin(agents, committer)
         listener.listen(state)
@@ -216,16 +212,6 @@ class Supervisor:
         return state
 
     def _begin(self, agents: Agents, committer: Committer) -> GangState:
-        clock = RunningClock()
-        evaluator = Evaluator(
-            self._request,
-            self._launcher,
-            committer,
-            self._observers,
-            post=self._calls.put,
-            make=Supervisor,
-            clock=clock,
-        )
         return GangState(
             self._request,
             agents,
@@ -233,8 +219,8 @@ class Supervisor:
             self._observers,
             self.received,
             asked_at=self._asked_at,
-            evaluator=evaluator,
-            running_clock=clock,
+            make=Supervisor,
+            running_clock=RunningClock(),
         )
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:

@@ -80,7 +80,7 @@ class Vault:
         self._is_at_work = False
         """True while a job of this vault waits or runs in `worker`. A vault submits one job at a time."""
         self.sharded: list[ShardedCheckpoint] = []
-        """The sharded checkpoints that stay, in the order of their commits."""
+        """The sharded checkpoints that the manifest names, in the order of their commits."""
         self._written = manifest.content_of([], [])
         """Content of the manifest whose write to storage succeeded last. An empty manifest before the first write."""
         self._stored: frozenset[str] = frozenset()
@@ -194,23 +194,32 @@ class Vault:
         """Return True if a checkpoint stays until its evaluation has ended."""
         return entry.identity in self._held
 
-    def note_evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation to the whole checkpoint with this file name."""
+    def note_evaluated(self, identity: str, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the checkpoint with this identity."""
         with self._lock:
-            if (whole := self._whole.get(name)) is not None:
-                whole.file = manifest.evaluated(whole.file, metrics)
-                self._tidy()
+            for whole in self._whole.values():
+                if whole.file.identity == identity:
+                    whole.file = manifest.evaluated(whole.file, metrics)
+            self.sharded = [
+                manifest.evaluated(entry, metrics) if entry.identity == identity else entry for entry in self.sharded
+            ]
+            self._tidy()
 
     def path_of(self, file: CheckpointFile) -> Path:
         """Return the path of a whole checkpoint on the driver's disk."""
         return self._disk / file.name
 
     def _tidy(self) -> None:
-        """Remove the files that no longer stay from the driver's disk, and queue the next write to storage."""
+        """Remove the files that no longer stay from the driver's disk, and queue the next write to storage.
+
+        With storage, the next manifest applies the retention policy to the sharded checkpoints.
+        """
         stay = retained(self.entries(), self.keep, self.is_held)
         for whole in self._here():
             if whole.file not in stay:
                 self._drop(whole)
+        if self._paths is None:
+            self.sharded = self._staying()
         self._go_on()
 
     def _refusal(self, file: CheckpointFile) -> str | None:
@@ -273,18 +282,20 @@ class Vault:
             newest = next(reversed(self._whole), None)
             return newest is None or newest in self._stored
 
-    def name(self, sharded: list[ShardedCheckpoint]) -> None:
-        """Write a manifest to storage that names these sharded checkpoints, and the stored whole ones.
+    def name(self, *made: ShardedCheckpoint) -> None:
+        """Apply the retention policy to the sharded checkpoints. If the manifest changes, write it to storage.
 
         Args:
-            sharded: All sharded checkpoints to keep, in commit order.
+            made: Sharded checkpoints that storage has, and the manifest does not name yet.
 
         Raises:
             Exception: Any error of the storage's client.
         """
-        if self._paths is not None:
-            self._write_manifest(self._paths, sharded)
-        self.sharded = sharded
+        if self._paths is not None and (made or self._has_news()):
+            self._write_manifest(self._paths, made)
+        elif self._paths is None:
+            with self._lock:
+                self.sharded = self._staying(made)
 
     def _go_on(self) -> None:
         if self._paths is not None and not self._is_at_work and (self._has_news() or self._next() is not None):
@@ -310,8 +321,12 @@ class Vault:
         listed = [(file, self._whole[file.name].folder) for file in reversed(retained(stored, self.keep, self.is_held))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
 
+    def _staying(self, made: Sequence[ShardedCheckpoint] = ()) -> list[ShardedCheckpoint]:
+        """Return the sharded checkpoints for the next manifest, in the order of their commits."""
+        return retained([*self.sharded, *made], self.keep, self.is_held)
+
     def _has_news(self) -> bool:
-        return manifest.content_of(self._listed(), self.sharded) != self._written
+        return manifest.content_of(self._listed(), self._staying()) != self._written
 
     # ---- in the worker's thread
 
@@ -323,7 +338,7 @@ class Vault:
             if self._copying is not None:
                 self._is_turn_of_best = not self._is_turn_of_best
         if has_news:
-            self._write_manifest(paths, self.sharded)
+            self._write_manifest(paths)
         elif self._copying is not None:
             self._copy(paths, self._copying)
         with self._lock:
@@ -345,9 +360,9 @@ class Vault:
         with self._lock:
             self._whole[name].folder = paths.own
 
-    def _write_manifest(self, paths: StoragePaths, sharded: Sequence[ShardedCheckpoint]) -> None:
+    def _write_manifest(self, paths: StoragePaths, made: Sequence[ShardedCheckpoint] = ()) -> None:
         with self._lock:
-            listed = self._listed()
+            listed, sharded = self._listed(), self._staying(made)
             names = frozenset(file.name for file in listed)
             dropped = [whole for name, whole in self._whole.items() if whole.folder is not None and name not in names]
         content = manifest.content_of(listed, sharded)
@@ -357,6 +372,9 @@ class Vault:
         self.is_in_doubt = False
         with self._lock:
             self._written, self._stored = content, names
+            named = {entry.identity for entry in sharded}
+            # An evaluation may have ended during the write.
+            self.sharded = [entry for entry in (*self.sharded, *made) if entry.identity in named]
             for whole in dropped:
                 if self._whole.get(whole.file.name) is whole:  # else the checkpoint was saved again
                     if whole.folder == paths.own:  # an earlier attempt's manifest still names its own files

@@ -15,8 +15,8 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 class AgentOrder:
     """Settings with which an agent starts and finds its driver."""
 
-    worker: str
-    """Name of the agent's worker for users. The name is the worker's address, except for local workers."""
+    worker: str = ""
+    """Name of the agent's worker for users: the worker's address, except for local workers. Empty before the launch."""
     driver: tuple[str, int]
     """Host and port of the driver."""
     token: bytes = field(repr=False)

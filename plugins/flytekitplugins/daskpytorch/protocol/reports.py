@@ -110,6 +110,8 @@ class Noted:
 
     text: str
     """Text about the rank, which the driver shows after the words `rank N`."""
+    is_debugged: bool = False
+    """True if the rank waits for a debugger, such as an editor, and cannot count as hung."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,6 @@ class LeftPrompt:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """Report that the rank waits for an editor's debugger. The rank can no longer count as hung."""
-
-    text: str
-    """Note for the user with the host and port to attach to."""
-
-
-@dataclass(frozen=True)
 class Returned:
     """Report that the rank's function has returned."""
 
@@ -210,7 +204,6 @@ ShortReport = (
     | FolderWanted
     | AtPrompt
     | LeftPrompt
-    | Waits
     | Awaits
     | Shown
     | Returned

@@ -276,5 +276,6 @@ def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None
 
     debugpy.listen((HOST, port))  # noqa: T100
     host = os.uname().nodename
-    send(reports.Waits(f"rank {rank} waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"))
+    text = f"waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"
+    send(reports.Noted(text, is_debugged=True))
     debugpy.wait_for_client()  # noqa: T100
