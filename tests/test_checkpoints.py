@@ -16,14 +16,13 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver import vault as vault_module
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.protocol import checkpoint_file
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file
-from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.framing import MAX_PIECE, Connection
 from flytekitplugins.daskpytorch.protocol.messages import Upload
 from processes import ends
 
 NUM_KEPT = Keep().last
-SIZE = 3 * checkpoint_file.CHUNK + 17
+SIZE = 3 * MAX_PIECE + 17
 
 
 @pytest.fixture

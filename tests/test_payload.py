@@ -127,7 +127,7 @@ def test_it_comes_by_a_connection_whole_or_not_at_all() -> None:
     copy = come(original, original.address)
     assert copy.address.path != original.address.path
     assert [bytes(segment) for segment in copy.address.mapped()] == [b"one", bytes(range(256)) * 10_000]
-    with pytest.raises(EOFError, match="with 1 of their bytes missing"):
+    with pytest.raises(EOFError, match="bytes of the call's large arguments"):
         come(original, replace(original.address, segments=((0, original.address.size + 1),)))
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
@@ -27,19 +27,7 @@ Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
 """The whole checkpoints and the sharded checkpoints in a manifest. In each list, the newest comes first."""
 
 
-class Entry(Protocol):
-    """A checkpoint, whole or sharded."""
-
-    @property
-    def step(self) -> int:
-        """Training step of the checkpoint."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics that the checkpoint was saved with."""
-
-
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", CheckpointFile, ShardedCheckpoint, SavedCheckpoint)
 K = TypeVar("K", CheckpointFile, ShardedCheckpoint)
 T = TypeVar("T")
 
@@ -97,7 +85,7 @@ def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
     return tuple(sorted((saved for kind in kinds for saved in kind), key=lambda saved: saved.step))
 
 
-def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
+def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
     """Return a hint for the user if checkpoints have metrics, but all lack the one of `keep`. Otherwise None."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:

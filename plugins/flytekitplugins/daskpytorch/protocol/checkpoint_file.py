@@ -14,9 +14,6 @@ from typing import Any
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
-CHUNK = 1 << 20
-"""Maximum number of bytes per read from a connection that brings a checkpoint file."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
@@ -113,17 +110,11 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> P
         ValueError: The received bytes have a wrong digest.
     """
     unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     try:
         with unfinished.open("wb") as file:
-            while size < wanted.size:
-                if not (piece := connection.read(min(CHUNK, wanted.size - size))):
-                    raise EOFError(
-                        f"the connection closed after {size:,} of the {wanted.size:,} bytes of the checkpoint of step "
-                        f"{wanted.step}: the sender's process or node may have ended"
-                    )
+            for piece in connection.pieces(wanted.size, f"the checkpoint of step {wanted.step}"):
                 digest.update(piece)
-                size += len(piece)
                 file.write(piece)
         if digest.hexdigest() != wanted.digest:
             raise ValueError(f"the checkpoint of step {wanted.step} was damaged during its transfer")

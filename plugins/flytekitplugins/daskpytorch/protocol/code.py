@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.system import running_kernel
 from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
@@ -42,9 +43,8 @@ class Code:
     folders: Sequence[str] = ()
     """Source folders on the driver's machine, in the order of the driver's `sys.path`. Empty if imports from these
     folders would not find exactly the archive's files."""
-    originals: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
-    """Path of a module in the archive -> its path on the driver's machine, and the file's device, inode, size and time
-    of change."""
+    originals: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict, compare=False, repr=False)
+    """Path of a module in the archive -> its path on the driver's machine, and the file's state (`state_of`)."""
     machine: str = ""
     """Boot ID of the driver's kernel, which identifies the driver's machine."""
     left: Mapping[str, int] = field(default_factory=dict, repr=False)
@@ -147,7 +147,7 @@ def pack_code(script: Script | None = None) -> Code:
         script=project.script,
         folders=project.folders(),
         originals={
-            name: (str(path), _identity(path))
+            name: (str(path), state_of(path))
             for name, path in project.files.items()
             if is_code(path) or name == project.script
         },
@@ -180,18 +180,6 @@ def _by_name(function: Callable[..., Any]) -> _ByName | None:
         return reference if module in sys.modules and reference.find() is function else None
     except AttributeError:
         return None
-
-
-def _identity(path: Path) -> Sequence[int]:
-    """Return numbers that change if a path names another file or its content changes. Empty if the file is unreadable.
-
-    The numbers hold for one machine: device, inode, size in bytes, and time of the last change in nanoseconds.
-    """
-    try:
-        stat = path.stat()
-    except OSError:
-        return ()
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) if os.access(path, os.R_OK) else ()
 
 
 def _can_pickle(value: object) -> bool:
@@ -233,7 +221,10 @@ def place_code(code: Code, folder: Path) -> Sources:
 def _are_here(code: Code) -> bool:
     if not code.machine or code.machine != running_kernel() or not code.folders:
         return False
-    return all(identity and identity == _identity(Path(path)) for path, identity in code.originals.values())
+    return all(
+        state is not None and state == state_of(Path(path)) and os.access(path, os.R_OK)
+        for path, state in code.originals.values()
+    )
 
 
 def _unpacked(code: Code, folder: Path) -> Path:

@@ -28,6 +28,8 @@ from typing import Any
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
 """Maximum number of bytes of one read from a connection. The limit keeps one peer from delaying the others."""
+MAX_PIECE = 1 << 20
+"""Maximum number of bytes of one read of a file from a connection."""
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
@@ -151,6 +153,22 @@ class Connection:
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data
+
+    def pieces(self, size: int, what: str) -> Iterator[bytes]:
+        """Yield the next `size` bytes, which have no frame, as they arrive.
+
+        Raises:
+            EOFError: The peer has closed the connection before the last byte. The message names the bytes by `what`.
+        """
+        left = size
+        while left:
+            if not (piece := self.read(min(MAX_PIECE, left))):
+                raise EOFError(
+                    f"the connection closed after {size - left:,} of the {size:,} bytes of {what}: the sender's "
+                    "process or node may have ended"
+                )
+            left -= len(piece)
+            yield piece
 
     def limit_sends(self, seconds: float) -> None:
         """Make each later send fail with an `OSError` after this many seconds. A part may have been sent by then.

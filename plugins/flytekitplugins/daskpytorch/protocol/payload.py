@@ -227,12 +227,9 @@ class SharedMemory:
             EOFError: The keeper closed the connection too early.
             OSError: The connection broke, or this machine lacks memory.
         """
-        memory, left = cls(), original.size
-        while left:
-            if not (piece := connection.read(min(PIECE_SIZE, left))):
-                raise EOFError(f"the call's large arguments ended with {left:,} of their bytes missing")
+        memory = cls()
+        for piece in connection.pieces(original.size, "the call's large arguments"):
             memory._file.write(piece)
-            left -= len(piece)
         memory._file.flush()
         memory._segments = list(original.segments)
         return memory

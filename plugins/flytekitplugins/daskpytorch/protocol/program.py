@@ -121,22 +121,19 @@ def _places() -> set[str]:
 
 
 def _loggers() -> Iterator[tuple[str, _Logger]]:
-    pickled: dict[int, bytes | None] = {}  # Dask's loggers share one formatter
     for name, logger in [("", logging.getLogger()), *logging.Logger.manager.loggerDict.copy().items()]:
         if isinstance(logger, logging.Logger):
-            handlers = list(_handlers(logger, pickled))
+            handlers = list(_handlers(logger))
             if handlers or logger.level != (logging.NOTSET if name else logging.WARNING) or not logger.propagate:
                 yield name, _Logger(level=logger.level, propagate=logger.propagate, handlers=handlers)
 
 
-def _handlers(logger: logging.Logger, pickled: dict[int, bytes | None]) -> Iterator[_Handler]:
+def _handlers(logger: logging.Logger) -> Iterator[_Handler]:
     for handler in logger.handlers:
-        stream, formatter = getattr(handler, "stream", None), handler.formatter
+        stream = getattr(handler, "stream", None)
         for name in STREAMS:
             if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
-                if id(formatter) not in pickled:
-                    pickled[id(formatter)] = _pickled(formatter)
-                yield _Handler(stream=name, level=handler.level, formatter=pickled[id(formatter)])
+                yield _Handler(stream=name, level=handler.level, formatter=_pickled(handler.formatter))
                 break
 
 
