@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.process.system import is_of_this_user, optional
 from flytekitplugins.daskpytorch.protocol.orders import Contact, Key, WorkerData
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def enter(distributed: Any, way: WorkerData) -> None:
 
     Args:
         distributed: The module, which has just been imported.
-        way: Socket and token with which the rank asks its worker for the cluster's addresses.
+        way: Socket at which the rank asks its worker for the cluster's addresses.
     """
     ours, get_worker = worker_of(way), distributed.get_worker
 
@@ -202,41 +203,30 @@ def _check_coming(key: Key, state: str | None) -> None:
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
-    """Answer ranks' requests for the Dask cluster's addresses. Yield the socket and token with which a rank asks."""
-    way = WorkerData(
-        address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
-    )
+    """Answer ranks' requests for the Dask cluster's addresses. Yield the socket at which a rank asks."""
+    way = WorkerData(address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", guide=__name__)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(way.address)
         server.listen(128)
-        args = (server, worker, way.token)
-        threading.Thread(target=_accept, args=args, name="daskpytorch-data", daemon=True).start()
+        threading.Thread(target=_answer, args=(server, worker), name="daskpytorch-data", daemon=True).start()
         try:
             yield way
         finally:
             server.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread in accept
 
 
-_asking = threading.Lock()
-"""Lock around the start of a Dask scheduler's listener, since two ranks may ask for its address at the same time."""
-
-
-def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
+def _answer(server: socket.socket, worker: Worker) -> None:
+    """Answer this user's processes one after the other, so that a Dask scheduler's listener starts only once."""
     while True:
         try:
             sock, _ = server.accept()
-        except OSError:
+        except OSError:  # the agent has ended
             return
-        args = (Connection(sock.detach()), worker, token)
-        threading.Thread(target=_answer, args=args, name="daskpytorch-data", daemon=True).start()
-
-
-def _answer(connection: Connection, worker: Worker, token: bytes) -> None:
-    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):  # the rank has ended
-        if secrets.compare_digest(connection.recv_bytes(len(token)), token):
-            with _asking:
-                found = asyncio.run_coroutine_threadsafe(_contact(worker), worker.loop.asyncio_loop)
-                connection.send(found.result())
+        with sock, optional("Telling a rank the addresses of its Dask cluster"):
+            if is_of_this_user(sock):
+                found = asyncio.run_coroutine_threadsafe(_contact(worker), worker.loop.asyncio_loop).result()
+                with contextlib.closing(Connection(sock.detach())) as connection:
+                    connection.send(found)
 
 
 async def _contact(worker: Worker) -> Contact:

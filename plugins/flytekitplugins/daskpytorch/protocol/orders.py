@@ -115,8 +115,6 @@ class WorkerData:
 
     address: str
     """Address of the abstract Unix socket at which the worker answers ranks."""
-    token: bytes = field(repr=False)
-    """Secret that a rank sends first on each connection, as proof that the process is a rank beside this worker."""
     guide: str
     """Name of the module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the rank's
     stand-in for the worker."""
@@ -132,7 +130,6 @@ class WorkerData:
                 sock.connect(self.address)
                 connection = Connection(sock.detach())
             with contextlib.closing(connection):
-                connection.send_bytes(self.token)
                 contact: Contact = connection.recv()
                 return contact
         except (EOFError, OSError) as error:

@@ -77,27 +77,20 @@ class Ledger:
         The step's time under no other part, such as `data` or `saving`, counts as `stepping`. If no batch or step came
         before, that time counts as `preparing`.
         """
-        page = self._page
-        if page.part != "open" or threading.get_ident() != self._owner:
-            return
-        now = self._clock()
-        seconds = page.until(now)
-        seconds["stepping" if page.has_begun else "preparing"] += seconds["open"]
-        seconds["open"] = 0.0
-        self._page = _Page("open", now, seconds, has_begun=True)
+        if self._is_open():
+            self._turn_to("open", ends_step=True)
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
         """Count the time of the block under this part, unless the block is within another part's or another thread."""
-        page = self._page
-        if page.part != "open" or threading.get_ident() != self._owner:
+        if not self._is_open():
             yield
             return
         self._turn_to(part)
         try:
             yield
         finally:
-            self._turn_to("open")
+            self._turn_to("open", ends_step=part == "data" and not self._page.has_begun)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by part so far.
@@ -123,14 +116,17 @@ class Ledger:
             seconds["stepping"] += seconds.pop("open")
         return seconds
 
-    def _turn_to(self, part: str) -> None:
+    def _is_open(self) -> bool:
+        """Return True if the calling thread is the ledger's, outside all parts."""
+        return self._page.part == "open" and threading.get_ident() == self._owner
+
+    def _turn_to(self, part: str, *, ends_step: bool = False) -> None:
         page, now = self._page, self._clock()
-        seconds, has_begun = page.until(now), page.has_begun
-        if page.part == "data" and not has_begun:
-            has_begun = True
-            seconds["preparing"] += seconds["open"]
+        seconds = page.until(now)
+        if ends_step:
+            seconds["stepping" if page.has_begun else "preparing"] += seconds["open"]
             seconds["open"] = 0.0
-        self._page = _Page(part, now, seconds, has_begun)
+        self._page = _Page(part, now, seconds, page.has_begun or ends_step)
 
 
 @contextlib.contextmanager
