@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_seed, of_variables, watching_samplers
 from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.rank.usage import Ledger, watched
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
 
@@ -46,7 +47,8 @@ def test_ranks_that_have_called_no_collective_are_told(
 @pytest.fixture
 def told() -> Iterator[list[Hint]]:
     hints: list[Hint] = []
-    with watching_samplers(hints.append):
+    ledger = Ledger()
+    with watched(ledger), watching_samplers(ledger, hints.append):
         yield hints
 
 

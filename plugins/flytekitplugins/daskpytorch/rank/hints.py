@@ -15,6 +15,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Hint
 if TYPE_CHECKING:
     import torch
 
+    from flytekitplugins.daskpytorch.rank.usage import Ledger
     from flytekitplugins.daskpytorch.records import LogRecord
 
 
@@ -83,57 +84,41 @@ def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
 
 
 @contextlib.contextmanager
-def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
+def watching_samplers(ledger: Ledger, tell: Callable[[Hint], object]) -> Iterator[None]:
     """During the block, report a `DistributedSampler` that shuffles two epochs of training into the same order.
 
-    A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer makes a step after the
-    sampler gave an index, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
+    A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer has made a step between
+    two indices of the sampler, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
+
+    Args:
+        ledger: Counts the optimizers' steps.
+        tell: Reports the hint.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data.distributed import DistributedSampler
 
     begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
-    num_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    trained: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-    """Sampler -> number and `epoch` of the newest pass over the sampler in which an optimizer made a step."""
+    trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    """Sampler -> its `epoch` in the newest pass in which an optimizer made a step."""
     has_epochs: WeakSet[Any] = WeakSet()
-    latest: list[Any] = [None]
-    """One element: the sampler that gave the newest index. None before the first, and after a pass without a step."""
 
-    def noted(sampler: DistributedSampler[Any], indices: Iterator[int]) -> Iterator[int]:
-        number = num_begun[sampler]
-        try:
-            for index in indices:
-                latest[0] = sampler
-                yield index
-        finally:  # a pass without a step, such as an evaluation, must not count the steps that follow the pass
-            if latest[0] is sampler and trained.get(sampler, (0, 0))[0] != number:
-                latest[0] = None
-
-    def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[int]:
-        num_begun[sampler] = num_begun.get(sampler, 0) + 1
-        return noted(sampler, begin(sampler))
+    def begin_noted(sampler: DistributedSampler[Any]) -> Iterator[int]:
+        epoch, num_steps, has_trained = sampler.epoch, ledger.num_steps, False
+        for index in begin(sampler):
+            yield index
+            if not has_trained and ledger.num_steps > num_steps:
+                has_trained = True
+                if sampler.shuffle and sampler not in has_epochs and trained.get(sampler) == epoch:
+                    tell(Hint("sampler", SAMPLER.format(epoch)))
+                trained[sampler] = epoch
 
     def set_epoch_noted(sampler: DistributedSampler[Any], epoch: int) -> None:
         has_epochs.add(sampler)
         set_epoch(sampler, epoch)
 
-    def note_step(*_: object) -> None:
-        sampler = latest[0]
-        if sampler is None or not sampler.shuffle or sampler in has_epochs:
-            return
-        now = num_begun[sampler], sampler.epoch
-        number, epoch = trained.get(sampler, now)
-        trained[sampler] = now
-        if number != now[0] and epoch == now[1]:
-            tell(Hint("sampler", SAMPLER.format(epoch)))
-
     samplers: Any = DistributedSampler
-    samplers.__iter__ = functools.wraps(begin)(begin_counted)
+    samplers.__iter__ = functools.wraps(begin)(begin_noted)
     samplers.set_epoch = functools.wraps(set_epoch)(set_epoch_noted)
-    hook = register_optimizer_step_post_hook(note_step)
     try:
         yield
     finally:
-        hook.remove()
         samplers.__iter__, samplers.set_epoch = begin, set_epoch

@@ -102,7 +102,7 @@ class Session:
 
         link = self._link
         state, environment = torch.get_rng_state(), dict(os.environ)
-        with hints.watching_samplers(link.hint):
+        with hints.watching_samplers(link.ledger, link.hint):
             yield
         num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
         link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
