@@ -291,24 +291,26 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         problems.check("gang.evaluate", checks.left_out("; evaluate a model in its own function, or after the sweep"))
     problems.unless(name is None or storage is not None, "name", "None without storage")
     problems.raise_any()
-    from flytekitplugins.daskpytorch.sweep import models
+    from flytekitplugins.daskpytorch.sweep.models import train_all
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
+    from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 
     _tell_of_resume()
     check_function(pytorch_function)
     experiments = experiments if isinstance(experiments, Search) else list(experiments)
     for experiment in [None] if isinstance(experiments, Search) else experiments:
         check_arguments(pytorch_function, experiment)
-    return models.train_all(
-        client,
-        pytorch_function,
-        experiments,
+    sweep = Sweep(
+        cluster=DaskAgents(client),
+        function=pytorch_function,
+        experiments=experiments,
         workers=workers,
         settings=gang or Gang(),
         stop_early=stop_early,
         wandb=wandb,
         storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
+    return train_all(sweep)
 
 
 def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:

@@ -4,7 +4,8 @@ The import registers the task types with Flyte.
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from flyte import Resources
@@ -71,24 +72,14 @@ def _join_flyte_migrate() -> None:
     """Let the tool flyte-migrate convert this package's configs, so that workflows for flytekit run under Flyte 2."""
     from flyte_migrate._plugins import register_plugin
 
-    register_plugin("DaskCluster", _dask_cluster)
-    register_plugin("DaskDDP", _dask_ddp)
-    register_plugin("SpawnDDP", _spawn_ddp)
+    for kind in (DaskCluster, DaskDDP, SpawnDDP):
+        register_plugin(kind.__name__, partial(_converted, kind))
 
 
-def _dask_ddp(config: Any) -> DaskDDP:
-    """Convert a `DaskDDP` for flytekit to the one for Flyte 2."""
-    return DaskDDP(gang=config.gang, wandb=config.wandb, **_pods(config))
-
-
-def _dask_cluster(config: Any) -> DaskCluster:
-    """Convert a `DaskCluster` for flytekit to the one for Flyte 2."""
-    return DaskCluster(start_timeout=config.start_timeout, **_pods(config))
-
-
-def _spawn_ddp(config: Any) -> SpawnDDP:
-    """Convert a `SpawnDDP` for flytekit to the one for Flyte 2."""
-    return SpawnDDP(nproc=config.nproc, gang=config.gang, wandb=config.wandb, start_method=config.start_method)
+def _converted(kind: type, config: Any) -> Any:
+    """Convert a config for flytekit to the config of the class `kind` for Flyte 2."""
+    pods = _pods(config) if hasattr(config, "workers") else {}
+    return kind(**{each.name: getattr(config, each.name) for each in fields(kind)} | pods)
 
 
 def _pods(config: Any) -> dict[str, Any]:

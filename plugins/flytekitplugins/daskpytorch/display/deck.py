@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
-from flytekitplugins.daskpytorch.display.story import STEPS, Story
+from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, plain_inputs, seconds_left
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
@@ -220,12 +220,10 @@ def _speed(story: Story) -> Iterable[str]:
         if SPEEDS.search(chart.title.replace(" ", "_"))
         for name, points in chart.by_step.items()
     ]
-    usage = story.usage_charts
-    if (pace := story.pace.points) and STEPS not in usage:
-        charts.append(
-            report.line_chart("steps per second", {"rank 0": pace}, "seconds", from_zero=True, max_points=500)
-        )
-    charts += [report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in usage.items()]
+    charts += [
+        report.line_chart(what, lines, "seconds", from_zero=True, log=False)
+        for what, lines in story.usage_charts.items()
+    ]
     if charts:
         pieces.append(report.grid(*charts))
     if story.usages:

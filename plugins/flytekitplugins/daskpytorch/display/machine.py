@@ -15,37 +15,28 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Train
 from flytekitplugins.daskpytorch.records import LogRecord
 
 
-def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":
-    """Return the observer that shows a task's gang: JSON objects if `DASKPYTORCH_LOG=json`, else lines for people.
-
-    Args:
-        name: Name of the task.
-        is_plain: True for plain lines instead of a live display.
-    """
-    return MachineLog(name) if log.is_for_machines() else ProgressDisplay(_board(is_plain=is_plain), name)
-
-
-def progress_of_run(
-    name: str, key: str, *, is_plain: bool = False, unsaid: tuple[type[Exception], ...] = ()
+def progress(
+    name: str, key: str = "", *, is_plain: bool = False, unsaid: tuple[type[Exception], ...] = (Exception,)
 ) -> "ProgressDisplay | MachineLog":
-    """Return the observer that shows a gang of `dispatch.run` outside a task.
+    """Return the observer that shows a gang: JSON objects if `DASKPYTORCH_LOG=json`, else lines for people.
 
     Gangs that train at the same time share one board. Lines of the second gang and of later ones begin with the key.
 
     Args:
-        name: Name of the function or script.
-        key: Key of the gang, unique in this process.
+        name: Name of the task, function or script.
+        key: Key of the gang, unique in this process. Empty: the name.
         is_plain: True for plain lines instead of a live display.
-        unsaid: Classes of errors without a line of their own.
+        unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
     """
     if log.is_for_machines():
         return MachineLog(name)
     with _lock:
-        if (other := next((each for each in _runs if not each.is_over), None)) is not None:
-            display = ProgressDisplay(other.board, key, f"{key}, ", unsaid=unsaid)
+        if (other := next((each for each in _gangs if not each.is_over), None)) is not None:
+            display = ProgressDisplay(other.board, key or name, f"{key or name}, ", unsaid=unsaid)
         else:
-            display = ProgressDisplay(_board(is_plain=is_plain), name, unsaid=unsaid)
-        _runs.add(display)
+            board = Board(is_plain=is_plain, is_quiet=is_notebook())  # a notebook's table has the metrics
+            display = ProgressDisplay(board, name, unsaid=unsaid)
+        _gangs.add(display)
     return display
 
 
@@ -153,10 +144,6 @@ class MachineLog(Observer):
         return about | ({"host": self._hosts[rank]} if rank in self._hosts else {})
 
 
-def _board(*, is_plain: bool) -> Board:
-    return Board(is_plain=is_plain, is_quiet=is_notebook())  # a notebook's table has the metrics
-
-
 _lock = threading.Lock()
-_runs: weakref.WeakSet[ProgressDisplay] = weakref.WeakSet()
-"""Displays of the gangs of `dispatch.run` outside tasks, whose board new gangs share until they have ended."""
+_gangs: weakref.WeakSet[ProgressDisplay] = weakref.WeakSet()
+"""Displays of this process's gangs, whose board new gangs share until they have ended."""

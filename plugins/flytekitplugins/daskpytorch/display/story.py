@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch.report.chart import Points
 MAX_EVENTS = 2_000
 """Maximum number of events that a Deck keeps. Each further event replaces one in the middle."""
 MAX_SPANS = 400
-PACE_INTERVAL = 1.0
-"""Minimum number of seconds between two points of a Deck's curve of steps per second."""
 MAX_SPOILT = 20
 """Maximum number of metrics whose first NaN or infinity a Deck shows as an event."""
 MAX_USAGE_POINTS = 400
@@ -61,8 +59,6 @@ class Story(Observer):
     """Newest log record of rank 0 in the current attempt. None before the first record."""
     rate: Pace = field(default_factory=Pace)
     """Steps per second of rank 0, from its newest log records."""
-    pace: Curve = field(default_factory=Curve)
-    """Curve of rank 0's steps per second, over seconds since the request for the gang."""
     outcome: State | None = None
     """Final state of the training. None before its end."""
     failure: str = ""
@@ -72,8 +68,6 @@ class Story(Observer):
     """Checkpoints that the newest event stands for: step of the first one, and their number. None: no checkpoints."""
     _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
     """Curves of the first ranks' usage (CPU, memory, GPU, steps per second), by chart and by rank."""
-    _paced: LogRecord | None = None
-    """Log record at the newest point of `pace`, or the attempt's first record. None without records."""
     _spoilt: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -150,7 +144,7 @@ class Story(Observer):
         self.metrics.take(record.step, numbers, is_evaluation=record.is_evaluation)
         if not record.is_evaluation:
             self.record = record
-            self._measure(record)
+            self.rate.add(record.time, record.step)
         for name, value in numbers.items():
             if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
                 self._spoilt.add(name)
@@ -158,7 +152,7 @@ class Story(Observer):
 
     def calling(self, name: str) -> None:
         """Record the begin of a staying gang's call, whose metrics replace those of the call before."""
-        self.metrics, self.record, self._paced = Metrics(), None, None
+        self.metrics, self.record = Metrics(), None
         self.rate.clear()
         self._spoilt.clear()
         self._tell(f"calls {name}")
@@ -203,7 +197,7 @@ class Story(Observer):
         """Record the reason for a restart, and drop the values that will be logged again."""
         self.metrics.cut(step)
         self.rate.clear()
-        self._paced = self.record = None
+        self.record = None
         self._spoilt.clear()
         start = (
             f"from step {step:,}" if step is not None else "from the start: current_rank().checkpoint has saved nothing"
@@ -237,15 +231,6 @@ class Story(Observer):
         self._tell(text, outcome.tone)
         self.ended_at = self.clock()
         self._enter(None)
-
-    def _measure(self, record: LogRecord) -> None:
-        """Add a point to the curve of steps per second, if its newest point is at least one second old."""
-        self.rate.add(record.time, record.step)
-        if self._paced is None or record.step < self._paced.step:
-            self._paced = record
-        elif record.time - self._paced.time >= PACE_INTERVAL and (steps := self.rate.per_second):
-            self.pace.add((record.step, record.time - self.began_at, steps))
-            self._paced = record
 
     def _tell(self, text: str, tone: Tone = "idle") -> None:
         """Add an event whose heading is the first line of the text."""

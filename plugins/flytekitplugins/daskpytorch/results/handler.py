@@ -158,7 +158,9 @@ class DaskResultsHandler:
             for received in all_received:
                 refusals += write_out(received, folder, _keys_of_others(self))
         if raise_errors:
-            _raise_first([*map(_error_of, futures), *refusals[:1]])
+            for error in (*map(_error_of, futures), *refusals):
+                if error is not None:
+                    raise error
 
 
 def write_out(received: ReceivedResults, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
@@ -213,9 +215,3 @@ def _error_of(future: Future[Any]) -> BaseException | None:
         return None
     error = CancelledError() if future.cancelled() else future.exception()
     return None if isinstance(error, StoppedEarlyError) else error  # which is no failure
-
-
-def _raise_first(errors: Iterable[BaseException | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error

@@ -9,15 +9,13 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from distributed import Client
-
 from flytekitplugins.daskpytorch.checks import Problems, shown
-from flytekitplugins.daskpytorch.dask.agents import DaskAgents, Share
+from flytekitplugins.daskpytorch.dask.agents import Share
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request, take_keys
@@ -27,13 +25,10 @@ from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.settings import MODE, Gang, Wandb
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay, as_html, counted, rows_of, show_live
+from flytekitplugins.daskpytorch.settings import MODE
+from flytekitplugins.daskpytorch.sweep.display import as_html, counted, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
-from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
-from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.sweep import Pool, Sweep
-from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,39 +38,17 @@ LOOK_INTERVAL = 0.5
 """Seconds between two checks of the cluster's workers while models wait for workers."""
 
 
-def train_all(
-    client: Client,
-    pytorch_function: Callable[..., Any],
-    experiments: Sequence[Any] | Search,
-    *,
-    workers: int | Callable[[Any], int],
-    settings: Gang,
-    stop_early: EarlyStopping | None,
-    wandb: Wandb | None,
-    storage: SweepStorage | None,
-) -> ModelFutures:
+def train_all(sweep: Sweep) -> ModelFutures:
     """Start the training of all models of `dispatch.map`, and return their futures."""
-    known = None if isinstance(experiments, Search) else experiments
-    num_models = experiments.num_models if isinstance(experiments, Search) else len(experiments)
-    asked = experiments if isinstance(experiments, Search) else stop_early
-    sweep = Sweep(
-        cluster=DaskAgents(client),
-        function=pytorch_function,
-        workers=workers,
-        settings=settings,
-        wandb=wandb,
-        storage=storage,
-        trials=Trials(asked, num_models) if asked is not None else None,
-        board=SweepDisplay(num_models, is_quiet=is_notebook()),
-    )
+    known, storage = sweep.known, sweep.storage
     for index, experiment in enumerate(known or ()):
         sweep.size(index, experiment)  # sizes are checked before experiments are pickled
-    kept = storage.open(pytorch_function, known) if storage is not None else {}
-    models = [sweep.model(index, kept.get(index), known) for index in range(num_models)]
+    kept = storage.open(sweep.function, known) if storage is not None else {}
+    models = [sweep.model(index, kept.get(index)) for index in range(sweep.num_models)]
     for model in models:
         if not sweep.is_over(model) and (known is not None or model.kept is not None):
             sweep.prepare(model, model.experiment)
-    sweep.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(num_models)])
+    sweep.keys = take_keys(sweep.function, sweep.settings.key, [f"-{index}" for index in range(sweep.num_models)])
     futures = ModelFutures(sweep, models)
     if is_notebook():
         show_live(futures)

@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.driver.request import Request, request_for, storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError
@@ -26,6 +27,7 @@ from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Model
+from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage, SweepStorage
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 
@@ -36,33 +38,47 @@ class Sweep:
 
     cluster: DaskAgents
     function: Callable[..., Any]
+    experiments: Sequence[Any] | Search
     workers: int | Callable[[Any], int]
     settings: Gang
+    stop_early: EarlyStopping | None
     wandb: Wandb | None
     storage: SweepStorage | None
-    trials: Trials | None
-    """Optuna trials of the models, for early stopping or a search. None without either."""
-    board: SweepDisplay
     keys: Sequence[str] = ()
     """Unique keys of the models, by index. A key names the model's checkpoints and tracker runs in all attempts."""
     execution: Execution = field(default_factory=current_execution)
     """Flyte execution of the thread that calls `dispatch.map`. Other threads may have no execution."""
     code: Code = field(default_factory=pack_code)
     runs: Callable[[], RunSettings] | None = field(init=False)
+    trials: Trials | None = field(init=False)
+    """Optuna trials of the models, for early stopping or a search. None without either."""
 
     def __post_init__(self) -> None:
+        asked = self.experiments if isinstance(self.experiments, Search) else self.stop_early
+        self.trials = Trials(asked, self.num_models) if asked is not None else None
+        self.board = SweepDisplay(self.num_models, is_quiet=is_notebook())
         name, execution = name_of(self.function), self.execution.name
         wandb = self.wandb
         self.runs = None if wandb is None else wandb_run.sweep_settings(wandb, function=name, execution=execution)
         self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
 
-    def model(self, index: int, kept: Kept | None, experiments: Sequence[Any] | None) -> Model:
+    @property
+    def known(self) -> Sequence[Any] | None:
+        """The experiments. None in a search, whose study suggests them."""
+        return None if isinstance(self.experiments, Search) else self.experiments
+
+    @property
+    def num_models(self) -> int:
+        """Number of models."""
+        return self.experiments.num_models if isinstance(self.experiments, Search) else len(self.experiments)
+
+    def model(self, index: int, kept: Kept | None) -> Model:
         """Return a new model, whose experiment comes from the list or, in a search, from storage.
 
         Raises:
             ValueError: The stored model belongs to a list of experiments, but this sweep is a search.
         """
-        experiment = experiments[index] if experiments is not None else kept and kept.experiment
+        experiment = self.known[index] if self.known is not None else kept and kept.experiment
         model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
         if self.storage is not None:
             model.storage = self.storage.model(index, lambda: self._about(model))

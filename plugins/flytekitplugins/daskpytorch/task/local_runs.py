@@ -67,21 +67,17 @@ class LocalRun:
     The folder stays after the run if it has a checkpoint.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        task: str,
-        inputs: dict[str, str],
-        source: str,
-        previous: Path | None = None,
-        program: str = "",
-    ) -> None:
-        self.task = task
-        self.program = program
-        self.inputs = inputs
-        self.source = source
-        self.folder = root / task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        self.previous = previous or _previous(root / task, program)
+    def __init__(self, root: Path, about: Mapping[str, Any], previous: Path | None) -> None:
+        """Choose a new folder.
+
+        Args:
+            root: Folder of all local runs.
+            about: Name of the task or run, program, and digests of inputs and source, for the run's record.
+            previous: Folder of the earlier run to go on from. None: start afresh.
+        """
+        self.folder = root / about["task"] / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self.previous = previous
+        self._about = {"folder": str(self.folder), **about}
         self._record: IO[str] | None = None
 
     def paths(self, key: str) -> StoragePaths:
@@ -108,23 +104,21 @@ class LocalRun:
 
     def differences(self) -> list[str]:
         """Return names of what differs from the earlier run to go on from: inputs, the task, the function's source."""
-        earlier = json.loads((self.previous / RECORD).read_text()) if self.previous is not None else {}
-        then = earlier.get("inputs", {})
-        found = [f"input {name}" for name in sorted({*then, *self.inputs}) if then.get(name) != self.inputs.get(name)]
-        found += ["the task"] if earlier.get("task") != self.task else []
-        return [*found, "the function's source"] if earlier.get("source") != self.source else found
+        earlier = _about(self.previous) if self.previous is not None else {}
+        then, now = earlier.get("inputs", {}), self._about["inputs"]
+        found = [f"input {name}" for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+        others = {"task": "the task", "source": "the function's source"}
+        return found + [words for name, words in others.items() if earlier.get(name) != self._about[name]]
 
     def make_folder(self) -> None:
         """Make the run's folder, with a record of task and inputs, which stays locked until the run ends."""
         if self._record is not None:
             return
         make_private(self.folder)
-        record = {"folder": str(self.folder), "task": self.task, "inputs": self.inputs, "source": self.source}
-        record["program"] = self.program
         self._record = (self.folder / RECORD).open("w")
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        json.dump(record, self._record)
+        json.dump(self._about, self._record)
         self._record.flush()
 
     def make_room(self) -> None:
@@ -202,10 +196,9 @@ def _is_removable(run: Path) -> bool:
 
     Copied and moved folders, and folders with other files, belong to the user and stay.
     """
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-        record = json.loads((run / RECORD).read_text())
+    with contextlib.suppress(OSError):
         files = (path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_symlink() or not path.is_dir())
-        is_ours = record["folder"] == str(run) and run.lstat().st_uid == os.geteuid()
+        is_ours = _about(run).get("folder") == str(run) and run.lstat().st_uid == os.geteuid()
         return is_ours and all(map(OURS.fullmatch, files)) and not _goes_on(run)
     return False
 
@@ -249,8 +242,9 @@ def begin(
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
     digests = {name: _digest(identity) for name, identity in inputs.items()}
+    about = {"task": task, "inputs": digests, "source": _digest(source.encode()), "program": program}
     attempt_before = attempt_before if attempt_before is not None and (attempt_before / RECORD).exists() else None
-    run = LocalRun(root, task, digests, _digest(source.encode()), attempt_before, program)
+    run = LocalRun(root, about, attempt_before or _previous(root / task, program))
     if attempt_before is not None:
         _say(task, "going on from the attempt before")
     elif run.previous is not None:
@@ -289,7 +283,7 @@ def _previous(runs_of_task: Path, program: str) -> Path | None:
     if asked in ("1", "last"):
         found = sorted(_runs(runs_of_task.parent), reverse=True)
         here = (run for _, run in found if run.parent == runs_of_task and _is_of_use(run))
-        folder = next((run for run in here if _program_of(run) == program), None)
+        folder = next((run for run in here if _about(run).get("program", "") == program), None)
     else:
         folder = Path(asked).expanduser().absolute()
         if not (folder / RECORD).is_file():
@@ -309,10 +303,12 @@ def _runs(root: Path) -> Iterator[tuple[float, Path]]:
             yield max(path.stat().st_mtime for path in found.parent.rglob("*")), found.parent
 
 
-def _program_of(run: Path) -> str:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return str(json.loads((run / RECORD).read_text()).get("program", ""))
-    return ""
+def _about(run: Path) -> dict[str, Any]:
+    """Return the record of a run. Empty if the file is damaged, or another process has just removed the folder."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(about := json.loads((run / RECORD).read_text()), dict):
+            return about
+    return {}
 
 
 def _is_of_use(run: Path) -> bool:

@@ -291,7 +291,7 @@ class Run:
 
     def _show(self) -> Shown:
         call = self._call
-        display = machine.progress_of_run(
+        display = machine.progress(
             call.training.name,
             call.key,
             is_plain=is_debugging(call.settings) or is_interactive(),
