@@ -28,7 +28,7 @@ from ear import listening
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.node import agent, transfers
+from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
 from flytekitplugins.daskpytorch.node.transfers import Transfers
 from flytekitplugins.daskpytorch.protocol import code, framing, messages
@@ -233,8 +233,7 @@ def refuses_connections(address: tuple[str, int]) -> bool:
     return False
 
 
-def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "DIAL_WAITS", (0.01, 0.01))
+def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver) -> None:
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
     told = driver.next(messages.Sent)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
@@ -341,19 +342,6 @@ def test_save_returns_before_the_file_is_announced_and_the_next_one_waits_for_it
     assert [file.step for file in rank.announced] == [1, 2]
 
 
-def test_flush_may_come_just_as_a_save_begins(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, start = rank.checkpoint(), threading.Thread.start
-
-    def flush_first(thread: threading.Thread) -> None:
-        checkpoint.flush()  # as the thread that obeys orders does, whenever it likes
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", flush_first)
-    checkpoint.save({"w": torch.zeros(10)}, 1)
-    checkpoint.flush()
-    assert [file.step for file in rank.announced] == [1]
-
-
 def test_flush_waits_no_longer_than_it_is_told(rank: Rank) -> None:
     go_on = threading.Event()
     checkpoint = rank.checkpoint(announce=lambda file: rank.announced.append(file) if go_on.wait() else None)
@@ -558,14 +546,11 @@ def test_a_flush_in_time_waits_no_longer_altogether(rank: Rank, monkeypatch: pyt
     checkpoint = rank.checkpoint()
     waited = []
 
-    class Waiting:
-        def join(self, timeout: float) -> None:
-            now[0] += 7.0
+    def wait(worker: Worker, lane: str, timeout: float) -> None:
+        now[0] += 7.0
 
-        def flush(self, timeout: float) -> None:
-            waited.append(timeout)
-
-    checkpoint._writing = checkpoint.sharded = Waiting()  # type: ignore[assignment]
+    monkeypatch.setattr(Worker, "flush", wait)
+    monkeypatch.setattr(checkpoint.sharded, "flush", waited.append)
     checkpoint.flush(10.0)
     assert waited == [3.0]
 

@@ -11,7 +11,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.request import Request, check_function, request_for
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import RankHost
-from flytekitplugins.daskpytorch.rank.evaluation import EvaluationHost, evaluate
+from flytekitplugins.daskpytorch.rank.evaluation import evaluate
 from flytekitplugins.daskpytorch.settings import Keep
 
 
@@ -54,7 +54,7 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
         name=name_of(asked.function),
         ranks_per_worker=of.ranks_per_worker if asked.workers else 1,
         num_gpus=of.num_gpus,
-        host=pickle.dumps(EvaluationHost(host=host)) if host is not None else None,
+        host=pickle.dumps(host) if host is not None else None,
         environment=of.environment,
     )
 

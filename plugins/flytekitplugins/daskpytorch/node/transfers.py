@@ -24,8 +24,6 @@ REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
 """Seconds before each retry to connect to the driver, if the driver has closed a connection in the handshake."""
 DIAL_TIMEOUT = 30.0
 """Timeout for opening a connection to the driver, in seconds."""
-DIAL_WAITS = (0.5, 1.0, 2.0)
-"""Seconds before each retry of a failed connection to the driver for a transfer."""
 
 
 class Transfers:
@@ -76,7 +74,7 @@ class Transfers:
             if original.is_here:
                 return original
             if self._large is None or self._large_name != original.name:
-                with contextlib.closing(self._dial_with_retries()) as connection:
+                with contextlib.closing(dial(self._order)) as connection:
                     connection.send(messages.DownloadLarge())
                     self._large, self._large_name = SharedMemory.received(connection, original), original.name
             return self._large.address
@@ -115,19 +113,11 @@ class Transfers:
 
     def _upload(self, file: CheckpointFile, path: Path) -> None:
         try:
-            with contextlib.closing(self._dial_with_retries()) as connection:
+            with contextlib.closing(dial(self._order)) as connection:
                 connection.send(messages.Upload(file))
                 connection.send_file(path)
         except (OSError, EOFError) as error:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
-
-    def _dial_with_retries(self) -> Connection:
-        """Connect to the driver, with retries: it may have run out of file descriptors for a moment, for example."""
-        for wait_for in DIAL_WAITS:
-            with contextlib.suppress(ConnectionError):
-                return dial(self._order)
-            time.sleep(wait_for)
-        return dial(self._order)
 
     def _drop_older_than(self, newest: Path) -> None:
         """Delete old checkpoints on this node, except the last three up to `newest`.

@@ -5,11 +5,11 @@ rank 0 --file--> its agent --connection--> the driver's checkpoints --connection
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from flytekitplugins.daskpytorch.context import Checkpoint
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
 from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
+LANE = "whole"
+"""Queue of the thread that writes whole states."""
 T = TypeVar("T")
 
 
@@ -58,7 +61,7 @@ class RankCheckpoint(Checkpoint):
         self._patience = job.patience
         self._storage = job.storage
         self._best_by = job.settings.keep.metric
-        self._writing: threading.Thread | None = None
+        self._worker = Worker(name="checkpoint")
         self._num_asked = 0
         self._loaded: SavedCheckpoint | None = None
 
@@ -81,19 +84,12 @@ class RankCheckpoint(Checkpoint):
             return
         with self._link.saving(step):
             self.flush()
-            copied = _copy(state)
-        writing = threading.Thread(
-            target=self._write, args=(copied, step, plain), name="daskpytorch-checkpoint", daemon=True
-        )
-        del copied
-        writing.start()  # before `_writing` is set: the thread that obeys orders joins `_writing`
-        self._writing = writing
+            self._worker.submit(LANE, functools.partial(self._write, _copy(state), step, plain))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds. None: no limit."""
         until = None if timeout is None else time.monotonic() + timeout
-        if self._writing is not None:
-            self._writing.join(timeout)
+        self._worker.flush(LANE, timeout)
         self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:

@@ -39,6 +39,7 @@ from flytekitplugins.daskpytorch.rank import (
     sources,
     standstill,
 )
+from flytekitplugins.daskpytorch.rank.evaluation import Metrics
 from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
@@ -322,7 +323,7 @@ def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangL
 
     In a Flyte task only rank 0 sends a value: the task's outputs. The result is None if there is nothing left to send.
     """
-    if host is None:
+    if host is None or isinstance(returned, Metrics):
         return link.send_returned(returned)
     return link.send_returned(host.outputs(unwrapped(returned))) if order.place.rank == 0 else None
 

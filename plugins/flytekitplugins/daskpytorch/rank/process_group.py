@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -57,31 +58,28 @@ def install() -> None:
     if getattr(original, "knows_gangs", False):
         return
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def init_process_group(
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta | None = None,
-        world_size: int = -1,
-        rank: int = -1,
-        store: Store | None = None,
-        *others: Any,
-        **more: Any,
-    ) -> None:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
         member = _membership
-        if member is not None and member.pid == os.getpid() and member.form is not None:
-            join()  # a module of the user's calls the function at import
         if member is None or member.pid != os.getpid():
-            original(backend, init_method, timeout, world_size, rank, store, *others, **more)
-        elif distributed.is_initialized() and member.is_in:
-            _check(member, backend, world_size, rank)
-            if timeout is not None:
-                torch_parts.set_timeout(timeout)
-        elif store is None and init_method in (None, "env://"):
-            _check(member, None, world_size, rank)
-            _enter(member, original, backend, timeout, *others, **more)
+            original(*args, **kwargs)
+            return
+        if member.form is not None:
+            join()  # a module of the user's calls the function at import
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        if distributed.is_initialized() and member.is_in:
+            _check(member, asked["backend"], asked)
+            if asked["timeout"] is not None:
+                torch_parts.set_timeout(asked["timeout"])
+        elif asked["store"] is None and asked["init_method"] in (None, "env://"):
+            _check(member, None, asked)
+            _enter(member, original, asked)
         else:  # a rendezvous of the user's
-            original(backend, init_method, timeout, world_size, rank, store, *others, **more)
+            original(*args, **kwargs)
             member.is_in = False
 
     init_process_group.knows_gangs = True  # type: ignore[attr-defined]
@@ -175,32 +173,27 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def _enter(
-    member: _Membership,
-    form: Callable[..., None],
-    backend: str | None,
-    timeout: timedelta | None,
-    *others: Any,
-    **more: Any,
-) -> None:
+def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, Any]) -> None:
+    """Form a default process group with the gang's ranks. `asked` has the arguments of `init_process_group`."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    backend = backend or member.backend
+    backend = asked["backend"] or member.backend
     store = PrefixStore(str(member.num_groups), member.store)
     member.num_groups += 1
-    form(backend, None, timeout, member.place.world_size, member.place.rank, store, *others, **more)
+    place = {"world_size": member.place.world_size, "rank": member.place.rank, "store": store}
+    form(**{**asked, "backend": backend, "init_method": None, **place})
     if backend == ON_GPUS:
         torch_parts.name_default_group("nccl")
     member.backend, member.is_in = backend, True
 
 
-def _check(member: _Membership, backend: str | None, world_size: int, rank: int) -> None:
+def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -> None:
     """Check that the arguments of `init_process_group` fit the gang's process group.
 
     Raises:
         ValueError: The backend, the number of ranks or the rank differs from the gang's.
     """
-    place = member.place
+    place, world_size, rank = member.place, asked["world_size"], asked["rank"]
     differing = []
     if backend is not None and not _kinds(backend) <= _kinds(member.backend):
         differing.append(f"the backend is {member.backend}, not {backend}: see Gang(backend=...)")

@@ -39,7 +39,6 @@ class SaveSlots:
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
         self._waiting: Staged | None = None
-        self._num_unwritten = 0
         self._deferred: list[int] | None = None
         """Numbers of saves that the driver has committed or given up during a `placing` block. They count after the
         block, since the ranks exchange their progress in the block. None outside a block."""
@@ -94,12 +93,6 @@ class SaveSlots:
             else:
                 self._deferred.append(number)
 
-    def note_written(self) -> None:
-        """Record that this rank has ended the write of a save, with or without success."""
-        with self._changed:
-            self._num_unwritten -= 1
-            self._changed.notify_all()
-
     def close(self) -> None:
         """Drop the waiting save, since the driver will commit no more saves."""
         with self._changed:
@@ -107,9 +100,9 @@ class SaveSlots:
             self._changed.notify_all()
 
     def flush(self, timeout: float | None) -> None:
-        """Wait until this rank has written all its saves, or for `timeout` seconds. None: no limit."""
+        """Wait until no save waits, or for `timeout` seconds. None: no limit."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_unwritten and self._waiting is None, timeout)
+            self._changed.wait_for(lambda: self._waiting is None, timeout)
 
     def _settle(self, number: int) -> None:
         if number != self._view.started or self._view.is_settled:
@@ -121,5 +114,5 @@ class SaveSlots:
 
     def _start(self, save: Staged) -> None:
         self._view = View(save.number, is_settled=False)
-        self._num_unwritten += 1
+        self._changed.notify_all()
         self._start_writing(save)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
 
+LANE = "shards"
+"""Queue of the thread that writes this rank's parts."""
 MAX_TOLD = 8
 """Maximum number of keys in rank 0's message about values of a checkpoint that no rank has loaded."""
 
@@ -59,12 +62,12 @@ class ShardedCheckpoints:
         self._report = report
         self._moved = moved
         """Called repeatedly during a write or read, as a sign of life, since a large state takes longer than a step."""
+        self._worker = Worker(name="sharded")
         self._slots: SaveSlots = SaveSlots(self._start, self._tell_replaced)
         self._num_saves = 0
         self._copies = ShardCopies(sharding, rank)
         self._plans: SavePlans | None = None
         self._files: Any = None
-        self._writing: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
         """Copy this rank's part of a state, and queue the write of the copy to storage. Call on all ranks together.
@@ -147,7 +150,9 @@ class ShardedCheckpoints:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until this rank has written its part of the newest save, or for `timeout` seconds. None: no limit."""
+        until = None if timeout is None else time.monotonic() + timeout
         self._slots.flush(timeout)
+        self._worker.flush(LANE, None if until is None else until - time.monotonic())
 
     def _opened(self) -> SavePlans:
         from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans
@@ -172,14 +177,9 @@ class ShardedCheckpoints:
             )
 
     def _start(self, save: Staged) -> None:
-        self._writing = threading.Thread(
-            target=self._write, args=(save, self._writing), name="daskpytorch-sharded", daemon=True
-        )
-        self._writing.start()
+        self._worker.submit(LANE, functools.partial(self._write, save))
 
-    def _write(self, save: Staged, before: threading.Thread | None) -> None:
-        if before is not None:  # still alive if another rank, and so the driver, gave up
-            before.join()
+    def _write(self, save: Staged) -> None:
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
         try:
             whose = {"rank": self._rank, "step": save.step}
@@ -200,7 +200,6 @@ class ShardedCheckpoints:
             self._report(written)
         finally:
             save.drop()
-            self._slots.note_written()
 
     def _together(self, checkpoint: ShardedCheckpoint, act: Callable[[], object]) -> bool:
         """Call `act` on all ranks together. Return False if a rank has found the checkpoint damaged.
