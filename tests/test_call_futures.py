@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,18 +19,19 @@ WAIT = 20.0
 
 
 class Asked:
-    """Calls of a gang of two ranks, whose outcomes the test decides."""
+    """Calls of a gang of two ranks, whose outcomes the test decides. `thread` stands for the gang's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
         self.pending = _Pending()
-        self.pending.settler.start()
+        self.thread = thread
+        self.settler = thread.submit(threading.current_thread).result()
         self.ended: list[str] = []
 
     def ask(self, number: int) -> CallFutures:
         futures = CallFutures(
             ReceivedResults(),
             2,
-            self.pending.settler,
+            self.settler,
             end=lambda: bool(self.ended.append("Ctrl-C")),
             cancel=lambda: self.ended.append("cancel"),
             keep=None,
@@ -41,14 +43,18 @@ class Asked:
 
     def settle(self, number: int, **values: Callable[[], Any]) -> None:
         loads = {rank: values.get(f"rank{rank}", lambda: "value") for rank in range(2)}
-        self.pending.to_settle.put((number, Outcome(values=loads)))
+        self.thread.submit(self.pending.settle, number, Outcome(values=loads))
+
+    def end(self) -> None:
+        self.thread.submit(self.pending.note_end, None).result()
 
 
 @pytest.fixture
 def asked() -> Iterator[Asked]:
-    asked = Asked()
-    yield asked
-    asked.pending.note_end(None)
+    with ThreadPoolExecutor(1) as thread:
+        asked = Asked(thread)
+        yield asked
+        asked.end()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -65,7 +71,7 @@ def test_a_callback_that_waits_for_its_own_call_or_a_later_one_gets_an_error(ask
 
     first[1].add_done_callback(wait_for_all)
     if has_ended:
-        asked.pending.note_end(None)
+        asked.end()
         assert isinstance(first.exception(timeout=WAIT), BaseException)
     else:
         asked.settle(1)

@@ -246,7 +246,8 @@ class Story(Observer):
     def _enter(self, now: tuple[str, Tone] | None) -> None:
         """End the timeline's present phase, and begin one with this name and colour. None: the training has ended."""
         if self._now is not None:
-            self._spans = [*self._spans, self._current(*self._now)][-MAX_SPANS:]
+            self._spans.append(self._current(*self._now))
+            del self._spans[:-MAX_SPANS]
         self._since, self._now = self.clock(), now
 
     def _current(self, text: str, tone: Tone) -> Span:

@@ -141,7 +141,9 @@ class GangFutures(Futures[GangFuture]):
         self._futures = [GangFuture(supervisor.received, end) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
-        threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
+        self.thread = threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True)
+        """Thread that runs the gang, and settles its futures."""
+        self.thread.start()
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Return the return values of all ranks at the gang's end, in rank order.

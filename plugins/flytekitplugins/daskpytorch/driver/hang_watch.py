@@ -127,7 +127,9 @@ class HangWatch:
     def _all_stand(self) -> bool:
         """Return True if all running ranks stand still, and might wait for each other."""
         attempt = self._attempt
-        if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged or self._is_slow():
+        if not attempt.standing or not attempt.is_formed or attempt.world_size == 1:
+            return False
+        if attempt.prompts.debugged or self._is_slow():
             return False
         num_ended = len(attempt.results) + len(attempt.failures) + len(attempt.exits) + len(attempt.at_rest)
         if attempt.has_delivered or len(attempt.standing) + num_ended < attempt.world_size:

@@ -85,9 +85,7 @@ class Listener:
         calls: queue.SimpleQueue[Call],
         serve_file: FileServer,
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Agents beyond the backlog connect 1 s later, so the backlog is as long as the kernel allows.
-        self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        self._server = framing.listen_at(host)
         self._server.setblocking(False)  # `accept` must not block after a caller has gone
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         """Host and port to which agents connect."""

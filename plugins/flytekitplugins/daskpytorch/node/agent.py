@@ -8,6 +8,7 @@ and exits to the driver.
 import contextlib
 import functools
 import os
+import pickle
 import select
 import signal
 import socket
@@ -123,10 +124,8 @@ class _Agent:
         """Listening socket of this node, for the store of rank 0. Early connections wait in the socket's queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
-        self._num_kills_for_memory = 0
         self._stays = False  # until a gang that stays has started
         self._open = True
-        self._heartbeat_at = 0.0
         self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[Rank] = []
         """Ranks without signs of life that the agent has signalled to write their stacks."""
@@ -135,6 +134,8 @@ class _Agent:
         self._lock = threading.Lock()
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._transfers = Transfers(order, scratch, self._say)
+        self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
+        """Poll of all descriptors, with the handler of each one's events. None after a change of the descriptors."""
 
     def close(self) -> None:
         """Kill the remaining ranks, without a report to the driver."""
@@ -150,7 +151,7 @@ class _Agent:
     def serve(self, driver: Connection) -> None:
         self._driver = driver
         self._interface = interface_of(driver.own_address)
-        self._meeting = _listen_at(driver.own_address)
+        self._meeting = framing.listen_at(driver.own_address)
         node = describe_node(self._order.worker, self._interface, self._order.num_gpus)
         host, port, *_ = self._meeting.getsockname()
         self._await_server()
@@ -175,10 +176,14 @@ class _Agent:
 
     def _due(self) -> list[Callable[[], None]]:
         """Wait for events of driver, fork server and ranks, or for the next deadline. Return the events' handlers."""
+        poll, handlers = self._watched = self._watched or self._watch()
+        return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
+
+    def _watch(self) -> tuple[select.poll, dict[int, Callable[[], None]]]:
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
-            self._transfers.fileno(): lambda: self._tell_all(self._transfers.next_outcome()),
+            self._transfers.fileno(): lambda: self._tell(self._transfers.next_outcome()),
         }
         if self._leaving is not None:
             handlers[self._leaving] = self._say_leaving
@@ -190,7 +195,7 @@ class _Agent:
         poll = select.poll()  # cheaper than `multiprocessing.connection.wait`, on cores that the ranks train on
         for file in handlers:
             poll.register(file, select.POLLIN)
-        return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
+        return poll, handlers
 
     def _follow(self) -> None:
         message: messages.ToAgent = self._driver.recv()
@@ -200,7 +205,7 @@ class _Agent:
             case messages.Stop():
                 self._stop(message)
             case messages.Tell(order):
-                self._tell_all(order)
+                self._tell(order)
             case messages.Dump(ranks):
                 self._dump(ranks)
             case messages.Fetch(file):
@@ -253,7 +258,7 @@ class _Agent:
         copies = self._logs.copies(attempt, place.rank) if self._logs is not None else [lambda _: None]
         outputs, outputs_of_rank = open_pipes(copies)
         rank = Rank(place=place, attempt=attempt, channel=mine, outputs=outputs)
-        self._ranks[place.local_rank] = rank  # closed with the agent in any case
+        self._ranks[place.local_rank], self._watched = rank, None  # closed with the agent in any case
         try:
             self._server.spawn(place.local_rank, theirs.fileno(), *outputs_of_rank)
         finally:
@@ -266,7 +271,7 @@ class _Agent:
         for rank in self._ranks.values():
             grace = asked.main_grace if rank.place.rank == 0 else asked.grace
             rank.kill_at = time.monotonic() + grace
-            self._tell(rank, orders.Quit(asked.reason, grace))
+            self._tell(orders.Quit(asked.reason, grace), rank)
 
     def _say(self, message: messages.FromAgent) -> None:
         with self._lock:
@@ -300,7 +305,7 @@ class _Agent:
         return max(0.01, min(deadlines) - time.monotonic())
 
     def _say_leaving(self) -> None:
-        self._leaving = None
+        self._leaving = self._watched = None
         self._say(messages.Leaving())
 
     # ---- stacks
@@ -328,20 +333,19 @@ class _Agent:
 
     # ---- the ranks' channels
 
-    def _tell_all(self, order: orders.Order) -> None:
-        for rank in self._ranks.values():
-            self._tell(rank, order)
-
-    @staticmethod
-    def _tell(rank: Rank, order: orders.Order) -> None:
-        with contextlib.suppress(OSError):  # the rank is already ending
-            rank.channel.send(order)
+    def _tell(self, order: orders.Order, *ranks: Rank) -> None:
+        """Send an order to these ranks, or to all."""
+        data = pickle.dumps(order)
+        for rank in ranks or self._ranks.values():
+            with contextlib.suppress(OSError):  # the rank is already ending
+                rank.channel.send_bytes(data)
 
     def _relay_reports(self, rank: Rank) -> None:
         try:
             gathered = reports.gather(rank.channel)
         except (EOFError, OSError):  # also if the rank's exit was handled a moment ago
             rank.channel.close()
+            self._watched = None
             return
         if gathered.num_moves is not None:
             rank.num_moves = gathered.num_moves
@@ -352,14 +356,16 @@ class _Agent:
 
     def _relay_output(self, rank: Rank, output: Output) -> None:
         self._note_lines(rank, output.read_lines())
+        self._watched = None  # the output may have ended
 
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
-        rank.note(lines)
         if lines:
+            rank.note(lines)
             self._say(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
+        self._watched = None
         with contextlib.closing(self._ranks.pop(key)) as rank:  # also if the driver has ended
             self._tell_exit(rank, exitcode)
 
@@ -392,9 +398,3 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))
-
-
-def _listen_at(address: str) -> socket.socket:
-    """Return a TCP socket that listens at any free port of this address, with the longest queue that Linux allows."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)

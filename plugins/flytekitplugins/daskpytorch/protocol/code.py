@@ -75,20 +75,6 @@ class Call:
     kwargs: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ByName:
-    """Reference to a function by module and name. If the name belongs to a Flyte task, the task's function is meant."""
-
-    module: str
-    qualname: str
-
-    def find(self) -> Callable[..., Any]:
-        found: Any = import_module(self.module)
-        for name in self.qualname.split("."):
-            found = getattr(found, name)
-        return getattr(found, "_task_function", found)  # type: ignore[no-any-return]
-
-
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------
 
 
@@ -171,13 +157,13 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
         archive.addfile(info, io.BytesIO(data))
 
 
-def _by_name(function: Callable[..., Any]) -> _ByName | None:
+def _by_name(function: Callable[..., Any]) -> tuple[str, str] | None:
+    """Return a function's module and name if the module has the function under this name, else None."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
         return None
-    reference = _ByName(module=module, qualname=qualname)
     try:
-        return reference if module in sys.modules and reference.find() is function else None
+        return (module, qualname) if module in sys.modules and _find(module, qualname) is function else None
     except AttributeError:
         return None
 
@@ -251,4 +237,12 @@ def unpack_call(data: bytes, aside: Sequence[memoryview] = (), present: Mapping[
         present: Names of `__main__` that keep their values. None: all present names.
     """
     function, args, kwargs = pickling.loads(data or aside[-1], aside, present)
-    return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)
+    return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
+
+
+def _find(module: str, qualname: str) -> Callable[..., Any]:
+    """Return a function by module and name. If the name belongs to a Flyte task, return the task's function."""
+    found: Any = import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return getattr(found, "_task_function", found)  # type: ignore[no-any-return]

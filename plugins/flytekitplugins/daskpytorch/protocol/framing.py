@@ -187,6 +187,15 @@ class Connection:
         self._sock.close()
 
 
+def listen_at(address: str) -> socket.socket:
+    """Return a TCP socket that listens at any free port of this address.
+
+    Callers beyond the socket's queue connect 1 s later, so the queue is as long as Linux allows.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+
+
 def watch_peer(sock: socket.socket) -> None:
     """Make the kernel detect the loss of the peer's host: in 10 s on an idle connection, else in 60 s.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -72,10 +73,20 @@ def dump_returned(
     Raises:
         TypeError: The value cannot be pickled, or is sharded over the ranks.
     """
+    try:
+        _pickler(sharded_classes())(file, protocol=5, buffer_callback=takes).dump(value)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
+            "Return plain data or tensors, such as a state_dict instead of a model."
+        ) from error
+
+
+@functools.cache
+def _pickler(sharded: tuple[type, ...]) -> type[cloudpickle.Pickler]:
+    """Return the pickler of return values. `sharded` are the classes that it refuses."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
-
-    sharded = sharded_classes()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
@@ -87,13 +98,7 @@ def dump_returned(
                 return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
             return reduce_storage(obj) or super().reducer_override(obj)
 
-    try:
-        Pickler(file, protocol=5, buffer_callback=takes).dump(value)
-    except Exception as error:
-        raise TypeError(
-            f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
-            "Return plain data or tensors, such as a state_dict instead of a model."
-        ) from error
+    return Pickler
 
 
 def _as_it_is(value: Any) -> Any:

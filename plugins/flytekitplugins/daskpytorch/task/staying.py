@@ -1,6 +1,6 @@
 """A gang that stays, whose caller makes call after call on its live ranks. Runs in the driver.
 
-StayingGang.call ──▶ driver.calls.Calls (gang's thread) ──▶ ranks ──▶ CallFutures, settled in a thread
+StayingGang.call ──▶ driver.calls.Calls (gang's thread) ──▶ ranks ──▶ CallFutures, settled in the gang's thread
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -87,9 +86,6 @@ class _Pending(Observer):
     is_closed: bool = False
     end: BaseException | None = None
     """Error that has ended the gang. None before the gang's end."""
-    last_error: BaseException = field(default_factory=lambda: CancelledError("the gang was closed"))
-    """The error that `end` will be, once the calls that have ended are settled."""
-    to_settle: queue.SimpleQueue[tuple[int, Outcome] | None] = field(default_factory=queue.SimpleQueue)
 
     def placed(self, shape: Shape) -> None:
         """Note the number of ranks, which `min_workers` may have made smaller."""
@@ -104,34 +100,22 @@ class _Pending(Observer):
         if (call := self.calls.current) is not None and call.number in self.futures:
             self.futures[call.number][0].log.logged(record)
 
-    def settle_all(self) -> None:
-        """Settle the futures of calls that have ended, until the gang's end. Runs in a thread of its own."""
-        while (ended := self.to_settle.get()) is not None:
-            number, outcome = ended
-            with self.lock:
-                futures, _ = self.futures.pop(number)
-            futures.settle(outcome)
-            del futures, outcome, ended
-        self._fail_left()
+    def settle(self, number: int, outcome: Outcome) -> None:
+        """Settle the futures of a call that has ended."""
+        with self.lock:
+            futures, _ = self.futures.pop(number)
+        futures.settle(outcome)
 
     def note_end(self, error: BaseException | None) -> None:
         """Fail all calls that have not ended, with the error that has ended the gang. None: the gang was closed."""
-        self.last_error = error or self.last_error
-        self.to_settle.put(None)
-        self.settler.join()
-        self.has_formed.set()
-
-    def _fail_left(self) -> None:
         with self.lock:
-            self.end = self.last_error
+            self.end = error = error or CancelledError("the gang was closed")
             left, self.futures = self.futures, {}
         for futures, call in left.values():
             if call.large is not None:
                 call.large.close()
-            futures.fail(self.last_error)
-
-    def __post_init__(self) -> None:
-        self.settler = threading.Thread(target=self.settle_all, name="daskpytorch-calls", daemon=True)
+            futures.fail(error)
+        self.has_formed.set()
 
 
 class StayingGang:
@@ -160,7 +144,6 @@ class StayingGang:
         asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
         run, self._supervisor = task_run.begin(call, asked, launcher)
         self._shown = run.shown
-        pending.settler.start()
         self._futures = RunFutures(run, self._supervisor, num_ranks)
         self._futures[0].add_done_callback(lambda future: pending.note_end(future.exception()))
         weakref.finalize(self, self._supervisor.cancel).atexit = False
@@ -246,7 +229,7 @@ class StayingGang:
             TypeError: `call` would refuse the function or an argument.
         """
         __tracebackhide__ = True
-        refuse_wait_in(self._pending.settler)
+        refuse_wait_in(self._futures.thread)
         futures, number = self._ask(function, args, kwargs, keeps=True)
         kept = Kept(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
         futures.result()
@@ -258,7 +241,7 @@ class StayingGang:
 
     def close(self) -> None:
         """End all ranks. Calls that have not ended are cancelled."""
-        refuse_wait_in(self._pending.settler)
+        refuse_wait_in(self._futures.thread)
         with self._pending.lock:
             self._pending.is_closed = True
             has_calls = bool(self._pending.futures)
@@ -284,7 +267,7 @@ class StayingGang:
         with self._pending.lock:
             if self.is_open:
                 number = next(self._numbers)
-                settle = functools.partial(_hand_over, self._pending.to_settle, number)
+                settle = functools.partial(self._pending.settle, number)
                 name = name_of(function)
                 asked = Call(number=number, name=name, call=call, code=code, large=large, keeps=keeps, settle=settle)
                 return self._queue(asked, (self, function, args, kwargs)), number
@@ -297,7 +280,7 @@ class StayingGang:
         futures = CallFutures(
             self._supervisor.received,
             pending.num_ranks,
-            pending.settler,
+            self._futures.thread,
             end=functools.partial(_end, self._supervisor, self._calls, asked),
             cancel=functools.partial(self._calls.interrupt, asked),
             keep=keep,
@@ -333,10 +316,6 @@ class StayingGang:
         )
         over.__cause__ = error
         return over
-
-
-def _hand_over(to_settle: queue.SimpleQueue[tuple[int, Outcome] | None], number: int, outcome: Outcome) -> None:
-    to_settle.put((number, outcome))
 
 
 def _show(shown: Shown, calls: Calls, call: Call, log: Log) -> Callable[[str], object]:
