@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -334,7 +334,7 @@ def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_pa
             if len(said) < 3:
                 process.write_text(f"line {len(said)}\n")
 
-        made._say = say  # type: ignore[method-assign]
+        made._driver = SimpleNamespace(send=say, hold=say)  # type: ignore[assignment]
         process.write_text("line 0\n")
         made._tell_exit(rank, 1)
     lines = [message.lines for message in said if isinstance(message, messages.Lines)]

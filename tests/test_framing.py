@@ -109,6 +109,24 @@ def test_limited_sender_does_not_wait_for_a_slow_peer(both: tuple[Connection, Co
             has_ended.set()
 
 
+def test_held_messages_go_together_in_order_before_the_next_and_by_themselves_if_they_are_many(
+    both: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = both
+    for text in "ab":
+        theirs.hold(text)
+    assert theirs.holds
+    theirs.send("c")
+    assert [ours.recv() for _ in "abc"] == ["a", "b", "c"]
+    theirs.hold("d")
+    theirs.flush()
+    assert ours.recv() == "d"
+    theirs.hold("e")
+    theirs.hold("f" * framing.MAX_HELD)
+    assert not theirs.holds
+    assert [ours.recv(), ours.recv()] == ["e", "f" * framing.MAX_HELD]
+
+
 def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:
     ours, theirs = both
     theirs._sock.sendall(framed(b"x" * 32)[:-1])

@@ -141,8 +141,8 @@ def test_cancel_ends_a_call_in_which_a_rank_waits_for_a_terminal(
         until(is_waiting, lambda: "".join(said))
         assert futures.cancel()
         with pytest.raises(CancelledError):
-            futures.result(timeout=100)
-        assert gang.call(os.getpid).result(timeout=100)
+            futures.result(timeout=20)
+        assert gang.call(os.getpid).result(timeout=20)
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ class Listener:
         if not isinstance(message, Reported):
             yield functools.partial(self._state.hear, connection, message)
             return
-        rank, reports = message.rank, unpack(message.reports)
+        rank, reports = message.rank, iter(unpack(message.report))
         while several := list(itertools.islice(reports, MAX_REPORTS)):
             kept = [self._state.received.keep(rank, it) if isinstance(it, Piece) else it for it in several]
             yield functools.partial(self._state.hear_of_rank, connection, rank, kept)

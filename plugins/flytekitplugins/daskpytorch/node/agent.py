@@ -131,7 +131,6 @@ class _Agent:
         """Ranks without signs of life that the agent has signalled to write their stacks."""
         self._stacks_at: float | None = None
         """Time at which the agent reads the stacks of silent ranks, on the monotonic clock. None while none are due."""
-        self._lock = threading.Lock()
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._transfers = Transfers(order, scratch, self._say)
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
@@ -177,7 +176,10 @@ class _Agent:
     def _due(self) -> list[Callable[[], None]]:
         """Wait for events of driver, fork server and ranks, or for the next deadline. Return the events' handlers."""
         poll, handlers = self._watched = self._watched or self._watch()
-        return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
+        events = poll.poll(0 if self._driver.holds else 1000 * self._patience())
+        if self._driver.holds and not events:
+            self._driver.flush()
+        return [handlers[file] for file, _ in events]
 
     def _watch(self) -> tuple[select.poll, dict[int, Callable[[], None]]]:
         handlers: dict[int, Callable[[], None]] = {
@@ -274,8 +276,7 @@ class _Agent:
             self._tell(orders.Quit(asked.reason, grace), rank)
 
     def _say(self, message: messages.FromAgent) -> None:
-        with self._lock:
-            self._driver.send(message)
+        self._driver.send(message)
 
     def _say_line(self, rank: int, line: str) -> None:
         with contextlib.suppress(OSError):  # the driver has ended
@@ -296,8 +297,7 @@ class _Agent:
 
     def _beat(self) -> None:
         told = {rank.place.rank: rank.num_moves for rank in self._ranks.values() if rank.num_moves is not None}
-        with self._lock:
-            self._driver.send_frame(framing.heartbeat(told))
+        self._driver.send_frame(framing.heartbeat(told))
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -342,17 +342,17 @@ class _Agent:
 
     def _relay_reports(self, rank: Rank) -> None:
         try:
-            gathered = reports.gather(rank.channel)
+            report = rank.channel.recv_bytes()
         except (EOFError, OSError):  # also if the rank's exit was handled a moment ago
             rank.channel.close()
             self._watched = None
             return
-        if gathered.num_moves is not None:
-            rank.num_moves = gathered.num_moves
-        if self._stays and gathered.messages:  # the output of a call comes before its end
+        if len(report) == reports.NUM_MOVES.size:
+            (rank.num_moves,) = reports.NUM_MOVES.unpack(report)
+            return
+        if self._stays:  # the output of a call comes before its end
             self._note_lines(rank, rank.take_lines())
-        for together in gathered.messages:
-            self._say(messages.Reported(rank.place.rank, together))
+        self._driver.hold(messages.Reported(rank.place.rank, report))
 
     def _relay_output(self, rank: Rank, output: Output) -> None:
         self._note_lines(rank, output.read_lines())
@@ -361,7 +361,7 @@ class _Agent:
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
         if lines:
             rank.note(lines)
-            self._say(messages.Lines(rank.place.rank, lines))
+            self._driver.hold(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()

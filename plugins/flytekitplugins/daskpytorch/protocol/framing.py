@@ -20,6 +20,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,8 @@ ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
 """Timeout, in seconds, for the driver's proof that it knows the gang's token. The driver may have thousands of agents
 to answer."""
+MAX_HELD = 1 << 14
+"""Number of bytes of held messages at which a connection sends the messages."""
 BEAT = b"\0"
 """First byte of a heartbeat. No pickle begins with this byte."""
 RANK = struct.Struct("!IQ")
@@ -83,10 +86,13 @@ class Frames:
 
 
 class Connection:
-    """One end of a connection between driver and agent. One thread may send while another receives."""
+    """One end of a connection between driver and agent. Threads may send while another thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._held = b""
+        self._lock = threading.Lock()
+        """Lock held while messages are sent or held."""
         self.heard_at = time.monotonic()
         """Time of the last received bytes, in seconds on the monotonic clock."""
 
@@ -107,6 +113,27 @@ class Connection:
         """
         self.send_frame(pickle.dumps(message))
 
+    def hold(self, message: object) -> None:
+        """Keep a message until `flush`, the next `send`, or 16 KiB (`MAX_HELD`) of messages. The peer wakes up once.
+
+        Raises:
+            OSError: The connection is broken.
+        """
+        frame = pickle.dumps(message)
+        with self._lock:
+            self._held += SIZE.pack(len(frame)) + frame
+        if len(self._held) >= MAX_HELD:
+            self.flush()
+
+    @property
+    def holds(self) -> bool:
+        """True if messages are held."""
+        return bool(self._held)
+
+    def flush(self) -> None:
+        """Send the messages that are held."""
+        self._send(b"")
+
     def recv(self) -> Any:
         """Wait for the next message.
 
@@ -117,8 +144,13 @@ class Connection:
         return pickle.loads(self.recv_frame())  # noqa: S301 - the peer has proved that it is of this gang
 
     def send_frame(self, frame: bytes) -> None:
-        """Send bytes as one frame, with their size in front."""
-        self._sock.sendall(SIZE.pack(len(frame)) + frame)
+        """Send bytes as one frame, with their size in front, after the messages that are held."""
+        self._send(SIZE.pack(len(frame)) + frame)
+
+    def _send(self, data: bytes) -> None:
+        with self._lock:
+            held, self._held = self._held, b""
+            self._sock.sendall(held + data)
 
     def recv_frame(self, only: int | None = None, deadline: float | None = None) -> bytes:
         """Wait for the next frame.

@@ -101,10 +101,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Reported:
-    """Pickled reports of a rank, which its agent passes on to the driver."""
+    """Pickled report of a rank, or list of its log records, which the agent passes on to the driver."""
 
     rank: int
-    reports: bytes
+    report: bytes
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,9 @@
 """Reports from a rank to the driver. The rank's agent passes them on without unpickling, except signs of life."""
 
-import contextlib
-import io
 import pickle
-import select
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.protocol.attaching import Awaits, Shown
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
@@ -20,9 +16,6 @@ from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 NUM_MOVES = struct.Struct("!Q")
 """Format of a report with nothing but a rank's number of signs of life so far. Agents put the number into heartbeats,
 and recognise the report by its size. All pickled reports are longer."""
-MAX_TOGETHER = 1 << 14
-"""Number of bytes at which an agent adds no more of a rank's reports to a message. Larger messages would fill the
-driver's queues and save little time."""
 
 
 @dataclass(frozen=True)
@@ -224,49 +217,7 @@ ShortReport = (
 Report = ShortReport | Piece
 
 
-@dataclass
-class Gathered:
-    """A rank's reports that its agent passes on together."""
-
-    messages: list[bytes] = field(default_factory=list)
-    """Pickled reports, oldest first. Each item is one message to the driver."""
-    num_moves: int | None = None
-    """The rank's newest number of signs of life. None if no gathered report has one."""
-
-    def add(self, report: bytes) -> None:
-        """Add the next report. Small reports share a message, which costs less for frequent reports."""
-        if len(report) == NUM_MOVES.size:
-            (self.num_moves,) = NUM_MOVES.unpack(report)
-        elif self.messages and len(report) < MAX_TOGETHER:
-            self.messages[-1] += report
-        else:
-            self.messages.append(report)
-
-    @property
-    def is_full(self) -> bool:
-        """True if the agent must send the messages before another `add`."""
-        return bool(self.messages) and (len(self.messages) > 1 or len(self.messages[0]) >= MAX_TOGETHER)
-
-
-def gather(channel: Connection) -> Gathered:
-    """Wait for a rank's next report, then gather all further reports that have arrived.
-
-    Raises:
-        EOFError, OSError: The channel is closed and empty.
-    """
-    gathered = Gathered()
-    gathered.add(channel.recv_bytes())
-    look = select.poll()
-    look.register(channel, select.POLLIN)
-    with contextlib.suppress(EOFError, OSError):  # the next call raises the error
-        while not gathered.is_full and look.poll(0):
-            gathered.add(channel.recv_bytes())
-    return gathered
-
-
-def unpack(reports: bytes) -> Iterator[Report]:
-    """Yield the reports in a message. A message is a row of pickles, and a pickle may hold a list of log records."""
-    stream = io.BytesIO(reports)
-    while stream.tell() < len(reports):
-        report = pickle.load(stream)  # noqa: S301 - from the gang's own rank, over its agent's connection
-        yield from report if isinstance(report, list) else [report]
+def unpack(data: bytes) -> list[Report]:
+    """Return the reports in a message from a rank, which is the pickle of a report or of a list of log records."""
+    reports = pickle.loads(data)  # noqa: S301 - from the gang's own rank, over its agent's connection
+    return reports if isinstance(reports, list) else [reports]
