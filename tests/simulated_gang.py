@@ -8,7 +8,7 @@ import itertools
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,8 @@ class Pieces:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def read(self, size: int) -> bytes:
-        return self._data[:size]
+    def pieces(self, size: int, what: str) -> Iterator[bytes]:
+        yield self._data[:size]
 
 
 class MoodyFiles(Files):
