@@ -169,6 +169,7 @@ class Agents:
 
 class Launcher:
     host = "127.0.0.1"
+    scheduler = None
 
     def __init__(self, count):
         self.workers = addresses(count)

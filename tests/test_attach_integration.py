@@ -46,11 +46,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         yield running
 
 
-def start(cluster: Cluster, text: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Run a script in the cluster's ranks, without a terminal. Return the command and its log."""
+def start(text: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Run a script in ranks, without a terminal. Return the command and its log."""
     Path("script.py").write_text(textwrap.dedent(text))
     log = Path("run.log").absolute()
-    words = [sys.executable, *COMMAND, "run", "--scheduler", cluster.address, *options, "script.py"]
+    words = [sys.executable, *COMMAND, "run", *options, "script.py"]
     with log.open("wb") as file:
         run = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     return run, log
@@ -82,7 +82,7 @@ def said(terminal: pexpect.spawn, line: str) -> str:
 
 
 def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> None:
-    run, log = start(cluster, STOPS, "--hang-timeout", "5")
+    run, log = start(STOPS, "--scheduler", cluster.address, "--hang-timeout", "5")
     try:
         until(lambda: "Attach by: daskpytorch attach 1" in log.read_text(), log.read_text)
         listed = attach("--scheduler", cluster.address)

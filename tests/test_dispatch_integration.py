@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -30,7 +29,6 @@ from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.dask import on_worker
 from flytekitplugins.daskpytorch.driver import brain
 from processes import (
-    PRELOAD,
     Cluster,
     dask_cluster,
     nothing_left_behind,
@@ -182,37 +180,6 @@ from flytekitplugins.daskpytorch.node import hardware as node
 
 node.gpus_here = lambda: node.FoundGpus({gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS"].split()})
 """
-
-
-@contextlib.contextmanager
-def workers_with_gpus(folder: Path, *gpus: str) -> Iterator[Client]:
-    """A cluster each of whose workers takes itself to be on a host with these GPUs."""
-    (folder / "pretend.py").write_text(PRETEND)
-    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": repr([PRELOAD, str(folder / "pretend.py")])}
-    environments = {index: {**preload, "PRETENDED_GPUS": here} for index, here in enumerate(gpus)}
-    with (
-        nothing_left_behind(),
-        dask_cluster(folder, len(gpus), worker_environments=environments) as cluster,
-        Client(cluster.address) as client,
-    ):
-        yield client
-
-
-def place_of_rank(*_: object) -> tuple[int, str, str]:
-    """Its own GPU, and its place on its worker."""
-    return current_rank().rank, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_WORLD_SIZE"]
-
-
-def test_auto_is_a_rank_for_each_gpu_of_the_workers(tmp_path: Path) -> None:
-    """The two workers are on one host, and share its four GPUs."""
-    gloo = Gang(backend="gloo")
-    with workers_with_gpus(tmp_path, "0 1 2 3", "0 1 2 3") as client:
-        futures = dispatch.run(client, place_of_rank, gang=gloo)
-        assert len(futures) == 4
-        assert futures.result() == [(0, "0", "2"), (1, "1", "2"), (2, "2", "2"), (3, "3", "2")]
-        models = dispatch.map(client, place_of_rank, ["a", "b"], gang=gloo)
-        assert {model.result()[2] for model in models} == {"2"}
-        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result()) == 2
 
 
 def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -328,16 +328,6 @@ def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None
     assert "no checkpoint was kept, so none was evaluated" in world.watcher.notes[-1]
 
 
-def test_the_manifest_names_what_was_evaluated() -> None:
-    plain, judged = file(1), manifest.evaluated(file(2, metrics={"loss": 1.0}), {"held_out": 0.5})
-    named = manifest.named_in(manifest.content_of([judged, plain], []))
-    assert named is not None
-    assert [(each.is_evaluated, dict(each.metrics)) for each in named[0]] == [
-        (True, {"loss": 1.0, "held_out": 0.5}),
-        (False, {}),
-    ]
-
-
 def test_the_metrics_reach_storage(tmp_path: Path) -> None:
     own = str(tmp_path / "own")
     paths = StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own)

@@ -13,7 +13,7 @@ from distributed import Client
 
 import fake_gpus
 from fake_gpus import SOUND, workers_with_gpus
-from flytekitplugins.daskpytorch import Gang, WorkerLostError, dispatch
+from flytekitplugins.daskpytorch import Gang, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.rank import gpu_check
 
 WORKERS = [{"0": "GPU-a", "1": "GPU-b"}, {"2": "GPU-c", "3": "GPU-d"}]
@@ -44,6 +44,11 @@ def gpu_of_rank() -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+def num_ranks(_: str) -> int:
+    """The ranks of a model."""
+    return current_rank().world_size
+
+
 def refuse_gpu_2(index: int) -> None:
     """The user's check."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "2":
@@ -62,6 +67,9 @@ def test_a_gang_goes_on_without_a_gpu_that_has_a_fault(
 ) -> None:
     describe(file)
     assert gpus_of_gang(client) == ["0", "2"]
+    assert dispatch.run(client, gpu_of_rank, gang=Gang(backend="gloo")).result() == ["0", "1", "2", "3"]  # of one host
+    models = dispatch.map(client, num_ranks, ["a", "b"], gang=Gang(backend="gloo"))
+    assert models.result() == [2, 2]  # a rank for each GPU of a worker
     assert "starting again" not in capfd.readouterr().err
 
     describe(file, c={"ecc": 2})

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -21,8 +18,9 @@ from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from gangs import Notes, on_this_machine
 from processes import end, nothing_left_behind, until
+from test_attach_integration import start
+from test_attach_integration import terminal as attached
 
-COMMAND = ("-m", "flytekitplugins.daskpytorch")
 HELD = "rank 1 .* raised ValueError: bad value 31, and waits up to .* The gang holds its 2 ranks meanwhile"
 SCRIPT = """
     import torch
@@ -59,20 +57,11 @@ def fail(folder: str) -> None:
 
 
 def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
-    Path("script.py").write_text(textwrap.dedent(SCRIPT))
-    log = Path("run.log").absolute()
     options = ["--nproc", "2", "--on-error", "hold", "--hang-timeout", "1", "--max-restarts", "0"]
-    with log.open("wb") as file:
-        run = subprocess.Popen(
-            [sys.executable, *COMMAND, "run", *options, "script.py"],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+    run, log = start(SCRIPT, *options)
     try:
         until(lambda: "Attach by: daskpytorch attach 1" in log.read_text(), log.read_text)
-        terminal = pexpect.spawn(sys.executable, [*COMMAND, "attach", "1"], timeout=100, encoding="utf-8")
+        terminal = attached("1")
         terminal.expect_exact("raised ValueError: bad value 31")
         terminal.expect_exact("(Pdb rank 1) ")
         terminal.sendline("p value * 2")

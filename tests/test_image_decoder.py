@@ -269,9 +269,3 @@ def test_a_tensor_is_torchcodecs_and_nothing_warns(nothing_resolved) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decode(FILES["jpeg"], "tensor").shape == (3, HEIGHT, WIDTH)
-
-
-@pytest.mark.parametrize("odd", jpegs.ODD.values(), ids=list(jpegs.ODD))
-def test_odd_pictures_are_the_same_to_all(odd: jpegs.Odd) -> None:
-    wanted = torch.from_numpy(np.array(decode(odd.body, "pil"))).permute(2, 0, 1)
-    assert torch.equal(decode(odd.body, "tensor"), wanted)

@@ -26,25 +26,6 @@ def writing() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "daskpytorch-logs"]
 
 
-def test_each_stream_has_a_file_in_the_folder_of_its_rank_and_attempt(tmp_path: Path) -> None:
-    told: list[str] = []
-    logs = LogFiles(tmp_path / "g", told.append)
-    for attempt in (0, 1):
-        out, err = logs.copies(attempt, 3)
-        for piece in (b"begun, \xff", b"ended\n", b""):
-            out(piece)
-        err(b"")
-    logs.close()
-    assert logs.place(1, 3) == str(tmp_path / "g" / "attempt_1" / "3")
-    for attempt in (0, 1):
-        folder = tmp_path / "g" / f"attempt_{attempt}" / "3"
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
-            "stdout.log": b"begun, \xffended\n",
-            "stderr.log": b"",
-        }
-    assert told == []
-
-
 def test_a_full_disk_is_told_once_and_ends_all_files(tmp_path: Path) -> None:
     told: list[str] = []
     with small_disk(tmp_path / "disk") as folder:

@@ -56,15 +56,6 @@ def test_all_or_nothing() -> None:
     assert pool.acquire("b", 2) == WORKERS[:2]
 
 
-def test_a_lost_worker_is_replaced_before_a_new_gang_starts() -> None:
-    pool = Pool(free=set(WORKERS[:3]))
-    pool.acquire("a", 2)
-    pool.update([WORKERS[0], WORKERS[2]])
-    assert pool.num_workers == 2
-    assert pool.acquire("b", 1) is None
-    assert pool.refill("a") == [WORKERS[0], WORKERS[2]]
-
-
 def test_a_lost_worker_that_nothing_replaces_yet() -> None:
     pool = Pool(free=set(WORKERS[:2]))
     pool.acquire("a", 2)
@@ -76,11 +67,3 @@ def test_a_lost_worker_that_nothing_replaces_yet() -> None:
     pool.release("a")
     assert pool.free == {WORKERS[0], WORKERS[3]}
     assert not pool.is_in_use
-
-
-def test_new_workers_are_free() -> None:
-    pool = Pool(free=set(WORKERS[:1]))
-    pool.acquire("a", 1)
-    pool.update(WORKERS)
-    assert pool.num_free == 3
-    assert pool.acquire("b", 3) == WORKERS[1:]

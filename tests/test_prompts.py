@@ -23,14 +23,6 @@ def prompts(now: list[float]) -> Prompts:
     return Prompts(lambda: now[0])
 
 
-def test_one_rank_at_a_time_has_it_the_first_first(prompts: Prompts) -> None:
-    prompts.ask(1)
-    prompts.ask(0)
-    assert (prompts.turn(), prompts.turn()) == (1, None)
-    prompts.leave(1, steps=False)
-    assert prompts.turn() == 0
-
-
 def test_a_rank_that_steps_comes_before_those_that_wait(prompts: Prompts) -> None:
     prompts.ask(1)
     prompts.ask(0)

@@ -85,13 +85,3 @@ def test_pages_are_plain(of_pages: list[str]) -> None:
     assert percent(of_pages, is_unclear) <= 5
     assert percent(of_pages, lambda each: ";" in each) <= 4
     assert percent(of_pages, lambda each: len(each.split()) > MAX_WORDS) <= 12
-
-
-def test_sentences_are_told_apart() -> None:
-    assert sentences(["One. Two; three! `four`"]) == ["One.", "Two; three!", "`four`"]
-    assert [is_unclear(each) for each in ("It waits.", "Those of it", "The rank waits.", "Codes such as 3")] == [
-        True,
-        True,
-        False,
-        False,
-    ]

@@ -365,13 +365,6 @@ def test_a_function_replaces_broken_pictures(folder: Make) -> None:
     assert dataset.num_broken == len(BROKEN)
 
 
-def test_a_batch_of_which_nothing_is_left_is_an_error(folder: Make) -> None:
-    dataset = folder("broken", on_error="skip")
-    broken = [index for index, key in enumerate(dataset.all_files) if not key.endswith("whole.jpg")]
-    with pytest.raises(data.BrokenImageError, match=r"all 3 pictures of a batch were skipped"):
-        dataset.__getitems__(broken)
-
-
 @pytest.mark.parametrize("fault", ["503", "reset", "stalled"])
 def test_that_the_server_is_down_is_no_broken_picture(folder: Make, proxy: FaultProxy, fault: str) -> None:
     dataset = folder(on_error="skip", timeout=timeout_for(fault))

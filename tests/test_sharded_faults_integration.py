@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.node import fork_client
 from gangs import Notes, on_this_machine
 from processes import nothing_left_behind, small_disk, until
-from seaweed import READER, Keys, Weed
+from seaweed import Keys, Weed
 
 DOOMED_STEP = 3
 
@@ -161,13 +161,6 @@ def test_token_that_stays_expired_costs_the_checkpoints_and_not_the_training(
     assert re.search(r"rank \d could not write its part \(PermissionError: ", told), told
 
 
-def test_storage_that_may_only_be_read_costs_the_checkpoints_and_not_the_training(bucket: Callable[..., str]) -> None:
-    futures, notes = run(bucket(READER), 2)
-    assert futures.result() == [[0, 3]] * 2
-    assert notes.kept_steps == []
-    assert len(notes.told(r"of step \d was not kept: rank \d could not write its part \(PermissionError")) == 2
-
-
 def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
     gates = tmp_path / "gates"
     gates.mkdir()
@@ -185,11 +178,3 @@ def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: P
         assert futures.result() == [[0, 6]] * 2
         assert notes.kept_steps == [1, 3]
         assert notes.told(r"could not write its part \(OSError: \[Errno 28\] No space left on device")
-
-
-def test_state_whose_structure_has_changed_is_an_error_that_says_in_what(tmp_path: Path) -> None:
-    run(str(tmp_path), 1)[0].result()
-    futures, _ = run(str(tmp_path), 2, size=5)
-    with pytest.raises(ValueError, match=r"differs from the state that was to be filled: .*sum") as caught:
-        futures.result()
-    assert "step 1" in str(caught.value)

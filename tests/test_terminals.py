@@ -92,33 +92,12 @@ def stop_rank_1(world: World) -> None:
     world.report(world.connected()[1], 1, Awaits("stops at train.py:31 (step)", 300.0))
 
 
-def test_list_has_host_step_state_and_line_of_each_rank(world: World, terminal: Terminal) -> None:
-    world.step(world.connected()[0])
-    stop_rank_1(world)
-    say(world, terminal, Look(0))
-    assert terminal.shown == []
-    world.obey_all()
-    assert terminal.listing.gang == "m.train"
-    assert [(place.rank, place.host, place.step, place.state, place.awaits) for place in terminal.listing.ranks] == [
-        (0, "tcp://10.0.0.1:1", 1, "runs", False),
-        (1, "tcp://10.0.0.2:1", None, "stops at train.py:31 (step)", True),
-    ]
-    assert {place.line for place in terminal.listing.ranks} == {"/home/me/train.py:31 (step)"}
-    assert [place.stack for place in terminal.listing.ranks] == [STACK, ""]
-
-
 def test_list_does_not_wait_for_a_rank_that_is_silent(world: World, terminal: Terminal) -> None:
     say(world, terminal, Look())
     world.obey(world.connected()[0])
     assert terminal.shown == []
     world.wait(2.0)
     assert [place.state for place in terminal.listing.ranks] == ["runs", "does not answer"]
-
-
-def test_gang_without_workers_has_an_empty_list(tmp_path: Path, terminal: Terminal) -> None:
-    world = World(tmp_path)
-    say(world, terminal, Look())
-    assert terminal.listing.ranks == []
 
 
 def test_rank_that_waits_for_a_terminal_is_not_hung_and_says_how_to_attach(world: World) -> None:

@@ -189,13 +189,6 @@ def test_a_gauge_that_hangs_does_not_keep_its_rank(ledger: Ledger, monkeypatch: 
     may_go_on.set()
 
 
-def test_a_gauge_that_was_not_looked_at_says_nothing_at_the_end(ledger: Ledger) -> None:
-    said: list[RankUsage] = []
-    with Gauge(0, ledger, 0).reporting(2, said.append):
-        pass
-    assert said == []
-
-
 @pytest.mark.parametrize(
     ("answers", "by_cuda", "expected"),
     [
