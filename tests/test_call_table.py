@@ -16,8 +16,8 @@ from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.logged import Log
 from flytekitplugins.daskpytorch.driver.calls import Call, Calls
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.task import call_table, staying
-from flytekitplugins.daskpytorch.task.call_table import CallTables
+from flytekitplugins.daskpytorch.task import staying
+from flytekitplugins.daskpytorch.task.shown import CallRow, CallTables
 
 CELL = 3
 
@@ -47,7 +47,7 @@ class Shown:
     cells: CallTables = field(default_factory=CallTables)
     tables: list[Table] = field(default_factory=list)
 
-    def show_call(self, row: call_table.CallRow) -> Callable[[str], None]:
+    def show_call(self, row: CallRow) -> Callable[[str], None]:
         return self.cells.show(row)
 
     def ask(self, number: int) -> tuple[Call, Log, Callable[[str], Any]]:

@@ -185,17 +185,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @contextlib.contextmanager
     def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-        tab = flyte.report.get_tab(live_page.TITLE)
-
-        def publish() -> None:
-            tab.replace(recorder.html(places()))
-            flyte.report.flush()
-
+        show, at_once = flyte.report.get_tab(live_page.TITLE).replace, self._page_file() is not None
         try:
-            with live_page.kept_up_to_date(recorder, publish, at_once=self._page_file() is not None):
+            with live_page.kept_up_to_date(recorder, places, show, flyte.report.flush, at_once=at_once):
                 yield
         finally:
-            tab.replace(live_page.page_of(recorder, places))
             with contextlib.suppress(Exception):  # Flyte tries again after the task
                 flyte.report.flush()
 

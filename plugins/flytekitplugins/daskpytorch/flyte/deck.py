@@ -8,10 +8,10 @@ secrets, and contain inputs as unescaped HTML.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -23,7 +23,7 @@ from flytekit.deck.renderer import Renderable
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.flyte.context import is_on_backend
-from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date, page_of
+from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date
 
 if TYPE_CHECKING:
     from flytekit.models.literals import Literal
@@ -40,39 +40,21 @@ local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=Non
 """Local HTML file of the task's Deck. None on Flyte's backend, and until the task makes a Deck."""
 
 
-class _TrainingDeck(Deck):  # type: ignore[misc]
-    """Deck that shows the current page of a training, and its final page after the end."""
-
-    def __init__(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> None:
-        super().__init__(TITLE, auto_add_to_deck=False)
-        self._recorder = recorder
-        self._places = places
-
-    @property
-    def html(self) -> str:
-        return self._html or self._recorder.html(self._places())
-
-    def freeze(self) -> None:
-        self._html = page_of(self._recorder, self._places)
-
-
-@contextlib.contextmanager
-def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-    """During the block, keep a Deck with the training's page up to date, as the first Deck of the task.
+def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[None]:
+    """Return a context manager that keeps a Deck with the training's page up to date, as the first Deck of the task.
 
     Args:
         recorder: Observer that writes the page.
         places: Function that returns paths and URLs of the training's files, by name.
     """
     ctx = FlyteContextManager.current_context()
-    deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
-    decks[:] = [deck, *(other for other in decks if other.name != TITLE)]
-    file = _DeckFile(ctx)
-    try:
-        with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # a local file also before the training
-            yield
-    finally:
-        deck.freeze()
+    decks, file = ctx.user_space_params.decks, _DeckFile(ctx)
+
+    def show(page: str) -> None:
+        decks[:] = [Deck(TITLE, page, auto_add_to_deck=False), *(other for other in decks if other.name != TITLE)]
+
+    # A local file is there before the training, too.
+    return kept_up_to_date(recorder, places, show, file.write, at_once=file.is_local)
 
 
 def write_local(ctx: FlyteContext) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.evaluation_request import names_of_evaluation, request_of_evaluation
-from flytekitplugins.daskpytorch.driver.request import storage_of
+from flytekitplugins.daskpytorch.driver.request import Request, packed_check, storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.signals import CtrlC
@@ -27,7 +27,6 @@ from flytekitplugins.daskpytorch.task.script import TaskScript
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-    from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
@@ -222,7 +221,6 @@ class InRanks:
             yield stack.enter_context(shown.results.received())
 
     def _request(self, inputs: dict[str, Any], host: RankHost, observers: list[Observer]) -> Request:
-        from flytekitplugins.daskpytorch.driver.request import Request, packed_check
         from flytekitplugins.daskpytorch.protocol import code
 
         config = self.task_config

@@ -29,33 +29,37 @@ MAX_WAIT = 30.0
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
-def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
-    """Return the HTML of the training's current page. If writing it fails, return a page with the error.
-
-    Args:
-        recorder: Observer that writes the page.
-        places: Function that returns paths and URLs of the training's files, by name.
-    """
-    try:
-        return recorder.html(places())
-    except Exception as error:
-        logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
-        return report.page(report.alert("This page could not be written", repr(error)))
-
-
 @contextlib.contextmanager
-def kept_up_to_date(recorder: Recorder, publish: Callable[[], None], *, at_once: bool) -> Iterator[None]:
-    """During the block, write a training's page in a thread whenever it has changed.
+def kept_up_to_date(
+    recorder: Recorder,
+    places: Callable[[], Mapping[str, str]],
+    show: Callable[[str], object],
+    publish: Callable[[], object],
+    *,
+    at_once: bool,
+) -> Iterator[None]:
+    """During the block, show and publish a training's page in a thread whenever it has changed.
 
-    The caller writes the final page after the block, when the thread writes no more.
+    After the block, show the final page, which the caller publishes.
 
     Args:
         recorder: Observer that records the training. An exception of the block is recorded, too.
-        publish: Function that writes the page.
-        at_once: True: also write the page before the training begins.
+        places: Function that returns paths and URLs of the training's files, by name.
+        show: Function that replaces the page's HTML by its argument.
+        publish: Function that writes or uploads the shown page.
+        at_once: True: also publish the page before the training begins.
     """
-    is_over = threading.Event()
-    write = _Write(publish)
+    is_over, has_failed = threading.Event(), threading.Event()
+
+    def write() -> None:
+        try:
+            show(recorder.html(places()))
+            publish()
+        except Exception as error:  # a full disk, a storage that does not answer, another page's error
+            if not has_failed.is_set():
+                logger.warning("the Deck so far could not be published (%r); the training goes on", error)
+            has_failed.set()
+
     work = functools.partial(contextvars.copy_context().run, _write_all, recorder, write, is_over)
     thread = threading.Thread(target=work, name="daskpytorch-deck", daemon=True)
     if at_once:
@@ -69,6 +73,7 @@ def kept_up_to_date(recorder: Recorder, publish: Callable[[], None], *, at_once:
     finally:
         is_over.set()
         thread.join(MAX_WAIT)
+        show(_last_page(recorder, places))
 
 
 def _write_all(recorder: Recorder, write: Callable[[], None], is_over: threading.Event) -> None:
@@ -81,17 +86,10 @@ def _write_all(recorder: Recorder, write: Callable[[], None], is_over: threading
             pause = min(MAX_INTERVAL, max(INTERVAL, (time.monotonic() - began_at) / SHARE))
 
 
-class _Write:
-    """Function that writes the training's page. Logs the first failure, and raises none."""
-
-    def __init__(self, publish: Callable[[], None]) -> None:
-        self._publish = publish
-        self._has_failed = False
-
-    def __call__(self) -> None:
-        try:
-            self._publish()
-        except Exception as error:  # a full disk, a storage that does not answer, another page's error
-            if not self._has_failed:
-                logger.warning("the Deck so far could not be published (%r); the training goes on", error)
-            self._has_failed = True
+def _last_page(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
+    """Return the HTML of the training's page. If writing it fails, return a page with the error."""
+    try:
+        return recorder.html(places())
+    except Exception as error:
+        logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
+        return report.page(report.alert("This page could not be written", repr(error)))

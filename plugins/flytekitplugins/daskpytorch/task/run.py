@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import key_of, storage_of
+from flytekitplugins.daskpytorch.driver.request import Request, key_of, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
@@ -32,18 +32,14 @@ from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.script import Script
-from flytekitplugins.daskpytorch.settings import is_debugging
+from flytekitplugins.daskpytorch.settings import Gang, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.shown import Shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
     from flytekitplugins.daskpytorch.records import SavedCheckpoint
-    from flytekitplugins.daskpytorch.settings import Gang
 
 GANG = "gang"
 """Name of the folder with the checkpoints in a local run's folder."""

@@ -29,8 +29,8 @@ from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
-from flytekitplugins.daskpytorch.task.call_table import CallRow
 from flytekitplugins.daskpytorch.task.run import RunFutures
+from flytekitplugins.daskpytorch.task.shown import CallRow, Shown
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
-    from flytekitplugins.daskpytorch.task.shown import Shown
 
 
 class Kept:
