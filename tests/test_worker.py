@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from flytekitplugins.daskpytorch.process import worker as worker_module
 from flytekitplugins.daskpytorch.process.worker import Worker
 from processes import until
 
@@ -78,3 +80,16 @@ def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Wo
     assert not slow.flush("a", PATIENCE)
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_the_thread_ends_without_jobs_and_the_next_job_starts_another(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debugging in the caller's process leaves no thread behind."""
+    monkeypatch.setattr(worker_module, "IDLE_TIME", 0.01)
+    before, done = set(threading.enumerate()), []
+    for number in range(2):
+        worker.submit("a", functools.partial(done.append, number))
+        assert worker.flush("a", PATIENCE)
+        until(lambda: set(threading.enumerate()) <= before, "the thread to end")
+    assert done == [0, 1]

@@ -94,9 +94,8 @@ class LogFiles:
         )
 
     def _close_files(self) -> None:
-        """Close all files, and end the worker's thread."""
+        """Close all files, although some may fail to close."""
         while self._files:
             _, descriptor = self._files.popitem()
             with contextlib.suppress(OSError):  # NFS may report a full disk only here
                 os.close(descriptor)
-        self._worker.close()

@@ -14,6 +14,8 @@ RETRY_AFTER = 2.0
 """Seconds before the first retry of a failed job. Each further retry doubles the pause, up to 60 seconds."""
 MAX_PAUSE = 60.0
 """Longest pause before a retry, in seconds."""
+IDLE_TIME = 1.0
+"""Seconds without a job after which the thread ends. The next job starts another thread."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -139,9 +141,11 @@ class Worker:
         while not self._is_closed:
             with self._changed:
                 job = self.first()
-                pause = None if job is None else job.due - time.monotonic()
-                if pause is None or pause > 0.0:
-                    self._changed.wait(pause)
+                pause = IDLE_TIME if job is None else job.due - time.monotonic()
+                if pause > 0.0:
+                    if not self._changed.wait(pause) and self.first() is None:
+                        self._thread = None
+                        return
                     continue
             if job is not None:
                 self.do(job)
