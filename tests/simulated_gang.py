@@ -165,10 +165,10 @@ class Agent:
         pass
 
 
-class Pieces:
+class Pieces(framing.Connection):
     """A connection over which a file comes."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes) -> None:  # no socket
         self._data = data
 
     def pieces(self, size: int, what: str) -> Iterator[bytes]:
@@ -652,7 +652,7 @@ class World:
         file = agent.uploads.pop(0)
         if error is None:
             try:
-                self.checkpoints.serve(Pieces(f"{file.attempt} {file.step}".encode()), Upload(file))  # type: ignore[arg-type]
+                self.checkpoints.serve(Pieces(f"{file.attempt} {file.step}".encode()), Upload(file))
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal
