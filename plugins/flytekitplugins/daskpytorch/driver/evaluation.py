@@ -179,8 +179,8 @@ class Evaluator:
         self._last_detail = ""
         """Traceback or log of the last failed evaluation."""
         self._try_at = 0.0
-        self._lacks_since: float | None = None
-        """Time since which no worker can evaluate. None: the last look found a worker."""
+        self._lacks_worker = False
+        """True if the last look found no worker that can evaluate."""
 
     @property
     def is_on(self) -> bool:
@@ -230,8 +230,7 @@ class Evaluator:
         agenda, settings, waited = self._agenda, self._settings, self._now() - since
         if settings is None or agenda.is_closed or not (agenda.is_outstanding or more_come):
             return False
-        lacks_worker = self._lacks_since is not None and agenda.running is None
-        rest = (MAX_LACK if lacks_worker else settings.timeout) - waited
+        rest = (MAX_LACK if self._lacks_worker and agenda.running is None else settings.timeout) - waited
         if rest > 0 and agenda.is_outstanding:
             self._observers.remind(f"waiting for evaluations of checkpoints, for at most {rest:.0f} s more")
         return rest > 0
@@ -279,7 +278,7 @@ class Evaluator:
             why = f"it had not ended {settings.timeout:g} s after the training. Raise Evaluate(timeout=...)"
             if agenda.is_closed:
                 why = "the training was told to end"
-            elif agenda.running is None and self._lacks_since is not None:
+            elif agenda.running is None and self._lacks_worker:
                 why = "no worker was there for it"
             text += f"; that of step {unfinished.step} was given up: {why}"
         self._observers.note(text)
@@ -296,10 +295,10 @@ class Evaluator:
             launcher = None
         if launcher is None or self._template is None or self._settings is None:
             self._try_at = self._now() + RETRY_INTERVAL
-            self._lacks_since = self._now() if self._lacks_since is None else self._lacks_since
+            self._lacks_worker = True
             self._observers.remind("a checkpoint waits for a worker to be evaluated on")
             return
-        self._lacks_since = None
+        self._lacks_worker = False
         entry = self._agenda.begin()
         start = entry if isinstance(entry, ShardedCheckpoint) else (entry, self._committer.vault.path_of(entry))
         request = replace(self._template, start=start, code=self._code)

@@ -260,7 +260,5 @@ def _changed(environment: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in environment:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if name in environment})

@@ -137,24 +137,19 @@ class Saving:
     # ---- what there is
 
     @property
-    def is_committing(self) -> bool:
-        """True while a sharded checkpoint is being committed."""
-        return bool(self.commits)
-
-    @property
     def is_slow(self) -> bool:
         """True while ranks may wait for a commit, or for evaluations before they load the best checkpoint."""
-        return self.is_committing or self._best_wanted_since is not None
+        return bool(self.commits) or self._best_wanted_since is not None
 
     @property
     def is_busy(self) -> bool:
         """True while a checkpoint is being fetched from an agent or committed."""
-        return self.fetches.is_busy or self.is_committing
+        return self.fetches.is_busy or bool(self.commits)
 
     @property
     def is_completing(self) -> bool:
         """True while a checkpoint is committed, or fetched that stays in the user's local folder after the gang."""
-        return self.is_committing or (self.fetches.is_busy and self.vault.is_users_folder)
+        return bool(self.commits) or (self.fetches.is_busy and self.vault.is_users_folder)
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""

@@ -131,20 +131,21 @@ class Segments:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
-        self._end = 0
+        self.added: list[Segment] = []
+        """Parts of the file so far, in order."""
 
-    def add(self, data: bytes | memoryview) -> Segment:
-        """Copy some bytes to the end of the file, and return their start and size in the file.
+    def add(self, data: bytes | memoryview) -> None:
+        """Copy some bytes to the end of the file.
 
         Raises:
             OSError: The write failed, for example on a full disk.
         """
-        start = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = sum(self.added[-1]) if self.added else 0
+        start = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         self.file.seek(start)
         self.file.write(data)
         self.file.flush()
-        self._end = start + len(data)
-        return start, len(data)
+        self.added.append((start, len(data)))
 
 
 def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
@@ -211,7 +212,6 @@ class SharedMemory:
         """
         self._file = os.fdopen(os.memfd_create(f"daskpytorch-{uuid.uuid4().hex}"), "wb")
         self._parts = Segments(self._file)
-        self._segments: list[Segment] = []
         self.close = weakref.finalize(self, self._file.close)
         """Function that closes the memory's file before the deletion of this object."""
 
@@ -231,12 +231,12 @@ class SharedMemory:
         for piece in connection.pieces(original.size, "the call's large arguments"):
             memory._file.write(piece)
         memory._file.flush()
-        memory._segments = list(original.segments)
+        memory._parts.added = list(original.segments)
         return memory
 
     def add(self, data: bytes | memoryview) -> None:
         """Copy some bytes to a new segment at the end of the memory."""
-        self._segments.append(self._parts.add(data))
+        self._parts.add(data)
 
     @property
     def address(self) -> Address:
@@ -244,7 +244,7 @@ class SharedMemory:
         descriptor = self._file.fileno()
         link = Path(f"/proc/self/fd/{descriptor}").readlink()  # /memfd:NAME (deleted)
         name = str(link).removeprefix("/memfd:").removesuffix(" (deleted)")
-        return Address(name, os.getpid(), descriptor, tuple(self._segments))
+        return Address(name, os.getpid(), descriptor, tuple(self._parts.added))
 
 
 # ---- Of a return value
@@ -284,11 +284,12 @@ def send_by_file(
     try:
         with path.open("xb") as file:
             parts = Segments(file)
-            segments = [parts.add(memory) for memory in (pickled.getbuffer(), *aside)]
+            for memory in (pickled.getbuffer(), *aside):
+                parts.add(memory)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    send(Piece("", None, b"", is_first=True, is_last=True, file=(str(path), segments)))
+    send(Piece("", None, b"", is_first=True, is_last=True, file=(str(path), parts.added)))
     return None
 
 

@@ -51,8 +51,8 @@ class TorchSettings:
     default_dtype: str | None = None
     matmul_precision: str | None = None
     """Argument of `torch.set_float32_matmul_precision`. None leaves torch's default."""
-    deterministic: bool = False
-    warn_only: bool = False
+    deterministic_mode: int = 0
+    """Argument of `torch.set_deterministic_debug_mode`: 0 allows all algorithms, 1 warns of others, 2 raises."""
     cudnn_deterministic: bool = False
     cudnn_benchmark: bool = False
     num_threads: int | None = None
@@ -154,8 +154,7 @@ def _torch_settings() -> TorchSettings:
     return TorchSettings(
         default_dtype=dtype if dtype != "float32" else None,
         matmul_precision=_matmul_precision(torch),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic_mode=torch.get_deterministic_debug_mode(),
         cudnn_deterministic=torch.backends.cudnn.deterministic,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         num_threads=_num_threads(torch),
@@ -216,8 +215,8 @@ def enter_torch(settings: TorchSettings) -> None:
         torch.set_default_dtype(getattr(torch, settings.default_dtype))
     if settings.matmul_precision is not None:
         torch.set_float32_matmul_precision(settings.matmul_precision)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=settings.warn_only)
+    if settings.deterministic_mode:
+        torch.set_deterministic_debug_mode(settings.deterministic_mode)
     if settings.cudnn_deterministic:
         torch.backends.cudnn.deterministic = True
     if settings.cudnn_benchmark:
