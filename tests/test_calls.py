@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
-import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -17,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.calls import LEAVE_TIME, Call, Calls, Outcome
-from flytekitplugins.daskpytorch.driver.received import Kept, Part
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
@@ -290,17 +287,14 @@ def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(wo
 def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying) -> None:
     world.of_gang.interrupt(world.ask())
     world.obey_all()
-    kept = Kept(0, data=b"")
-    large = weakref.ref(kept)
-    piece = Piece("", None, b"", is_first=True, is_last=True)
-    world.report(world.agent(W1), 0, Part(0, piece, kept))
-    del kept
+    piece = Piece("", None, b"large", is_first=True, is_last=True)
+    world.report(world.agent(W1), 0, world.received.keep(0, piece))
+    assert world.received._buffer._in_memory == len(b"large")
     world.report(world.agent(W1), 0, CallEnded(number=1, value=None))
     world.end_call(1, KeyboardInterrupt())
     world.obey_all()
     assert world.outcomes[1].is_interrupted
-    gc.collect()
-    assert large() is None
+    assert world.received._buffer._in_memory == 0
 
 
 def test_an_interrupted_call_has_not_failed_if_a_rank_makes_an_error_of_the_interrupt(
