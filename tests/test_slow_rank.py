@@ -1,7 +1,8 @@
-"""A rank that enters collectives later than all others is named, and noise, evaluations and pipelines name none."""
+"""A slow rank or link is named with its cause, and noise, evaluations and pipelines name none."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,9 +16,10 @@ from torch import distributed as dist
 
 import fake_gpus
 from flytekitplugins.daskpytorch import Gang, Observer, dispatch
-from flytekitplugins.daskpytorch.driver.slow_rank import LINK, SlowRankWatch
-from flytekitplugins.daskpytorch.protocol.reports import Entered
-from flytekitplugins.daskpytorch.rank import flight_recorder, nvml
+from flytekitplugins.daskpytorch.driver.slow_rank import MAX_TIMINGS, MIN_TIMED, SlowRankWatch
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
+from flytekitplugins.daskpytorch.protocol.reports import Entered, Timed
+from flytekitplugins.daskpytorch.rank import entries, flight_recorder, nvml
 from flytekitplugins.daskpytorch.rank.entries import Entries
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 
@@ -29,25 +31,40 @@ Lateness = Callable[[int, int, random.Random], float]
 
 
 def reports_of(
-    lateness: Lateness, num_windows: int = 5, *, clocks: Mapping[int, float] | None = None, buckets: int = 1
+    lateness: Lateness,
+    num_windows: int = 5,
+    *,
+    clocks: Mapping[int, float] | None = None,
+    buckets: int = 1,
+    link: float = 0.0,
+    resolution: float = 0.002,
 ) -> Iterable[tuple[int, Entered, float]]:
-    """Yield rank, report and time of arrival of each report: of 0.1 s a step, and ten seconds a window."""
+    """Yield rank, report and time of arrival of each report: of 0.1 s a step, and ten seconds a window.
+
+    A collective takes 1 ms, and `link` longer in rank 1. Ends are looked for at random times.
+    """
     chance = random.Random(1)
     for window in range(1, num_windows + 1):
+        steps = range(100 * window - 32 // buckets, 100 * window)
+        late = {step: [lateness(rank, step, chance) for rank in range(NUM_RANKS)] for step in steps}
         for rank in range(NUM_RANKS):
             clock = (clocks or {}).get(rank, 0.0)
-            times: dict[int, float] = {}
-            for step in range(100 * window - 32 // buckets, 100 * window):
-                at = step * STEP + lateness(rank, step, chance)
-                times |= {buckets * step + bucket: at + clock + bucket / 1000 for bucket in range(buckets)}
+            timed: dict[int, Timed] = {}
+            for step, bucket in itertools.product(steps, range(buckets)):
+                entered = step * STEP + late[step][rank] + clock + bucket / 1000
+                end = step * STEP + max(late[step]) + clock + bucket / 1000 + 0.001 + (link if rank == 1 else 0.0)
+                early = chance.uniform(0.0, resolution)
+                timed[buckets * step + bucket] = Timed(entered, end - early, end - early + resolution)
             report = Entered(
                 window=window,
                 time=10.0 * window + clock,
-                times=times,
+                times={number: each.entered for number, each in timed.items()},
                 is_partial=False,
                 num_steps=100 * window,
                 data=1.0,
                 line="train.py:7 (train)",
+                timed=timed,
+                queued=0.0,
             )
             yield rank, report, 10.0 * window + chance.uniform(0.001, 0.01)
 
@@ -55,8 +72,15 @@ def reports_of(
 def told(
     reports: Iterable[tuple[int, Entered, float]], hosts: str = "aaa", gpus: Mapping[int, str] | None = None
 ) -> list[str]:
-    watch = SlowRankWatch(dict(enumerate(hosts)), gpus)
-    return [found[1] for rank, report, at in reports if (found := watch.hear(rank, report, at)) is not None]
+    """Texts of the hints, if the ranks report ends of collectives after a request only."""
+    requests: list[None] = []
+    watch = SlowRankWatch(dict(enumerate(hosts)), gpus or {}, lambda: requests.append(None))
+    texts = []
+    for rank, report, at in reports:
+        if (found := watch.hear(rank, report if requests else replace(report, timed={}), at)) is not None:
+            texts.append(found[1])
+    assert len(requests) <= MAX_TIMINGS
+    return texts
 
 
 def slow(seconds: float) -> Lateness:
@@ -71,7 +95,33 @@ def test_the_slow_rank_is_named_with_what_the_gang_waits_and_where_it_is(buckets
     _, late, share = (int(word) for word in first.split() if word.isdigit())
     assert 27 <= late <= 31
     assert 25 <= share <= 36
-    assert first.endswith(f"Its main thread was mostly at train.py:7 (train). {LINK}.")
+    assert first.endswith("Its main thread was mostly at train.py:7 (train).")
+
+
+def test_a_busy_core_is_the_cause_if_the_ranks_threads_wait_for_it() -> None:
+    """Their waits also delay the ends of collectives in this rank, or at least the look for these ends."""
+
+    def told_if_queued(*shares: float) -> str:
+        reports = reports_of(slow(0.03), link=0.03)
+        return told((rank, replace(each, queued=shares[rank] * each.time), at) for rank, each, at in reports)[0]
+
+    text = told_if_queued(0.1, 0.5, 0.0)
+    assert text.startswith("rank 1 (a) is slow")
+    assert "Its threads wait for busy cores, 40 % of its time more than the others'." in text
+    assert told_if_queued(0.5, 0.5, 0.5).startswith("a network link to rank 1")
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abc"])
+def test_a_rank_whose_collectives_end_late_is_not_blamed_but_its_link(hosts: str) -> None:
+    [text, *_] = told(reports_of(slow(0.03), link=0.03, clocks={1: 4.0} if hosts == "abc" else None), hosts)
+    assert text.startswith("a network link to rank 1 (")
+    assert text.endswith("Its own work takes no longer.")
+
+
+@pytest.mark.parametrize("how", [{"link": 0.015}, {"resolution": 0.06}])
+def test_a_delay_of_unclear_origin_names_nobody(how: dict[str, float]) -> None:
+    """Half of the delay is the rank's own, or the ends of collectives are known too roughly."""
+    assert not told(reports_of(slow(0.03), num_windows=10, **how))
 
 
 def test_it_is_named_once_three_windows_after_the_first_agree() -> None:
@@ -128,7 +178,6 @@ def test_the_data_loader_is_the_cause_if_the_rank_waits_for_it() -> None:
     waiting = ((rank, replace(each, data=0.4 * each.time), at) for rank, each, at in reports_of(slow(0.03)))
     [text, *_] = told(waiting)
     assert "It waits for its data loader 40 % of its time." in text
-    assert "network" not in text
 
 
 def on_gpus(clocks: Mapping[int, int | None], degrees: Mapping[int, int | None]) -> str:
@@ -172,7 +221,7 @@ def test_a_rank_reports_clock_and_temperature_of_its_gpu(
     monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
     fake_gpus.describe(tmp_path / "gpus", {"GPU-1": {"is": 1, "clock": 1005, "degrees": 91}})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_cuda)
-    monkeypatch.setattr(flight_recorder, "entered", lambda: ({1: 0.0}, False))
+    monkeypatch.setattr(flight_recorder, "newest", lambda: flight_recorder.Newest({1: 0.0}, {1}, is_partial=False))
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     reports: list[Entered] = []
     Entries(Ledger(), reports.append, "1").look()
@@ -180,22 +229,37 @@ def test_a_rank_reports_clock_and_temperature_of_its_gpu(
     assert (report.gpu_clock, report.gpu_temperature) == ((1005, 91) if has_cuda else (None, None))
 
 
-def recorded() -> tuple[dict[int, float], bool, float]:
-    """What the flight recorder has of three collectives."""
-    began_at = time.time()
-    for _ in range(3):
+def recorded() -> tuple[flight_recorder.Newest, Mapping[int, Timed], float]:
+    """What a rank knows of 40 collectives that rank 1 enters last, and of the ends of some."""
+    began_at, reports = time.time(), list[Entered]()
+    entries.WINDOW = entries.INTERVAL  # each look reports
+    own = Entries(Ledger(), reports.append)
+    dist.all_reduce(torch.zeros(1))
+    own.time_ends()
+    for _ in range(40):
+        time.sleep(0.01 * dist.get_rank())
         dist.all_reduce(torch.zeros(1))
-    found = flight_recorder.entered()
+    found = flight_recorder.newest()
     assert found is not None
-    return *found, began_at
+    while not (reports and reports[-1].timed):
+        time.sleep(0.1)
+        own.look()
+    return found, reports[-1].timed, began_at
 
 
 def test_ranks_read_the_times_of_their_newest_collectives(client: Client) -> None:
-    (times, is_partial, began_at), (others, _, _) = dispatch.run(client, recorded).result()
-    assert not is_partial
-    assert times.keys() == others.keys()
-    assert len(times) >= 3
-    assert sum(began_at <= at <= time.time() for at in times.values()) == 3
+    (newest, timed, began_at), (others, timed_there, _) = dispatch.run(client, recorded).result()
+    assert not newest.is_partial
+    assert newest.entered.keys() == others.entered.keys()
+    assert newest.entered.keys() - newest.ended <= {max(newest.entered)}  # a wait may return before torch notes the end
+    assert len(newest.entered) == MAX_COLLECTIVES
+    assert all(began_at <= at <= time.time() for at in newest.entered.values())
+    both = timed.keys() & timed_there.keys()
+    assert len(both) >= MIN_TIMED
+    for number in both:  # an all-reduce ends nowhere before all ranks have entered
+        for each in (timed[number], timed_there[number]):
+            assert each.seen_in < each.seen_out
+            assert each.seen_out > max(timed[number].entered, timed_there[number].entered)
 
 
 def train(guilty: int, how: str) -> None:

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.slow_rank import SlowRankWatch
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate, TimeEnds
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, Remembered, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
@@ -170,6 +170,7 @@ class Attempt:
         self.slow_rank = SlowRankWatch(
             {rank: node.host for rank, (_, node) in self.places.items()},
             {rank: place.gpu for rank, (place, _) in self.places.items() if place.gpu is not None},
+            functools.partial(self.tell, Tell(TimeEnds())),
         )
 
     @functools.cached_property

@@ -2,15 +2,19 @@
 
 In synchronous training, each step takes as long on every rank as on the slowest one. The ranks differ only in the times
 at which they enter a collective. Every ten seconds, each rank reports these times for the newest collectives of the
-default process group. A rank counts as slow if the others have waited for this rank in each of the last windows.
+default process group. A rank is suspect if the others have waited for this rank in each of the last windows.
+
+Then all ranks time the ends of some collectives. A rank is slow if its own work between collectives takes longer, or if
+its threads wait for a core. If the rank's collectives end later instead, a network link to the rank is slow. A hint
+needs one of these proofs.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from flytekitplugins.daskpytorch.protocol.reports import Entered
+from flytekitplugins.daskpytorch.protocol.reports import Entered, Timed
 
 NUM_WINDOWS = 3
 """Number of windows in a row in which the gang has to wait for the same rank."""
@@ -27,8 +31,10 @@ MAX_CLOCK_SHARE, MIN_DEGREES = 0.9, 10
 DOMINANCE = 4.0
 """Minimum wait for the rank, as a multiple of the wait for any other rank."""
 
-LINK = "If its own work takes no longer than the others', a network link to it is slow, and its collectives end later"
-"""Sentence of a hint without another cause. With a rank's link delayed by 20 ms, the ranks at its ends enter late."""
+MIN_TIMED = 3
+"""Minimum number of late collectives whose delay is split into the rank's own work and the end of the one before."""
+MAX_TIMINGS = 3
+"""Maximum number of requests for ends of collectives in an attempt."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,18 @@ class _Window:
 class SlowRankWatch:
     """Watches the times at which the ranks of one attempt enter collectives."""
 
-    def __init__(self, hosts: Mapping[int, str], gpus: Mapping[int, str] | None = None) -> None:
+    def __init__(self, hosts: Mapping[int, str], gpus: Mapping[int, str], time_ends: Callable[[], None]) -> None:
         """Begin an attempt.
 
         Args:
             hosts: Name of each rank's host. Ranks of one host share a clock.
             gpus: Name of the rank's own GPU on its host, for each rank with a GPU.
+            time_ends: Requests the ends of collectives in all ranks' next reports.
         """
-        self._hosts, self._gpus = hosts, gpus or {}
+        self._hosts, self._gpus, self._time_ends = hosts, gpus, time_ends
+        self._num_timings = 0
+        self._timed: Mapping[int, Mapping[int, Timed]] = {}
+        """Newest collectives of each rank whose ends were timed."""
         self._least = MIN_LATENESS if len(set(hosts.values())) == 1 else MIN_LATENESS_BETWEEN_HOSTS
         self._reported: dict[int, tuple[Entered, float]] = {}
         """Newest report of each rank, and the time of its arrival."""
@@ -83,8 +93,8 @@ class SlowRankWatch:
         """Number of the newest collective that was judged."""
         self._windows: deque[tuple[_Window, Mapping[int, Entered]]] = deque(maxlen=NUM_WINDOWS)
 
-    def hear(self, rank: int, entered: Entered, arrived_at: float) -> tuple[int, str] | None:
-        """Note a rank's report. Return the slow rank and a text about it, if the report completes the proof.
+    def hear(self, rank: int, entered: Entered, arrived_at: float) -> tuple[str, str] | None:
+        """Note a rank's report. Return a hint's kind and text, if the report completes the proof.
 
         Args:
             rank: The reporting rank.
@@ -97,6 +107,8 @@ class SlowRankWatch:
         offsets = self._clocks()
         before, self._newest = self._newest, {rank: each for rank, (each, _) in self._reported.items()}
         self._reported = {}
+        if all(each.timed for each in self._newest.values()):
+            self._timed = {rank: each.timed for rank, each in self._newest.items()}
         window = self._window(self._newest, offsets)
         has_trained = all(
             rank in before and each.num_steps > before[rank].num_steps for rank, each in self._newest.items()
@@ -138,21 +150,61 @@ class SlowRankWatch:
             ends_at = max(ends_at, row[last])
         return _Window(max(rows[-1].values()) - min(rows[0].values()), len(numbers), waits, lateness, clocks)
 
-    def _verdict(self) -> tuple[int, str] | None:
+    def _verdict(self) -> tuple[str, str] | None:
         windows = [window for window, _ in self._windows]
         rank, *others = {window.guilty(self._least) for window in windows}
-        if rank is None or others or len(windows) < NUM_WINDOWS:
+        if rank is None or others or len(windows) < NUM_WINDOWS - 1:
+            return None
+        share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
+        queued = self._share_of_queue(rank)
+        is_own = True if queued >= share / 2 else self._is_own_work(rank)
+        if is_own is None and self._num_timings < MAX_TIMINGS:
+            self._num_timings += 1
+            self._time_ends()
+        if is_own is None or len(windows) < NUM_WINDOWS:
             return None
         if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES or not self._are_clocks_known():
             return None
         late = median(seconds for window in windows for seconds in window.lateness[rank])
-        share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
         place = f"{self._hosts[rank]}, GPU {self._gpus[rank]}" if rank in self._gpus else self._hosts[rank]
-        doing = "".join(f" {each}." for each in self._doings(rank))
-        return rank, (
+        waits = f"and the gang waits {100 * share:.0f} % of its time for it"
+        if not is_own:
+            return f"slow link {rank}", (
+                f"a network link to rank {rank} ({place}) is slow: its collectives end later than the others', and "
+                f"its next ones begin {1000 * late:.0f} ms later, {waits}. Its own work takes no longer."
+            )
+        doing = "".join(f" {each}." for each in self._doings(rank, queued))
+        return f"slow rank {rank}", (
             f"rank {rank} ({place}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
-            f"the others, and the gang waits {100 * share:.0f} % of its time for it.{doing}"
+            f"the others, {waits}.{doing}"
         )
+
+    def _is_own_work(self, rank: int) -> bool | None:
+        """Return True if the rank is late by its own work, and False if its collectives end later. None: unknown."""
+        shares = list(self._shares_of_own_work(rank))
+        if len(shares) < MIN_TIMED:
+            return None
+        least, most = (median(each) for each in zip(*shares, strict=True))
+        return least >= 0.5 if least >= 0.5 or most < 0.5 else None
+
+    def _shares_of_own_work(self, rank: int) -> Iterator[tuple[float, float]]:
+        """Yield the least and the greatest share of own work in each timed delay of the rank."""
+        common = set.intersection(*map(set, self._timed.values())) if self._timed else set()
+        clocks = self._windows[-1][0].clocks
+        for number in common:
+            entered = {each: timed[number].entered + clocks[self._hosts[each]] for each, timed in self._timed.items()}
+            *_, second, last = sorted(entered, key=entered.__getitem__)
+            late = entered[last] - entered[second]
+            before = [each for each in common if each < number and self._has_ended(each, number, (rank, second))]
+            if last == rank and late >= self._least and before:
+                (least, most), (least_of_other, most_of_other) = (
+                    _work(self._timed[each], before, number) for each in (rank, second)
+                )
+                yield (least - most_of_other) / late, (most - least_of_other) / late
+
+    def _has_ended(self, earlier: int, number: int, ranks: Iterable[int]) -> bool:
+        """Return True if a collective had ended in the ranks before they entered a later one."""
+        return all(self._timed[rank][earlier].seen_in < self._timed[rank][number].entered for rank in ranks)
 
     def _are_clocks_known(self) -> bool:
         """Return True if the difference between any host's clock and the first one's is the same in all windows."""
@@ -161,22 +213,29 @@ class SlowRankWatch:
         differences = [[each[host] - each[first] for each in clocks] for host in clocks[0]]
         return all(max(found) - min(found) <= self._least / 2 for found in differences)
 
-    def _doings(self, rank: int) -> Iterator[str]:
+    def _share_of_queue(self, rank: int) -> float:
+        """Return the share of its time that the rank's threads waited for a core, above the other ranks' shares."""
+        newest = self._windows[-1][1]
+        shares = {
+            each: (newest[each].queued - begun.queued) / max(newest[each].time - begun.time, 1.0)
+            for each, begun in self._began.items()
+        }
+        own = shares.pop(rank, 0.0)
+        return own - max(shares.values(), default=0.0)
+
+    def _doings(self, rank: int, queued: float) -> Iterator[str]:
         """Yield sentences about what the slow rank does while the others wait."""
         begun, newest = self._began.get(rank), self._windows[-1][1][rank]
-        is_explained = False
         if begun is not None and newest.time > begun.time:
             share = (newest.data - begun.data) / (newest.time - begun.time)
-            if is_explained := share >= MIN_SHARE:
+            if share >= MIN_SHARE:
                 yield f"It waits for its data loader {100 * share:.0f} % of its time"
+        if queued >= MIN_SHARE:
+            yield f"Its threads wait for busy cores, {100 * queued:.0f} % of its time more than the others'"
         lines = [each[rank].line for _, each in self._windows if each[rank].line]
         if lines and lines.count(lines[-1]) == len(lines):
             yield f"Its main thread was mostly at {lines[-1]}"
-        for difference in self._differences_of_gpu(rank):
-            is_explained = True
-            yield difference
-        if not is_explained:  # gloo's records have no time of a collective's end
-            yield LINK
+        yield from self._differences_of_gpu(rank)
 
     def _differences_of_gpu(self, rank: int) -> Iterator[str]:
         """Yield sentences about the slow rank's GPU, if it is slower or hotter than the others' in all windows."""
@@ -188,6 +247,13 @@ class SlowRankWatch:
         degrees, degrees_of_others = (_known(each.gpu_temperature for each in reports) for reports in (own, others))
         if degrees and degrees_of_others and min(degrees) >= max(degrees_of_others) + MIN_DEGREES:
             yield f"Its GPU is at {min(degrees)} °C, the others' at {max(degrees_of_others)} °C or less"
+
+
+def _work(timed: Mapping[int, Timed], before: Iterable[int], number: int) -> tuple[float, float]:
+    """Return the least and the greatest number of seconds between the ends of earlier collectives and a later one."""
+    entered = timed[number].entered
+    least = entered - max(min(timed[each].seen_out, entered) for each in before)
+    return least, entered - max(timed[each].seen_in for each in before)
 
 
 def _known(values: Iterable[int | None]) -> list[int]:

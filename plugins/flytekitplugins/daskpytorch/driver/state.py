@@ -308,8 +308,7 @@ class GangState:
                 self.observers.note(f"rank {rank} {text}")
             case reports.Entered():
                 if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
-                    slow, about = found  # any rank's report may complete the proof
-                    self.observers.hint(f"slow rank {slow}", about)
+                    self.observers.hint(*found)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         if attempt.prompts.shown == rank:

@@ -64,6 +64,17 @@ class GoodputWanted:
     """Number of the rank's request. All ranks get the same goodput for the same number."""
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Beginning and end of a collective in one rank, in seconds since the epoch."""
+
+    entered: float
+    seen_in: float
+    """Last time at which the collective had not ended."""
+    seen_out: float
+    """First time at which the collective had ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entered:
     """Times at which the rank has entered its newest collectives of the default process group."""
@@ -82,6 +93,10 @@ class Entered:
     """Seconds of waiting for a data loader so far."""
     line: str
     """Line of the user's code at which the main thread was found most often. Empty if no line stands out."""
+    queued: float
+    """Seconds that the rank's threads have waited for a core so far. 0 if the kernel does not tell."""
+    timed: Mapping[int, Timed]
+    """Number of a collective -> its beginning and end. Empty without an earlier order `TimeEnds`."""
     gpu_clock: int | None = None
     """Clock of the rank's GPU in MHz. None if unknown, or if the rank has not initialised CUDA."""
     gpu_temperature: int | None = None

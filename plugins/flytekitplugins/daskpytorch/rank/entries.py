@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
-from flytekitplugins.daskpytorch.protocol.reports import Entered
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
+from flytekitplugins.daskpytorch.protocol.reports import Entered, Timed
 from flytekitplugins.daskpytorch.rank import flight_recorder, nvml
 from flytekitplugins.daskpytorch.rank.usage import INTERVAL, Ledger
 
 WINDOW = 10.0
 """Seconds between two reports. All ranks report at the same times, since a flight recorder forgets within a second."""
+TIMING = 5.0
+"""Maximum number of seconds for which ends of collectives are timed."""
+RESOLUTION = 0.002
+"""Seconds between two looks at which collectives have ended. A look takes 0.7 ms of the interpreter."""
 MAX_WORLD_SIZE = 500
 """Maximum number of ranks of a gang whose ranks report. Larger gangs read what their ranks use at different times."""
 MIN_SAMPLES = 0.5
@@ -36,6 +43,25 @@ class Entries:
         self._ledger, self._send, self._gpu_uuid = ledger, send, gpu_uuid
         self._thread = threading.get_ident()
         self._lines: Counter[str] = Counter()
+        self._timed: dict[int, Timed] = {}
+
+    def time_ends(self) -> None:
+        """Time the ends of the next collectives in a thread, for the next report."""
+        threading.Thread(target=self._time_ends, name="daskpytorch-ends", daemon=True).start()
+
+    def _time_ends(self) -> None:
+        timed: dict[int, Timed] = {}
+        before, seen_in, ends_at = None, time.time(), time.monotonic() + TIMING
+        while len(timed) < MAX_COLLECTIVES and time.monotonic() < ends_at:
+            looked_at, found = time.time(), flight_recorder.newest()
+            if found is None:
+                return
+            if before is not None:
+                new = found.ended - before.ended
+                timed |= {number: Timed(found.entered[number], seen_in, time.time()) for number in new}
+            before, seen_in = found, looked_at
+            time.sleep(RESOLUTION)
+        self._timed = timed
 
     def look(self) -> None:
         """Note the main thread's line, and report at the beginning of each ten seconds. Called every two seconds."""
@@ -45,24 +71,35 @@ class Entries:
         if now % WINDOW >= INTERVAL:
             return
         lines, self._lines = self._lines, Counter()
-        if (found := flight_recorder.entered()) is None:
+        if (found := flight_recorder.newest()) is None:
             return
         [(line, count)] = lines.most_common(1) or [("", 0)]
-        times, is_partial = found
+        timed, self._timed = self._timed, {}
         clock, temperature = _of_gpu(self._gpu_uuid)
         self._send(
             Entered(
                 window=int(now // WINDOW),
                 time=time.time(),
-                times=times,
-                is_partial=is_partial,
+                times=found.entered,
+                is_partial=found.is_partial,
                 num_steps=self._ledger.num_steps,
                 data=self._ledger.seconds()["data"],
                 line=line if count >= MIN_SAMPLES * lines.total() else "",
+                queued=_queued(),
+                timed=timed,
                 gpu_clock=clock,
                 gpu_temperature=temperature,
             )
         )
+
+
+def _queued() -> float:
+    """Return the seconds that the threads of this process have waited for a core. 0 if the kernel does not tell."""
+    waits = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError, IndexError):  # the thread has ended, or the kernel keeps no account
+            waits += int((thread / "schedstat").read_text().split()[1])
+    return waits / 1e9
 
 
 def _of_gpu(uuid: str) -> tuple[int | None, int | None]:

@@ -11,6 +11,8 @@ import ctypes
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,12 +44,22 @@ def recall() -> Recalled | None:
     return Recalled(groups=groups, collectives=collectives, members=members, newest_of_all=of_all)
 
 
-def entered() -> tuple[dict[int, float], bool] | None:
-    """Return when this rank has entered its newest collectives of the default group. Safe in any thread.
+@dataclass(frozen=True)
+class Newest:
+    """This rank's newest collectives of the default group."""
 
-    Returns:
-        Number of each collective -> seconds since the epoch, and True if the rank also sends or receives messages of
-        single ranks. None with NCCL, if torch's flight recorder is off or unreadable, or if ranks count differently.
+    entered: Mapping[int, float]
+    """Number of each collective -> seconds since the epoch at which the rank entered the collective."""
+    ended: AbstractSet[int]
+    """Numbers of those that have ended. With gloo, the flight recorder has no times of ends."""
+    is_partial: bool
+    """True if the rank also sends or receives messages of single ranks."""
+
+
+def newest() -> Newest | None:
+    """Return this rank's newest collectives of the default group. Safe in any thread.
+
+    None with NCCL, if torch's flight recorder is off or unreadable, or if ranks count differently.
     """
     try:
         if not process_group.are_numbers_comparable():
@@ -57,11 +69,12 @@ def entered() -> tuple[dict[int, float], bool] | None:
             return None  # a rank calls NCCL's collectives ahead of its GPU, so that a late call is no wait
         entries = list(_entries(has_nccl=False, stacks=False))
         world = "the default group (gloo)"
-        calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world]
-        times = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls[-MAX_COLLECTIVES:]}
+        calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world][-MAX_COLLECTIVES:]
+        entered = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls}
+        ended = {entry["collective_seq_id"] for entry in calls if _is_done(entry)}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
         return None
-    return (times, any(entry["is_p2p"] for entry in entries)) if times else None
+    return Newest(entered, ended, any(entry["is_p2p"] for entry in entries)) if entered else None
 
 
 def call_before_abort(report: Callable[[], None]) -> None:
@@ -153,6 +166,10 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         inputs=[tuple(sizes) for sizes in entry["input_sizes"]],
         outputs=[tuple(sizes) for sizes in entry["output_sizes"]],
         dtypes=entry["input_dtypes"] or entry["output_dtypes"],
-        is_done=entry["retired"] or entry["state"] == "completed",
+        is_done=_is_done(entry),
         frames=[f'File "{at["filename"]}", line {at["line"]} in {at["name"]}' for at in entry["frames"]],
     )
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"

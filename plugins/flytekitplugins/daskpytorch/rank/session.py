@@ -55,6 +55,7 @@ class Session:
         self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
         """This rank's use of terminals for a debugger. None if the rank runs in the driver's process."""
+        self._entries = Entries(link.ledger, link.send, place.gpu_uuid)
         self.server: Server | None = None
         """Serves the calls of a gang that stays. None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
@@ -81,7 +82,7 @@ class Session:
         profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
         looks = [profiler.draw_flame_graphs]
         if order.job.settings.hints and 1 < place.world_size <= MAX_WORLD_SIZE:
-            looks.append(Entries(link.ledger, link.send, place.gpu_uuid).look)
+            looks.append(self._entries.look)
         with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),
@@ -122,7 +123,7 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
 
-    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901 - a case for each order
+    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901, PLR0912 - a case for each order
         """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
@@ -138,6 +139,8 @@ class Session:
                 self._locate(look)
             case orders.ShowStacks():
                 standstill.show_stacks()
+            case orders.TimeEnds():
+                self._entries.time_ends()
             case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
                 if self.prompt is not None:
                     self.prompt.obey(order)
