@@ -54,7 +54,8 @@ class RunningClock:
     def __call__(self) -> float:
         """Return the time in seconds, from the start of the underlying clock."""
         now = self._clock()
-        self._stood_still += max(0.0, now - self._called_at - self.MAX_GAP)
+        if (gap := now - self._called_at) > self.MAX_GAP:
+            self._stood_still += gap - self.MAX_GAP
         self._called_at = now
         return now - self._stood_still
 

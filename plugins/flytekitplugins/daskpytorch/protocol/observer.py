@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -292,11 +291,12 @@ class Observers:
     def tell(self, method: str, *args: object) -> None:
         """Call a method of all observers. The first `StoppedEarlyError` that one raises becomes `stopped_early`."""
         for observer in self._observers:
-            with self._left_out_if_failing(observer, f"{type(observer).__name__}.{method}"):
-                try:
-                    getattr(observer, method)(*args)
-                except StoppedEarlyError as error:
-                    self.stopped_early = self.stopped_early or error
+            try:
+                getattr(observer, method)(*args)
+            except StoppedEarlyError as error:
+                self.stopped_early = self.stopped_early or error
+            except Exception as error:
+                self._leave_out(observer, f"{type(observer).__name__}.{method}", error)
 
     def note(self, text: str) -> None:
         """Send observers a line about an event of the gang."""
@@ -318,23 +318,24 @@ class Observers:
         """Return the pickled factories of the driver's observers for their `RankObserver` in rank 0."""
         parts = []
         for observer in self._observers:
-            with self._left_out_if_failing(observer, f"{type(observer).__name__}.for_rank"):
+            try:
                 if (make := observer.for_rank()) is not None:
                     parts.append(pack_call(make, (), {}))
+            except Exception as error:
+                self._leave_out(observer, f"{type(observer).__name__}.for_rank", error)
         return parts
 
     def open(self, parts: Iterable[bytes]) -> None:
         """Add the observers that these pickled factories make. Called in rank 0."""
         for part in parts:
-            with self._left_out_if_failing(part, "what an observer has in rank 0"):
+            try:
                 self._observers.append(unpack_call(part).function())
+            except Exception as error:
+                self._leave_out(part, "what an observer has in rank 0", error)
 
-    @contextlib.contextmanager
-    def _left_out_if_failing(self, observer: object, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whatever a display or a user's own code raises
-            self._observers = [other for other in self._observers if other is not observer]
-            text = f"{what} failed ({type(error).__name__}: {error}) and is not called any more"
-            logger.warning("%s; the training goes on", text, exc_info=error)
-            self.tell("noted", text)
+    def _leave_out(self, observer: object, what: str, error: Exception) -> None:
+        """Call an observer no more, after an error of a display or of a user's own code."""
+        self._observers = [other for other in self._observers if other is not observer]
+        text = f"{what} failed ({type(error).__name__}: {error}) and is not called any more"
+        logger.warning("%s; the training goes on", text, exc_info=error)
+        self.tell("noted", text)

@@ -72,8 +72,9 @@ class CallFutures(Logged, Futures[GangFuture]):
             concurrent.futures.CancelledError: The call was cancelled.
         """
         __tracebackhide__ = True
-        if (error := self.exception(timeout)) is not None:
-            raise error
+        self._futures[0].exception(timeout)
+        if self._cause is not None:
+            self._futures[self._cause].result()
         return [future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
