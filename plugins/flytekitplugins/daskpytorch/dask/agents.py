@@ -62,11 +62,12 @@ class DaskAgents:
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
         found = cluster.identity(client, FIRST_LOOK_TIMEOUT)
-        self._addresses = _addresses(client, found)
+        self.addresses = _addresses(client, found)
+        """Name of each worker, as users see it -> its Dask address. Lost workers are included."""
         self._paused = _paused(found)
         made = client.cluster
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
-        self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)
+        self.workers: Sequence[str] = sorted(self.addresses, key=worker_order)
         self._num_kept = num_kept
         self._kept: set[str] = set()
         """Present workers that are kept for evaluations."""
@@ -102,7 +103,7 @@ class DaskAgents:
             if order.worker in taken:
                 on_failure(order.worker, WorkerLostError("another gang has taken the worker", worker=order.worker))
                 continue
-            address = self._addresses[order.worker]
+            address = self.addresses[order.worker]
             # The task is pinned, since Dask would give it to an idle worker. A pinned task waits for ever if its worker
             # is lost, so the driver watches the workers. The priority is high, as an agent needs no thread for long.
             future = self._client.submit(
@@ -131,17 +132,12 @@ class DaskAgents:
         if gang.ranks_per_worker != "auto":
             return gang.ranks_per_worker
         known = _known_gpus.setdefault(self._client, {})
-        addresses = self._addresses
+        addresses = self.addresses
         if strangers := [address for address in addresses.values() if address not in known]:
             seconds = min(GPUS_TIMEOUT, gang.start_timeout)
             known |= self._client.sync(_ask_for_gpus, self._client, strangers, seconds)
         # A silent worker may answer when its agent starts. Otherwise an error names the worker then.
         return placement.one_per_gpu({w: known[address] for w, address in addresses.items() if address in known})
-
-    @property
-    def addresses(self) -> Mapping[str, str]:
-        """Name of each worker, as users see it -> its Dask address. Lost workers are included."""
-        return self._addresses
 
     def present(self) -> list[str]:
         """Return all workers that the gang may use now, by the names that users see.
@@ -156,7 +152,7 @@ class DaskAgents:
                 f"the Dask client has closed itself, probably after the loss of the scheduler: {error}. Check that the "
                 "scheduler runs, and make a new Client"
             ) from error
-        self._addresses |= (here := _addresses(self._client, found))
+        self.addresses |= (here := _addresses(self._client, found))
         self._paused = _paused(found)
         with _lock:
             if self not in _held:
@@ -208,7 +204,7 @@ class DaskAgents:
         running: Mapping[str, Sequence[object]] = self._client.sync(
             processing, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT
         )
-        names = {address: worker for worker, address in self._addresses.items()}
+        names = {address: worker for worker, address in self.addresses.items()}
         return {
             names[at]: sum(isinstance(key, str) and key.startswith(AGENT_NAME) for key in keys)
             for at, keys in running.items()

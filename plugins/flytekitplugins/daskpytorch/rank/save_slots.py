@@ -39,22 +39,22 @@ class SaveSlots:
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
         self._waiting: Staged | None = None
-        self._deferred: list[int] | None = None
-        """Numbers of saves that the driver has committed or given up during a `placing` block. They count after the
-        block, since the ranks exchange their progress in the block. None outside a block."""
+        self._settled = -1
+        """Number of the save that the driver has committed or given up last. -1: none."""
+        self._is_placing = False
+        """True in a `placing` block, in which the ranks exchange their progress. `_settled` then counts after it."""
 
     @contextlib.contextmanager
     def placing(self) -> Iterator[View]:
         """Yield this rank's progress, and keep it unchanged during a `with` block in which ranks exchange theirs."""
         with self._changed:
-            self._deferred = []
+            self._is_placing = True
         try:
             yield self._view
         finally:
             with self._changed:
-                deferred, self._deferred = self._deferred, None
-                for number in deferred:
-                    self._settle(number)
+                self._is_placing = False
+                self._heed_settled()
 
     def catch_up(self, views: Sequence[View]) -> None:
         """Begin the waiting save if another rank has begun it, else drop it, so that all ranks are at the same save.
@@ -88,10 +88,9 @@ class SaveSlots:
             number: Number of the save. Ignored unless this save is in flight.
         """
         with self._changed:
-            if self._deferred is None:
-                self._settle(number)
-            else:
-                self._deferred.append(number)
+            self._settled = number
+            if not self._is_placing:
+                self._heed_settled()
 
     def close(self) -> None:
         """Drop the waiting save, since the driver will commit no more saves."""
@@ -104,10 +103,10 @@ class SaveSlots:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None, timeout)
 
-    def _settle(self, number: int) -> None:
-        if number != self._view.started or self._view.is_settled:
+    def _heed_settled(self) -> None:
+        if self._settled != self._view.started or self._view.is_settled:
             return
-        self._view = View(number, is_settled=True)
+        self._view = View(self._settled, is_settled=True)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._start(waiting)
