@@ -145,6 +145,22 @@ def test_what_is_settled_while_the_ranks_meet_counts_when_they_have_met() -> Non
     assert [rank.started for rank in gang.ranks] == [[0, 1], [0, 1]]
 
 
+def test_a_save_that_waits_does_not_begin_while_the_ranks_meet() -> None:
+    gang = Gang([Rank(), Rank()])
+    gang.save()
+    gang.save()
+    gang.settle()
+    with _all_placing(gang.ranks) as views:
+        gang.ranks[0].hear()
+        for rank in gang.ranks:
+            rank.slots.catch_up(views)
+            rank.slots.put(Save(2, rank.dropped))
+    assert [rank.dropped for rank in gang.ranks] == [[1], [1]]
+    gang.num_saves = 3
+    gang.finish()
+    assert [rank.started for rank in gang.ranks] == [[0, 2], [0, 2]]
+
+
 def test_a_meeting_that_fails_leaves_what_waits_waiting() -> None:
     rank = Rank()
     gang = Gang([rank])
