@@ -41,9 +41,7 @@ OF_LIBRARIES = (
     *("extras", "flyte", "in_process", "inputs", "media", "own_node", "partitions", "program"),
     *("sampling", "task", "task_results", "trials", "wandb"),
 )
-"""The tests of what leans on torch, Dask, flytekit and the extras; `--all` runs those of everything else, too."""
-NOT_OF_VERSIONS = ("tests/test_backend.py", "tests/test_dockerfile.py", "tests/test_distributions.py")
-"""What is written for one set of versions, or looks at files alone."""
+"""The tests of what leans on torch, Dask, flytekit and the extras."""
 LIMIT = 1800
 """Seconds for one corner's tests."""
 
@@ -99,11 +97,9 @@ def install(corner: Corner, python: Path, venv: Path) -> None:
     subprocess.run([*command, "--resolution", corner.resolution, *what], check=True)
 
 
-def run(corner: Corner, venv: Path, log: Path, *, everything: bool) -> list[str]:
+def run(corner: Corner, venv: Path, log: Path) -> list[str]:
     """Run its tests, and then its gangs; what came of either."""
     unit = tuple(f"tests/test_{name}.py" for name in OF_LIBRARIES)
-    if everything:
-        unit = ("tests", "--ignore-glob=*_integration.py", *(f"--ignore={name}" for name in NOT_OF_VERSIONS))
     with log.open("w+") as file:
         if corner.tests:
             return ["none", pytest(venv, corner.tests, file)]
@@ -141,7 +137,7 @@ def versions(venv: Path) -> list[str]:
     return [said.split()[1], *(there.get(name, "none") for name in SHOWN)]
 
 
-def row(corner: Corner, folder: Path, *, keep: bool, everything: bool) -> list[str]:
+def row(corner: Corner, folder: Path, *, keep: bool) -> list[str]:
     """Install a corner, run its tests, and say column by column how it went."""
     today = str(datetime.now(tz=UTC).date())
     python = next((path for path in found_pythons(corner.python) if works(path, corner.python)), None)
@@ -151,7 +147,7 @@ def row(corner: Corner, folder: Path, *, keep: bool, everything: bool) -> list[s
     log = Path(tempfile.gettempdir(), f"matrix-{corner.name}.log")
     try:
         install(corner, python, venv)
-        verdicts = run(corner, venv, log, everything=everything)
+        verdicts = run(corner, venv, log)
         shown = versions(venv)
     finally:
         if not keep:
@@ -175,12 +171,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corners", nargs="*", help=f"of {', '.join(corner.name for corner in CORNERS)}; all by default")
     parser.add_argument("--keep", action="store_true", help="leave the environments where they are, and say where")
-    parser.add_argument("--all", action="store_true", help="run all tests that start no process of their own")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="matrix-"))
     for corner in CORNERS:
         if not asked.corners or corner.name in asked.corners:
-            written = f"| {' | '.join(row(corner, folder, keep=asked.keep, everything=asked.all))} |"
+            written = f"| {' | '.join(row(corner, folder, keep=asked.keep))} |"
             print(written, flush=True)
             PAGE.write_text(with_rows(PAGE.read_text(), {corner.name: written}))
     print(f"environments: {folder}" if asked.keep else "", file=sys.stderr)

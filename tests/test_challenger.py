@@ -68,13 +68,6 @@ def test_a_card_is_read_as_it_was_written_and_by_an_older_release(registry: Regi
     assert all(text in CARD.html() for text in ("names.csv", "epochs", "plugin version"))
 
 
-def test_the_same_model_is_added_once(registry: Registry, files: dict[str, Path]) -> None:
-    version = challenger.add(registry, files, CARD)
-    assert challenger.add(registry, files, replace(CARD, execution="another attempt")) == version
-    assert challenger.add(registry, files, replace(CARD, state_sha256="of other weights")) != version
-    assert len(registry.versions()) == 2
-
-
 def test_a_damaged_version_keeps_nobody_from_training(
     registry: Registry, files: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,25 +104,3 @@ def test_who_is_better_by_the_margin_is_promoted(registry: Registry, files: dict
     assert "2.0000 nats per character, the champion's 2.1000: 0.1000 better, and it must be better by" in verdict.why
     assert not challenger.judge(registry, other, replace(COMPARISON, loss=2.1), margin=0).promotes
     assert not challenger.judge(registry, other, replace(COMPARISON, loss=float("nan")), margin=0).promotes
-
-
-def test_who_has_been_champion_is_not_promoted_again(registry: Registry, files: dict[str, Path]) -> None:
-    one, other = (challenger.add(registry, files, card) for card in (CARD, OTHER))
-    promoted(registry, one)
-    assert "it is the champion itself" in challenger.judge(registry, one, COMPARISON, margin=0).why
-    promoted(registry, other)
-    registry.roll_back()
-    verdict = challenger.judge(registry, other, COMPARISON, margin=0)
-    assert not verdict.promotes
-    assert "promotion 2 made it the champion once" in verdict.why
-
-
-def test_a_promotion_counts_once_and_only_against_the_champion_it_was_compared_with(
-    registry: Registry, files: dict[str, Path]
-) -> None:
-    one, other = (challenger.add(registry, files, card) for card in (CARD, OTHER))
-    said = challenger.promote(registry, one, "good", instead_of=0)
-    assert said == challenger.promote(registry, one, "good", instead_of=0) == "promoted: good (promotion 1)"
-    assert challenger.promote(registry, other, "good", instead_of=0).startswith("not promoted: ")
-    assert [promotion.version for promotion in registry.history()] == [one]
-    assert challenger.promote(registry, other, "better", instead_of=1) == "promoted: better (promotion 2)"

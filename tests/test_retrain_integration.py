@@ -8,10 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY
-from processes import MARK, SCRIPTS, marked, nothing_left_behind, run_program, until
+from processes import MARK, SCRIPTS, nothing_left_behind, run_program
 from tasks.challenger import STATE
 from tasks.char_lstm import CharLSTM, evaluate, windows
 from tasks.embedded_names import EMBEDDED_NAMES
@@ -46,12 +43,6 @@ class Run:
     said: str
     outputs: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, code: int, result: Path) -> Run:
-        """One that was forked."""
-        outputs = json.loads(result.read_text()) if code == 0 else {}
-        return cls(code=code, said=result.with_suffix(".log").read_text(), outputs=outputs)
-
     def output(self, name: str) -> str:
         assert name in self.outputs, self.said
         return self.outputs[name]
@@ -68,7 +59,6 @@ class Home:
     """A home directory with Flyte's cache, the names of three days, and a registry."""
 
     folder: Path
-    victims: subprocess.Popen[str]
 
     @property
     def data(self) -> str:
@@ -96,14 +86,12 @@ class Home:
         outputs = dict(re.findall(r"(\w+)=['\"](.*?)['\"](?:, |$)", found[1])) if found else {}
         return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
 
-    def fork(self, inputs: Mapping[str, Any], stage: str = "") -> Run:
-        """A retraining in a process of its own, which is killed at this stage."""
-        result = Path(tempfile.mkdtemp(dir=self.folder)) / "result"
+    def retrain_directly(self, inputs: Mapping[str, Any], stage: str = "") -> Run:
+        """A retraining that is killed at this stage."""
         given = {"data": self.data, "registry": self.registry, "hp": HP, **inputs}
-        assert self.victims.stdin is not None
-        assert self.victims.stdout is not None
-        print(json.dumps({"stage": stage, "result": str(result), "inputs": given}), file=self.victims.stdin, flush=True)
-        return Run.of(int(self.victims.stdout.readline()), result)
+        done = self.call(str(REPOSITORY / "tests" / "retrain_victims.py"), stage, json.dumps(given))
+        outputs = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+        return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -126,25 +114,20 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     """The same names on the second day, in another order; more of them on the third."""
     folder = tmp_path_factory.mktemp("retrain")
     (folder / "tmp").mkdir()
     (folder / "names").mkdir()
     for day, some in zip(DAYS, (FEW, FEW[::-1], MORE), strict=True):
         (folder / "names" / f"{day}.json").write_text(json.dumps(list(some)))
-    script = str(REPOSITORY / "tests" / "retrain_victims.py")
-    env = {**environment(folder), MARK: uuid.uuid4().hex}  # not this process's: an S3 server may start meanwhile
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, script], cwd=folder, env=env, **pipes) as victims:
-        yield Home(folder=folder, victims=victims)
-    until(lambda: not marked(env[MARK]), "the retrainings' processes to end")
+    return Home(folder=folder)
 
 
 @pytest.fixture(scope="module")
 def story(home: Home) -> Story:
     """The first day by the launch plan, the third by the workflow's name."""
-    days = [home.retrain("retrain_daily", DAYS[0]), home.fork({"kickoff_time": DAYS[1]})]
+    days = [home.retrain("retrain_daily", DAYS[0]), home.retrain_directly({"kickoff_time": DAYS[1]})]
     two_days = shutil.copytree(home.registry, home.folder / "two_days")
     return Story(home=home, days=[*days, home.retrain("retrain", DAYS[2])], two_days=two_days)
 
@@ -180,7 +163,7 @@ def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
         f"{other} instead of {one}: {reason}",
         f"{one} instead of {other}: too many names with q",
     ]
-    again = story.home.fork({"kickoff_time": DAYS[2]})
+    again = story.home.retrain_directly({"kickoff_time": DAYS[2]})
     assert again.output("version") == other  # the same training again, which the cache has
     assert "promotion 2 made it the champion once" in again.output("outcome")
     assert registry.champion().version == one
@@ -190,7 +173,7 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
     registries = {stage: Registry(str(shutil.copytree(story.two_days, tmp_path / stage))) for stage in STAGES}
     inputs = {stage: {"kickoff_time": DAYS[2], "registry": str(tmp_path / stage)} for stage in STAGES}
     for stage, some in inputs.items():
-        assert story.home.fork(some, stage).code == -signal.SIGKILL
+        assert story.home.retrain_directly(some, stage).code == -signal.SIGKILL
     for (stage, (num_versions, is_new)), registry in zip(STAGES.items(), registries.values(), strict=True):
         versions = registry.versions()
         assert (stage, len(versions)) == (stage, num_versions)
@@ -198,7 +181,7 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
         for version in versions:
             CharLSTM.from_state_dict(torch.load(registry.fetch(version, STATE, tmp_path / "got"), weights_only=True))
 
-    again = [story.home.fork(some) for some in inputs.values()]
+    again = [story.home.retrain_directly(some) for some in inputs.values()]
     wanted = Registry(story.home.registry).card(story.versions[2])["state_sha256"]
     for (_, is_new), registry, run in zip(STAGES.values(), registries.values(), again, strict=True):
         assert ("nothing has changed" if is_new else "promoted: ") in run.output("outcome")
@@ -210,7 +193,7 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
 def test_names_that_have_drifted_end_the_day_and_the_champion_stays(story: Story, tmp_path: Path) -> None:
     strange = tmp_path / "strange.json"
     strange.write_text(json.dumps([f"{a}{b}{a}x" for a in "qxzj" for b in "qxzj"] * 20 + ["Ω"] * 100))
-    run = story.home.fork({"kickoff_time": DAYS[2], "registry": str(story.two_days), "data": str(strange)})
+    run = story.home.retrain_directly({"kickoff_time": DAYS[2], "registry": str(story.two_days), "data": str(strange)})
     text = " ".join(run.said.split())
     assert run.code == 1
     for problem in ("320 usable names, fewer than min_names=500", "23.8% of the 420 entries", "have moved by"):

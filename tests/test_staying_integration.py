@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.task import staying
 from flytekitplugins.daskpytorch.task.staying import StayingGang
-from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, num_open_files, until
+from processes import MAX_SECONDS, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
 """State of this module, which each rank has for itself."""
@@ -75,16 +74,10 @@ def numbers_of(array: np.ndarray, values: list[torch.Tensor]) -> tuple[float, np
     return float(array.sum()), array[:: len(array) // 4], sum(len(each) for each in values)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("two")) as cluster:
-        yield cluster
-
-
 def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_ends_it(
-    cluster: Cluster, tmp_path: Path
+    client: Client, tmp_path: Path
 ) -> None:
-    with Client(cluster.address) as client, dispatch.gang(client) as gang:
+    with dispatch.gang(client) as gang:
         values = gang.keep(load, 10)
         first = gang.call(total, values)
         (pid, result), (other, _) = first.result()
@@ -108,7 +101,7 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         with pytest.raises(GangError, match=r"this gang has ended.*rank 1 of 2 failed.*Begin a new gang") as ended:
             gang.call(total, values)
         assert ended.value.kind == "signal"
-    with Client(cluster.address) as client, dispatch.gang(client) as again:
+    with dispatch.gang(client) as again:
         [_, (pid, result)] = again.call(total, torch.ones(1)).result()
         assert result == 2.0
         with pytest.raises(TypeError, match=r"pass it to gang\.call or gang\.keep of that gang"):
@@ -125,11 +118,11 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_modules_that_the_driver_imports_later_travel_with_the_call(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
 ) -> None:
     name = f"daskpytorch_later_{is_elsewhere}".lower()
     (tmp_path / f"{name}.py").write_text("def value(): return __file__\n")
-    with Client(cluster.address) as client, dispatch.gang(client) as gang:
+    with dispatch.gang(client) as gang:
         assert gang.call(total, torch.ones(1)).result()[0][1] == 2.0
         monkeypatch.syspath_prepend(str(tmp_path))
         if is_elsewhere:
@@ -147,9 +140,9 @@ def reload_named(name: str) -> None:
     importlib.reload(sys.modules[name])
 
 
-def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_is_there(cluster: Cluster) -> None:
+def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_is_there(client: Client) -> None:
     settings = Gang(workers=3, min_workers=2)
-    with Client(cluster.address) as client, dispatch.gang(client, gang=settings) as gang:
+    with dispatch.gang(client, gang=settings) as gang:
         futures = gang.call(total, torch.ones(1))
         assert [result for _, result in futures.result()] == [2.0, 2.0]
         assert len(futures) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,28 +118,23 @@ def run_cases(directory: Path) -> dict[str, Any]:
     """What a rank of a gang of two brings back."""
     folder = Path((directory / "photos").read_text())
     found: dict[str, Any] = run_interruptions(folder, directory, SAVE | STOP_AFTER)
-    found["of_two"] = train_once(folder, HP, FakeCheckpoint(directory / "of_two", die_after=SAVE["mid_epoch"]))
     few = replace(HP, batch_size=1, epochs=1, frozen_epochs=0)
     found["one_left"] = train_once(directory / "few", few, FakeCheckpoint(directory / "few_of_one"))
     return found
 
 
 @pytest.fixture(scope="module")
-def gang_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gang")
-
-
-@pytest.fixture(scope="module")
-def gang(gang_folder: Path, photos: Path) -> list[dict[str, Any]]:
+def gang(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `run_cases`."""
-    (gang_folder / "photos").write_text(str(photos))
+    folder = tmp_path_factory.mktemp("gang")
+    (folder / "photos").write_text(str(photos))
     for breed in BREEDS[:2]:
-        (gang_folder / "few" / breed).mkdir(parents=True)
+        (folder / "few" / breed).mkdir(parents=True)
         for number in range(3):
-            (gang_folder / "few" / breed / f"{number}.jpg").symlink_to(photos / breed / f"{number:04}.jpg")
+            (folder / "few" / breed / f"{number}.jpg").symlink_to(photos / breed / f"{number:04}.jpg")
     few = replace(HP, batch_size=1, epochs=1, frozen_epochs=0, checkpoint_interval=3)
-    train_once(gang_folder / "few", few, FakeCheckpoint(gang_folder / "few_of_one", die_after=1))
-    return run_ranks(run_cases, 2, gang_folder)
+    train_once(folder / "few", few, FakeCheckpoint(folder / "few_of_one", die_after=1))
+    return run_ranks(run_cases, 2, folder)
 
 
 def untimed(epochs: list[Any]) -> list[dict[str, float]]:
@@ -302,35 +296,9 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(gang: list[dict
         assert_equal(rank[interruption], rank["uninterrupted"])
 
 
-def test_fewer_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], gang_folder: Path, photos: Path) -> None:
-    """Two ranks died after step 10, the fourth of the second epoch; one goes on."""
-    after = train_once(photos, HP, FakeCheckpoint(gang_folder / "of_two"))
-    training, held_out = split(ImageFolder(str(photos)), HP)
-    steps_of_two = [batch for rank in gang for batch in _batches(rank["of_two"])]
-    second_epoch = Counter(index for epoch, step, batch in steps_of_two if epoch == 2 and step <= 10 for index in batch)
-    second_epoch.update(after.seen[: NUM_TRAINING - second_epoch.total()])
-    assert second_epoch == dict.fromkeys(training, 1)
-    assert Counter(after.seen[-NUM_TRAINING - NUM_HELD_OUT :]) == dict.fromkeys([*training, *held_out], 1)
-    assert after.result is not None
-    assert after.result.epochs[1].learning_rate == HP.base_lr
-    assert sum(r.count for r in after.result.records if r.phase == TRAINING) == HP.epochs * NUM_TRAINING
-
-
 def test_a_rank_without_an_image_takes_part(gang: list[dict[str, Any]]) -> None:
     """One rank had seen three of four images; two go on with the last."""
     ranks: list[list[Record]] = [rank["one_left"].result.records for rank in gang]
     assert [[r.count for r in records if r.phase == TRAINING] for records in ranks] == [[1, 1, 1, 1], [0]]
     weights = [rank["one_left"].result.classifier.model for rank in gang]
     torch.testing.assert_close(dict(weights[0].named_parameters()), dict(weights[1].named_parameters()), rtol=0, atol=0)
-
-
-def _batches(trained: Trained) -> Iterator[tuple[int, int, list[int]]]:
-    """Epoch, step and images of each step that a attempt took before it died, from what it read and logged."""
-    place = 0
-    for record in trained.log:
-        if record.metrics.get("phase") == TRAINING:
-            count = record.metrics["count"]
-            yield record.metrics["epoch"], record.step, trained.seen[place : place + count]
-            place += count
-        elif "held_out_loss" in record.metrics:
-            place += NUM_HELD_OUT // 2

@@ -78,23 +78,23 @@ def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
 # ---- Which run ------------------------------------------------------------------------------------------------------
 
 
-def test_run_id_is_the_pods_name_also_without_the_operators_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOSTNAME", "f3a-n1-2")
-    monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "2")
-    assert wandb_observer.run_id("f3a", "train") == "f3a-n1"
-
-
-@pytest.mark.parametrize("hostname", ["my-laptop", "my-laptop-1", "f3a-n0-7-runner", "other-n0-1-runner"])
-def test_run_id_is_execution_and_task_where_the_host_is_not_named_so(
-    monkeypatch: pytest.MonkeyPatch, hostname: str
+@pytest.mark.parametrize(
+    ("hostname", "task", "id_"),
+    [
+        ("f3a-n1-1", "train", "f3a-n1"),  # the pod's name, without the operator's suffix
+        *(
+            (host, "train", "f3a-train")
+            for host in ("my-laptop", "my-laptop-1", "f3a-n0-7-runner", "other-n0-1-runner")
+        ),
+        ("", "mod.train:x/y", "f3a-mod-train-x-y"),
+    ],
+)
+def test_run_id_is_the_pods_name_or_execution_and_task(
+    monkeypatch: pytest.MonkeyPatch, hostname: str, task: str, id_: str
 ) -> None:
     monkeypatch.setenv("HOSTNAME", hostname)
     monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
-    assert wandb_observer.run_id("f3a", "train") == "f3a-train"
-
-
-def test_run_id_has_only_characters_that_wandb_takes() -> None:
-    assert wandb_observer.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
+    assert wandb_observer.run_id("f3a", task) == id_
     assert len(wandb_observer.run_id("f3a", "x" * 500)) <= 128
 
 
