@@ -174,14 +174,6 @@ def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: 
     assert "lose_a_worker: ended with 1 of 2 workers, as min_workers allows" in capfd.readouterr().err
 
 
-PRETEND = """
-import os
-from flytekitplugins.daskpytorch.node import hardware as node
-
-node.gpus_here = lambda: node.FoundGpus({gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS"].split()})
-"""
-
-
 def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:
     started, told = str(tmp_path / "rank"), tmp_path / "told"
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:

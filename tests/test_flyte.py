@@ -9,7 +9,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from flyteidl.core import literals_pb2
@@ -31,20 +30,12 @@ from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 
 
-class Named(NamedTuple):
-    only: float
-
-
 def one() -> float:
     return 0.0
 
 
 def two() -> tuple[int, str]:
     return 0, ""
-
-
-def named() -> Named:
-    return Named(0.0)
 
 
 def nothing() -> None:

@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from conftest import REPOSITORY
 from pages import command
-from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program
+from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks import sweeps
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
 from tasks.names import load_names, split_by_name
@@ -155,12 +154,6 @@ def test_a_bad_scaling_is_refused_before_a_cluster_starts(
     Path("two.json").write_text('["a", "b"]')
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         pet_names_scaling.prepare(**SCALING | given)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 1) as running:
-        yield running
 
 
 TRAININGS = {"pet_names": "train", "pet_names_sweep": "sweep", "pet_names_scaling": "scale"}

@@ -36,9 +36,6 @@ def num_kept(received: ReceivedResults) -> tuple[int, int]:
     return received._buffer._num_in_file, received._buffer._in_memory
 
 
-RECEIVED = ReceivedResults()
-
-
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "MAX_IN_MEMORY", PIECE_SIZE)
     received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]

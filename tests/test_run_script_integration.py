@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from flytekitplugins.daskpytorch.protocol import script as script_module
 from flytekitplugins.daskpytorch.protocol.project import Project
 from flytekitplugins.daskpytorch.protocol.script import module_of, script_of
 from gangs import on_this_machine
-from processes import Cluster, dask_cluster, nothing_left_behind
+from processes import nothing_left_behind
 
 TRAIN = """
     import argparse
@@ -137,27 +136,14 @@ def test_an_exit_code_is_the_ranks_error_with_the_scripts_own_lines(project: Pat
     assert "daskpytorch/protocol" not in text
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers with another working folder than the driver's."""
-    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def workers(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.address) as client:
-        yield client
-
-
 def test_a_module_runs_in_the_drivers_folder_and_on_other_machines_in_a_copy(
-    workers: Client, project: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project / "tools")
     for place in ("here", "elsewhere"):
         if place == "elsewhere":
             monkeypatch.setattr("flytekitplugins.daskpytorch.protocol.code.running_kernel", lambda: "another machine")
-        assert dispatch.run(workers, run_module, "train", project / "out").result(120) == [None, None]
+        assert dispatch.run(client, run_module, "train", project / "out").result(120) == [None, None]
         [seen, _] = seen_in(project / "out")
         assert (seen["path"] == str(project / "tools"), seen["spec"]) == (place == "here", "train")
         assert seen["path"] == str(Path(seen["file"]).parent)
