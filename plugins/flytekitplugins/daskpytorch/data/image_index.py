@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -98,14 +98,12 @@ class ImageIndex:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically, by a temporary file and a rename. Readers see the old or the new content."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink()
-            raise
+    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _kind(key: str, folder: str) -> str:
