@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,13 @@ def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
     with pytest.raises(ValueError, match="is an index in format 9, not 1"):
         ImageIndex.load(path)
+
+
+def test_other_users_may_read_a_saved_index_if_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        index("p/cat/1.jpg").save(tmp_path / "index.json")
+    finally:
+        os.umask(before)
+    [file] = tmp_path.iterdir()  # and no unfinished one
+    assert file.stat().st_mode & 0o777 == 0o644
