@@ -32,6 +32,18 @@ K = TypeVar("K", CheckpointFile, ShardedCheckpoint)
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
+class Whole:
+    """A whole (not sharded) checkpoint: on the driver's disk, in storage, or both."""
+
+    file: CheckpointFile
+    state: tuple[int, ...] | None
+    """Inode, size and modification time of the file on the driver's disk when its digest was right. While these stay
+    the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
+    folder: str | None = None
+    """Folder of the checkpoint's file in storage, perhaps an earlier attempt's. None: storage has no copy."""
+
+
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
     """Return the checkpoints whose metric is a number, the best first, and only the newest of each step.
 

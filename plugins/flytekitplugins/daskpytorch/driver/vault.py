@@ -16,11 +16,11 @@ import functools
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver import manifest
-from flytekitplugins.daskpytorch.driver.manifest import best_first, retained
+from flytekitplugins.daskpytorch.driver.manifest import Whole, best_first, retained
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
@@ -33,18 +33,6 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 LANE = "files"
 """Name of the queue (lane) for the vault's jobs in the thread for writes to storage."""
-
-
-@dataclass(eq=False)
-class _Whole:
-    """A whole (not sharded) checkpoint: on the driver's disk, in storage, or both."""
-
-    file: CheckpointFile
-    state: tuple[int, ...] | None
-    """Inode, size and modification time of the file on the driver's disk when its digest was right. While these stay
-    the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
-    folder: str | None = None
-    """Folder of the checkpoint's file in storage, perhaps an earlier attempt's. None: storage has no copy."""
 
 
 class Vault:
@@ -72,7 +60,7 @@ class Vault:
         """Thread that makes all writes to storage."""
         self._lock = threading.RLock()
         self._attempt = 0
-        self._whole: dict[str, _Whole] = {}
+        self._whole: dict[str, Whole] = {}
         """File name -> whole checkpoint, in the order in which checkpoints arrived in the driver."""
         self._copying: str | None = None
         """File name of the whole checkpoint that is being copied to storage, or None."""
@@ -113,7 +101,7 @@ class Vault:
             for file in reversed(read.listed if found else []):
                 if file.name not in read.damaged:
                     state = state_of(self._disk / file.name) if file in found else None
-                    self._whole[file.name] = _Whole(file, state, file.folder)
+                    self._whole[file.name] = Whole(file, state, file.folder)
                 elif file.folder == self.own:
                     self._leftovers.add(file.name)
             self._go_on()
@@ -177,7 +165,7 @@ class Vault:
             if before is not None:  # saved again, perhaps without metrics
                 metrics = {**before.file.metrics, **file.metrics}
                 file = replace(file, metrics=metrics, is_evaluated=before.file.is_evaluated)
-            kept = _Whole(file, state_of(path), before.folder if before is not None else None)
+            kept = Whole(file, state_of(path), before.folder if before is not None else None)
             self._whole[file.name] = kept
             self._tidy()
 
@@ -210,10 +198,7 @@ class Vault:
         return self._disk / file.name
 
     def _tidy(self) -> None:
-        """Remove the files that no longer stay from the driver's disk, and queue the next write to storage.
-
-        With storage, the next manifest applies the retention policy to the sharded checkpoints.
-        """
+        """Apply the retention policy on the driver's disk, and queue the next write to storage, where it applies too."""
         stay = retained(self.entries(), self.keep, self.is_held)
         for whole in self._here():
             if whole.file not in stay:
@@ -248,16 +233,16 @@ class Vault:
                     self._drop(whole)
             return self.entries()
 
-    def _here(self) -> list[_Whole]:
+    def _here(self) -> list[Whole]:
         return [whole for whole in self._whole.values() if whole.state is not None]
 
-    def _is_intact(self, whole: _Whole) -> bool:
+    def _is_intact(self, whole: Whole) -> bool:
         path = self._disk / whole.file.name
         if not path.is_file() or path.stat().st_size != whole.file.size:
             return False
         return state_of(path) == whole.state or digest_of(path) == whole.file.digest
 
-    def _drop(self, whole: _Whole) -> None:
+    def _drop(self, whole: Whole) -> None:
         (self._disk / whole.file.name).unlink(missing_ok=True)
         whole.state = None
         self._forget_lost()
@@ -291,18 +276,19 @@ class Vault:
         Raises:
             Exception: Any error of the storage's client.
         """
-        if self._paths is not None and (made or self._has_news()):
-            self._write_manifest(self._paths, made)
-        elif self._paths is None:
-            with self._lock:
+        with self._lock:
+            has_news = self._has_news()
+            if self._paths is None:
                 self.sharded = self._staying(made)
+        if self._paths is not None and (made or has_news):
+            self._write_manifest(self._paths, made)
 
     def _go_on(self) -> None:
         if self._paths is not None and not self._is_at_work and (self._has_news() or self._next() is not None):
             self._is_at_work = True
             self.worker.submit(LANE, functools.partial(self._work, self._paths), self._tell_failure)
 
-    def _next(self) -> _Whole | None:
+    def _next(self) -> Whole | None:
         """Return the whole checkpoint to copy next to this attempt's folder in storage, or None.
 
         The newest and the best checkpoints take turns. Otherwise frequent saves would keep the best out of storage.
