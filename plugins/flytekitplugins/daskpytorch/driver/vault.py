@@ -198,7 +198,7 @@ class Vault:
         return self._disk / file.name
 
     def _tidy(self) -> None:
-        """Apply the retention policy on the driver's disk, and queue the next write to storage, where it applies too."""
+        """Apply the retention policy to the driver's disk, and queue the next write, which applies it to storage."""
         stay = retained(self.entries(), self.keep, self.is_held)
         for whole in self._here():
             if whole.file not in stay:
