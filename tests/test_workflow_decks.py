@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from flytekitplugins.daskpytorch.report.pieces import shared
 from tasks import quality
-from tasks.cnn import Evaluation
-from tasks.digits import DigitSet
 from tasks.registry import Promotion
 from test_challenger import CARD
 from test_report import Parts, chart_data, rows_of
-from workflows import mnist, retrain
+from workflows import retrain
 
 
 def checked(page: str) -> str:
@@ -44,12 +40,3 @@ def test_a_retraining_is_beside_its_champion() -> None:
     rows = rows_of(page)
     assert rows.index(["2", "v2", "", "2026-01-31", "better"]) < rows.index(["1", "v1", "", "2026-01-31", "better"])
     assert "Model card of v2" in page
-
-
-def test_predictions_are_a_matrix_and_the_worst_digits() -> None:
-    test = DigitSet(images=torch.zeros(50, 28, 28, dtype=torch.uint8), labels=torch.arange(50) % 10)
-    scores = torch.full((50, 10), 0.1)
-    evaluation = Evaluation(loss=1.0, accuracy=0.1, scores=scores)
-    page = checked(mnist._predictions(test, evaluation))
-    assert "All 50 test digits" in page
-    assert page.count('<img src="data:image/png;base64,') == 40
