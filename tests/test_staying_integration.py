@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,7 +221,15 @@ def log_often() -> None:
         current_rank().log({"x": 1.0}, step=step)
 
 
-def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_time() -> None:
+def error_of_wait(futures: Sequence[Future[Any]]) -> Exception | None:
+    try:
+        futures[0].exception(timeout=20)
+    except Exception as error:
+        return error
+    return None
+
+
+def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_time(tmp_path: Path) -> None:
     with nothing_left_behind(), dispatch.gang(nproc=2) as gang:
         values = gang.keep(load, 10)
         for _ in range(20):
@@ -243,6 +252,11 @@ def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_t
         lock = gang.keep(make_lock)
         assert gang.call(type_of, {"lock": lock}).result() == ["lock", "lock"]
         assert gang.call(num_kept).result() == [2, 2]
+        first, later, refused = gang.call(wait_for, str(tmp_path / "go")), gang.call(num_kept), []
+        first[1].add_done_callback(lambda _: refused.append(error_of_wait(later)))
+        (tmp_path / "go").touch()
+        assert later.result() == [2, 2]
+        assert [type(error) for error in refused] == [RuntimeError]  # callbacks run in the gang's thread
         began = time.monotonic()
     assert time.monotonic() - began < MAX_SECONDS
     assert not any(psutil.pid_exists(pid) for pid in pids)

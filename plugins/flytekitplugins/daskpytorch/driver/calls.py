@@ -177,7 +177,6 @@ class Calls:
             return
         self.current = call
         attempt.begin_call()
-        observers.tell("calling", call.name)
         address = call.large.address if call.large is not None else None
         if address is not None:
             arriving = Arrived(attempt.number, LARGE_ARGUMENTS - call.number, address)
@@ -185,6 +184,7 @@ class Calls:
                 peer.send(Bring(arriving))
         code, self._code = self._code, None
         attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
+        observers.tell("calling", call.name)
 
     def _have_left(self, call: Call, attempt: Attempt) -> None:
         """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""
