@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Entered, Timed
 from flytekitplugins.daskpytorch.rank import entries, flight_recorder, nvml
 from flytekitplugins.daskpytorch.rank.entries import Entries
 from flytekitplugins.daskpytorch.rank.usage import Ledger
+from processes import until
 
 pytestmark = pytest.mark.timeout(300)
 STEP = 0.1
@@ -262,11 +264,38 @@ def test_ranks_read_the_times_of_their_newest_collectives(client: Client) -> Non
             assert each.seen_out > max(timed[number].entered, timed_there[number].entered)
 
 
-def train(guilty: int, how: str) -> None:
-    """Train for 60 s. One rank is slow in its backward, in its data, or since its core is busy."""
+PIECE = 32 * 1024
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Iterator[Path]:
+    """Folder of a control group whose processes read 5 MB/s from the disk of `tmp_path`."""
+    group, device = Path(f"/sys/fs/cgroup/blkio/dp{os.getpid()}"), tmp_path.stat().st_dev
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group limits a disk here: {error}")
+    try:
+        limit = f"{os.major(device)}:{os.minor(device)} 5000000"
+        (group / "blkio.throttle.read_bps_device").write_text(limit)
+        yield group
+    except OSError as error:  # no whole disk
+        pytest.skip(f"the disk of {tmp_path} cannot be limited: {error}")
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text(), "the rank to end")
+        group.rmdir()
+
+
+def train(guilty: int, folder: Path, slow_disk: Path | None) -> None:
+    """Train for 60 s. One rank is slow in its backward, or in reading its data from the disk."""
     from flytekitplugins.daskpytorch import current_rank
 
-    is_guilty = current_rank().rank == guilty
+    rank = current_rank().rank
+    is_guilty = rank == guilty
+    file = os.open(folder / "data", os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    if is_guilty and slow_disk is not None:
+        (slow_disk / "cgroup.procs").write_text("0")  # this process
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -275,7 +304,7 @@ def train(guilty: int, how: str) -> None:
 
         @staticmethod
         def backward(_: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            if is_guilty and how == "backward":
+            if is_guilty and slow_disk is None:
                 time.sleep(0.03)
             return gradient
 
@@ -284,8 +313,9 @@ def train(guilty: int, how: str) -> None:
             return 1_000_000
 
         def __getitem__(self, index: int) -> torch.Tensor:
-            if is_guilty and how == "data" and index % 8 == 0:
-                time.sleep(0.03)
+            if slow_disk is not None:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # not from memory
+                os.pread(file, PIECE, (2 * index + rank) % 1000 * PIECE)  # no two ranks wait for one page
             return torch.randn(64)
 
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 1))
@@ -301,17 +331,32 @@ def train(guilty: int, how: str) -> None:
             break
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("guilty", "how", "cause"), [(1, "backward", "(backward)"), (0, "data", "its data loader")])
-def test_a_slow_rank_of_a_real_gang_is_named(client: Client, tmp_path: Path, guilty: int, how: str, cause: str) -> None:
+def hint_of(client: Client, tmp_path: Path, guilty: int, slow_disk: Path | None = None) -> str:
+    """Hint about the slow rank of a real gang."""
     notes = tmp_path / "notes"
+    with (tmp_path / "data").open("wb") as file:
+        file.write(os.urandom(1000 * PIECE))
+        os.fsync(file.fileno())
 
     class Notes(Observer):
         def noted(self, text: str) -> None:
             with notes.open("a") as file:
                 file.write(f"{text}\n")
 
-    dispatch.run(client, train, guilty, how, gang=Gang(observers=(Notes,))).result()
+    dispatch.run(client, train, guilty, tmp_path, slow_disk, gang=Gang(observers=(Notes,))).result()
     [hint] = [line for line in notes.read_text().splitlines() if "is slow" in line]
-    assert f"rank {guilty} (" in hint
-    assert cause in hint
+    return hint
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_in_its_backward_is_named(client: Client, tmp_path: Path) -> None:
+    hint = hint_of(client, tmp_path, 1)
+    assert "rank 1 (" in hint
+    assert "(backward)" in hint
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_slow_disk_is_named_with_its_data(client: Client, tmp_path: Path, slow_disk: Path) -> None:
+    hint = hint_of(client, tmp_path, 0, slow_disk)
+    assert "rank 0 (" in hint
+    assert "It waits for its data loader" in hint

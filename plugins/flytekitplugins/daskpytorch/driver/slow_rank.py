@@ -165,7 +165,7 @@ class SlowRankWatch:
             return None
         if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES or not self._are_clocks_known():
             return None
-        late = median(seconds for window in windows for seconds in window.lateness[rank])
+        late = median(each for window in windows for each in window.lateness[rank] if each >= self._least)
         place = f"{self._hosts[rank]}, GPU {self._gpus[rank]}" if rank in self._gpus else self._hosts[rank]
         waits = f"and the gang waits {100 * share:.0f} % of its time for it"
         if not is_own:
