@@ -41,6 +41,7 @@ TIME_LIMIT = 3600.0
 COMMANDS = (
     ("launch.py",),
     ("calls.py",),
+    ("evaluation.py",),
     ("commands.py",),
     ("recovery.py",),
     ("chaos.py", "--schedules", "100"),
