@@ -156,8 +156,9 @@ class SlowRankWatch:
         if rank is None or others or len(windows) < NUM_WINDOWS - 1:
             return None
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
-        queued = self._share_of_queue(rank)
-        is_own = True if queued >= share / 2 else self._is_own_work(rank)
+        shares = {each: self._share(each, lambda report: report.queued) for each in self._hosts}
+        queued = shares.pop(rank) - max(shares.values())
+        is_own = True if queued >= max(share / 2, MIN_SHARE) else self._is_own_work(rank)
         if is_own is None and self._num_timings < MAX_TIMINGS:
             self._num_timings += 1
             self._time_ends()
@@ -170,8 +171,8 @@ class SlowRankWatch:
         waits = f"and the gang waits {100 * share:.0f} % of its time for it"
         if not is_own:
             return f"slow link {rank}", (
-                f"a network link to rank {rank} ({place}) is slow: its collectives end later than the others', and "
-                f"its next ones begin {1000 * late:.0f} ms later, {waits}. Its own work takes no longer."
+                f"a network link to rank {rank} ({place}) is slow: its collectives end later than the others', and its "
+                f"next ones begin {1000 * late:.0f} ms later, {waits}. Less than half of the delay is its own work."
             )
         doing = "".join(f" {each}." for each in self._doings(rank, queued))
         return f"slow rank {rank}", (
@@ -213,23 +214,15 @@ class SlowRankWatch:
         differences = [[each[host] - each[first] for each in clocks] for host in clocks[0]]
         return all(max(found) - min(found) <= self._least / 2 for found in differences)
 
-    def _share_of_queue(self, rank: int) -> float:
-        """Return the share of its time that the rank's threads waited for a core, above the other ranks' shares."""
-        newest = self._windows[-1][1]
-        shares = {
-            each: (newest[each].queued - begun.queued) / max(newest[each].time - begun.time, 1.0)
-            for each, begun in self._began.items()
-        }
-        own = shares.pop(rank, 0.0)
-        return own - max(shares.values(), default=0.0)
+    def _share(self, rank: int, seconds: Callable[[Entered], float]) -> float:
+        """Return the share of a rank's time since the first window by which a count of seconds in its reports grew."""
+        begun, newest = self._began[rank], self._windows[-1][1][rank]
+        return (seconds(newest) - seconds(begun)) / max(newest.time - begun.time, 1.0)
 
     def _doings(self, rank: int, queued: float) -> Iterator[str]:
         """Yield sentences about what the slow rank does while the others wait."""
-        begun, newest = self._began.get(rank), self._windows[-1][1][rank]
-        if begun is not None and newest.time > begun.time:
-            share = (newest.data - begun.data) / (newest.time - begun.time)
-            if share >= MIN_SHARE:
-                yield f"It waits for its data loader {100 * share:.0f} % of its time"
+        if (share := self._share(rank, lambda report: report.data)) >= MIN_SHARE:
+            yield f"It waits for its data loader {100 * share:.0f} % of its time"
         if queued >= MIN_SHARE:
             yield f"Its threads wait for busy cores, {100 * queued:.0f} % of its time more than the others'"
         lines = [each[rank].line for _, each in self._windows if each[rank].line]
