@@ -171,6 +171,13 @@ def test_min_workers_above_number_of_workers_is_refused_with_both_numbers() -> N
         Gang(workers=2, min_workers=3)
 
 
+def test_on_one_node_the_error_names_the_number_of_ranks() -> None:
+    with pytest.raises(ValueError, match=r"gang\.workers=2\): must be left out, since .* nproc is the number of ranks"):
+        SpawnDDP(gang=Gang(workers=2))
+    with pytest.raises(ValueError, match=r"gang\.workers=2\): must be .* ranks_per_worker is the number of ranks"):
+        dispatch.run(None, print, gang=Gang(workers=2))
+
+
 def test_a_task_has_its_own_number_of_workers() -> None:
     with pytest.raises(
         ValueError, match=r"gang\.workers=2\): must be left out; workers\.number_of_workers is the number"

@@ -134,7 +134,16 @@ def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
     assert "pod's log" in text
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "soon"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
 def test_the_time_limit_must_be_one(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["--timeout", seconds]) == 2
     assert "--timeout" in capsys.readouterr().err
+
+
+def test_an_end_of_file_is_an_error_and_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(*_: object, **__: object) -> Iterator[Finding]:
+        raise EOFError("the file is cut short")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    with pytest.raises(EOFError, match="the file is cut short"):
+        __main__.main([])

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
@@ -158,6 +159,29 @@ def test_a_sweep_says_what_its_models_do(capsys: pytest.CaptureFixture[str]) -> 
     assert [line["event"] for line in lines] == ["begun", "placed", "output", "ended", "note"]
     assert {line["model"] for line in lines[:-1]} == {0}
     assert lines[-1]["text"] == "1 of 1 models have ended: 1 finished"
+
+
+def test_gangs_share_a_board_until_the_first_has_concluded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(log.FORMAT_VARIABLE)
+    monkeypatch.setattr(machine, "_gangs", weakref.WeakSet())  # without gangs of other tests
+    first, second = machine.progress("flows.train"), machine.progress("flows.train")
+    keyed = machine.progress("flows.train", "of.mine")
+    displays = [each for each in (first, second, keyed) if isinstance(each, ProgressDisplay)]
+    assert [each.board for each in displays] == [displays[0].board] * 3
+    for display in displays:
+        display.say("asked")
+        display.noted("noted")
+        display.conclude("done", {})
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith("ed")]
+    assert lines == ["train: asked", "noted", "train: asked", "train, noted", "of.mine: asked", "of.mine, noted"]
+    alone = machine.progress("flows.train")
+    assert isinstance(alone, ProgressDisplay)
+    assert alone.board is not displays[0].board
+    alone.noted("noted")
+    assert capsys.readouterr().err == "noted\n"
+    alone.conclude("done", {})
 
 
 def test_people_read_lines_and_their_logging_stays_as_it_is(

@@ -145,5 +145,15 @@ def test_help_of_the_command_and_of_the_script_are_told_apart(capsys: pytest.Cap
     Path("other.py").write_text(
         "import argparse, os; argparse.ArgumentParser(epilog=str('RANK' in os.environ)).parse_args()"
     )
-    done = run("other.py", "--help")
-    assert (done.returncode, "False" in done.stdout) == (0, True)
+    for words in (["--help"], ["--", "--help"]):
+        done = run("other.py", *words)
+        assert (done.returncode, "False" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("words", [["--", "--x"], ["--x", "--", "y"]])
+def test_a_script_has_the_arguments_that_torchrun_gives_it(folder: Path, words: list[str]) -> None:
+    (folder / "other.py").write_text("import sys; open('given', 'w').write(str(sys.argv[1:]))")
+    assert run("other.py", *words).returncode == 0
+    ours = (folder / "given").read_text()
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "other.py", *words], check=True, timeout=200)
+    assert ours == (folder / "given").read_text()

@@ -157,7 +157,7 @@ def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd:
 
 def test_a_run_that_failed_before_it_was_placed_ends_with_a_line_of_its_name() -> None:
     text = io.StringIO()
-    ProgressDisplay(Board(Console(file=text, width=60)), "flows.train").conclude("failed", {})
+    ProgressDisplay(Board(Console(file=text, width=60)), "train").conclude("failed", {})
     assert text.getvalue().startswith("train: failed after ")
 
 

@@ -5,6 +5,7 @@ script in ranks, and `daskpytorch attach` opens a rank's debugger. `daskpytorch`
 flytekitplugins.daskpytorch`.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from importlib import import_module
 import click
 
 from flytekitplugins.daskpytorch import doctor
-from flytekitplugins.daskpytorch.checks import MAX_SECONDS
+from flytekitplugins.daskpytorch.checks import MAX_SECONDS, is_seconds
 from flytekitplugins.daskpytorch.command_line import scheduler_option
 from flytekitplugins.daskpytorch.doctor import Finding
 from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
@@ -39,8 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
+    except click.Abort as abort:
+        if isinstance(abort.__cause__, EOFError):  # click takes each EOFError of a command for a Ctrl-D at its prompt
+            raise abort.__cause__ from None
         return EXIT_CODE
+
+
+def _timeout(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if is_seconds(seconds := float(text)):
+            return seconds
+    raise click.BadParameter(f"{text!r}: must be seconds above 0 and at most {MAX_SECONDS}")
 
 
 @click.command()
@@ -48,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @click.option("--gang/--no-gang", default=True, help="run or skip the test gang of two ranks, which takes seconds")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, MAX_SECONDS, min_open=True),
+    type=_timeout,
     default=60.0,
     metavar="SECONDS",
     show_default=True,

@@ -45,7 +45,7 @@ from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task import run as task_run
-from flytekitplugins.daskpytorch.task.config import ON_OWN_NODE
+from flytekitplugins.daskpytorch.task.config import rules_of_own_node
 from flytekitplugins.daskpytorch.task.run import Call, RunFutures
 from flytekitplugins.daskpytorch.task.staying import StayingGang
 
@@ -315,7 +315,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 
 def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:
     if client is None and isinstance(gang, Gang):
-        for name, rule in ON_OWN_NODE.items():
+        for name, rule in rules_of_own_node("ranks_per_worker").items():
             problems.check(name, rule)
 
 

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.system import runs_gangs
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 
 
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
-    """Run a gang of two ranks that does an all-reduce. Return a finding with the seconds that start and sum took.
+    """Run a gang of two ranks that does an all-reduce. Return a finding with the seconds of its start and sum.
 
     `timeout` is the timeout, in seconds, for the gang's start, and again for its all-reduce.
     """
@@ -303,8 +304,8 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
     settings = Gang(ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)
-    began_at = time.monotonic()
-    futures = GangFutures(Supervisor(request_for(all_reduce, (), {}, settings), launcher), NUM_RANKS)
+    start = _Start()
+    futures = GangFutures(Supervisor(request_for(all_reduce, (), {}, settings), launcher, [start]), NUM_RANKS)
     limit = 2 * timeout + GRACE  # one timeout for the start, one for a hang
     try:
         seconds, places = zip(*futures.result(limit), strict=True)
@@ -314,14 +315,13 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
         return Finding(what, _in_words(error, limit), "problem", FIREWALL)
     return Finding(
         what,
-        f"{NUM_RANKS} ranks on {', '.join(dict.fromkeys(places))} met and summed in "
-        f"{time.monotonic() - began_at:.1f} s, imports of torch included; an all-reduce of "
-        f"{NUM_VALUES * 4 // 2**20} MiB takes {1000 * max(seconds):.1f} ms",
+        f"{NUM_RANKS} ranks on {', '.join(dict.fromkeys(places))} met in {start.seconds:.1f} s, imports of torch "
+        f"included; an all-reduce of {NUM_VALUES * 4 // 2**20} MiB takes {1000 * max(seconds):.1f} ms",
     )
 
 
 def all_reduce() -> tuple[float, str]:
-    """Do two all-reduces in a rank. Return the seconds that the second one took, and the rank's host with the backend.
+    """Do two all-reduces in a rank. Return the seconds of the second one, and the rank's host, backend and threads.
 
     Raises:
         ArithmeticError: The first all-reduce returned a wrong sum.
@@ -340,7 +340,17 @@ def all_reduce() -> tuple[float, str]:
     began_at = time.perf_counter()
     dist.all_reduce(values)
     values[0].item()  # waits for the GPU
-    return time.perf_counter() - began_at, f"{platform.node()} ({dist.get_backend()})"
+    return time.perf_counter() - began_at, (
+        f"{platform.node()} ({dist.get_backend()}; threads of each: {torch.get_num_threads()})"
+    )
+
+
+class _Start(Observer):
+    seconds = 0.0
+    """Seconds from the request for the gang until all ranks had joined the process group."""
+
+    def formed(self, seconds: float) -> None:
+        self.seconds = seconds
 
 
 def _in_words(error: Exception, limit: float) -> str:

@@ -174,6 +174,8 @@ def run(
     current_rank().checkpoint. The exit code is that of the rank that failed. Exit code 2: an option or the program
     cannot be used. 130: Ctrl-C. 143: SIGTERM.
     """
+    if arguments[:1] == ("--",):  # torchrun drops a first --, too
+        arguments = arguments[1:]
     try:
         script = (module_of if module else script_of)(program, *arguments)
         gang = _gang_of(workers=workers if scheduler else None, **settings)

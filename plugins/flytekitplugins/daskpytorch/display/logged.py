@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
 MAX_RECORDS = 100_000
 """Maximum number of stored log records: about 46 MB of the driver's memory. Beyond, the oldest are removed."""
 
 
-class Log(Observer):
+class Log(GoodputObserver):
     """Observer that collects the log records, newest metrics and goodput of one gang."""
 
     def __init__(self, before: Sequence[LogRecord] = ()) -> None:
@@ -64,7 +64,7 @@ class Logged:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Newest value of each metric in `records`, by name."""
+        """Newest value of each metric, by name."""
         return dict(self._log.newest)
 
     @property

@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver, Observer, Shape, Training
 from flytekitplugins.daskpytorch.records import LogRecord
 
 
@@ -23,8 +23,8 @@ def progress(
     Gangs that train at the same time share one board. Lines of the second gang and of later ones begin with the key.
 
     Args:
-        name: Name of the task, function or script.
-        key: Key of the gang, unique in this process. Empty: the name.
+        name: Name of the task, function or script. Two gangs may have the same name.
+        key: Key of the gang, unique in this process. Empty: the name without its module.
         is_plain: True for plain lines instead of a live display.
         unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
     """
@@ -32,10 +32,11 @@ def progress(
         return MachineLog(name)
     with _lock:
         if (other := next((each for each in _gangs if not each.is_over), None)) is not None:
-            display = ProgressDisplay(other.board, key or name, f"{key or name}, ", unsaid=unsaid)
+            label = key or name.rpartition(".")[2]
+            display = ProgressDisplay(other.board, label, f"{label}, ", unsaid=unsaid)
         else:
             board = Board(is_plain=is_plain, is_quiet=is_notebook())  # a notebook's table has the metrics
-            display = ProgressDisplay(board, name, unsaid=unsaid)
+            display = ProgressDisplay(board, name.rpartition(".")[2], unsaid=unsaid)
         _gangs.add(display)
     return display
 
@@ -45,7 +46,7 @@ def echo() -> Observer:
     return MachineLog() if log.is_for_machines() else Display(Board(is_quiet=True))
 
 
-class MachineLog(Observer):
+class MachineLog(GoodputObserver):
     """Observer that logs each event of a gang as a JSON object, with the gang's id and the attempt's number, from 0."""
 
     def __init__(self, name: str = "") -> None:

@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import HINT_END, Observer, Shape
+from flytekitplugins.daskpytorch.protocol.observer import HINT_END, GoodputObserver, Shape
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
 from flytekitplugins.daskpytorch.report.chart import Points
@@ -37,7 +37,7 @@ class State:
 
 
 @dataclass(kw_only=True)
-class Story(Observer):
+class Story(GoodputObserver):
     """Observer that collects the content of a training's Deck, from the request for the gang on. Not thread-safe."""
 
     name: str = ""

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.display.training import GIB, Pace, num_done, se
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver, Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord, RankUsage
 from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import name_of
@@ -122,7 +122,7 @@ class Board:
                     self.bars.start()
 
 
-class Display(Observer):
+class Display(GoodputObserver):
     """Observer that shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
 
     _has_row = True
@@ -242,11 +242,11 @@ class ProgressDisplay(Display):
 
         Args:
             board: Board on which the lines are written.
-            name: Name of the task or function.
+            name: Name of the gang in its lines.
             mark: Start of notices and of output lines, to tell several gangs apart. Empty for one gang.
             unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
         """
-        super().__init__(board, name.rpartition(".")[2], mark)
+        super().__init__(board, name, mark)
         self.board = board
         self.is_over = False
         """True once `conclude` was called."""

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, gang_config
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver, Shape, Training
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 State = Literal["finished", "failed", "killed"]
@@ -72,7 +72,7 @@ class Run:
         raise NotImplementedError
 
 
-class Tracker(Observer):
+class Tracker(GoodputObserver):
     """Observer that records a gang's events in a tracker's run. Only `ended` waits for the tracker.
 
     No error of the tracker reaches the training.

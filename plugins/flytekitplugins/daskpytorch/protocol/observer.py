@@ -173,9 +173,6 @@ class Observer:
         lowest loss: 0.25, error: None
     """
 
-    goodput: Goodput | None = None
-    """Newest account of the gang's time. None before the first account."""
-
     def begins(self, training: Training) -> None:
         """Called once, before all other methods. Restarts do not repeat the call."""
 
@@ -230,11 +227,7 @@ class Observer:
         """Called with a rank's use of its machine and its work so far, at most every two seconds for each rank."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Called with the gang's time account so far, at most every two seconds, and a last time before `ended`.
-
-        By default, the account is kept as `self.goodput`.
-        """
-        self.goodput = goodput
+        """Called with the gang's time account so far, at most every two seconds, and a last time before `ended`."""
 
     def debugging(self, rank: int | None) -> None:
         """Called with a rank whose debugger takes the terminal, or None when the debugger gives the terminal back."""
@@ -254,6 +247,17 @@ class Observer:
         Otherwise the argument is the error that ended the gang. The error need not be a failure: it may be a
         `StoppedEarlyError`, a `GangCancelledError` or a `PreemptedError`.
         """
+
+
+class GoodputObserver(Observer):
+    """Base of this package's observers that read the account of the gang's time later."""
+
+    goodput: Goodput | None = None
+    """Newest account of the gang's time. None before the first account."""
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Keep the account."""
+        self.goodput = goodput
 
 
 class Observers:

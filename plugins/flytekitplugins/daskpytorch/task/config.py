@@ -13,15 +13,6 @@ from flytekitplugins.daskpytorch.checks import Problems, Rule
 from flytekitplugins.daskpytorch.evaluation import check_workers
 from flytekitplugins.daskpytorch.settings import Gang, Wandb
 
-ON_OWN_NODE = {
-    "gang.workers": checks.left_out(", since there is one node; give the number of ranks instead"),
-    "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
-    "gang.evaluate": checks.must_be(
-        "None or an Evaluate with workers=0, since there is one node",
-        lambda evaluate: evaluate is None or evaluate.workers == 0,
-    ),
-}
-"""Rules for the settings of a gang without Dask workers."""
 OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.instance_of(Wandb))}
 
 
@@ -162,7 +153,7 @@ class GangOnOwnNode(Config):
             "nproc": checks.auto_or(checks.COUNT),
             "start_method": checks.one_of("forkserver", "spawn"),
             "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
-            **ON_OWN_NODE,
+            **rules_of_own_node("nproc"),
         }
         self._check_kinds(OF_GANGS)
         Problems(type(self).__name__, self, rules).raise_any()
@@ -179,6 +170,22 @@ class Cluster(OnDask):
         self._check_kinds(self._kinds())
         rules = self._rules_of_pods() | {"start_timeout": checks.SECONDS}
         Problems(type(self).__name__, self, rules).raise_any()
+
+
+def rules_of_own_node(setting: str) -> dict[str, Rule]:
+    """Return the rules for the settings of a gang without Dask workers.
+
+    Args:
+        setting: Name of the setting with the number of ranks, for messages.
+    """
+    return {
+        "gang.workers": checks.left_out(f", since there is one node; {setting} is the number of ranks"),
+        "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
+        "gang.evaluate": checks.must_be(
+            "None or an Evaluate with workers=0, since there is one node",
+            lambda evaluate: evaluate is None or evaluate.workers == 0,
+        ),
+    }
 
 
 def _refuse(name: str, of: Host, by: Host, /, *_: object, **__: object) -> NoReturn:
