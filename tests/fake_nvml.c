@@ -124,7 +124,9 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Gpu *gpu, unsigned *count, Process *
 }
 
 int nvmlDeviceGetPciInfo_v3(Gpu *gpu, Pci *pci) {
+    long long code;
     pci->domain = pci->device = 0;
+    if (look(gpu->uuid, "address_code", &code)) return (int)code;
     return give(gpu, "bus", &pci->bus);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from distributed import Client, Event, Future, LocalCluster, Lock, Variable, get_client, get_worker
 
 from flytekitplugins.daskpytorch import current_rank, dispatch
+from flytekitplugins.daskpytorch.dask import in_rank
 from flytekitplugins.daskpytorch.node import fork_client
 
 pytestmark = pytest.mark.usefixtures("cold_fork_servers")
@@ -89,3 +91,17 @@ def test_a_gang_that_does_not_ask_for_dask_has_none_of_it(client: Client) -> Non
     before = set(client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.clients)))
     assert dispatch.run(client, modules_of_dask).result() == [[], []]
     assert set(client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.clients))) == before
+
+
+def test_only_a_process_with_the_token_learns_of_the_cluster() -> None:
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        in_rank.served(cluster.workers[0]) as way,
+    ):
+        for sent in (b"", b"x" * len(way.token)):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(way.address)
+                stranger.sendall(sent)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(1) == b""
+        assert way.contact().address == cluster.workers[0].address

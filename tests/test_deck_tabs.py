@@ -14,11 +14,13 @@ import pytest
 import torch
 from flytekit import FlyteFile
 from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.interface import transform_function_to_interface
 from flytekit.core.type_engine import TypeEngine
-from flytekit.models.literals import Literal
+from flytekit.models.literals import Literal, LiteralMap
 from pydantic import BaseModel
 
 from flytekitplugins.daskpytorch.flyte.deck import tab_of
+from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.report.pieces import shared
 
@@ -148,6 +150,21 @@ def test_a_file_is_its_address_and_is_not_downloaded(tmp_path: Path) -> None:
         ctx, str(tmp_path / "model.pt"), FlyteFile | None, TypeEngine.to_literal_type(FlyteFile | None)
     )
     assert str(made.scalar.union.value.scalar.blob.uri) in shown(file, literal=made)
+
+
+class Result(NamedTuple):
+    names: list[str]
+
+
+def only_names() -> Result:
+    return Result(names=["Bello"])
+
+
+def test_a_single_named_output_is_shown_without_its_tuple() -> None:
+    interface = transform_function_to_interface(only_names)
+    rank = FlyteRank.of_current_task("flows.train", interface, LiteralMap({}), results="", shows_outputs=True)
+    found = texts(rank.outputs(only_names()).tab.replace(shared(), ""))
+    assert found[found.index("names") :] == ["names", "list", "[Bello]"]
 
 
 class Loud:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from flyteidl.core import literals_pb2
@@ -18,8 +19,10 @@ from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.interface import Interface, transform_function_to_interface
+from flytekit.core.type_engine import TypeEngine, TypeTransformer
 from flytekit.interfaces.stats import client as stats_client
 from flytekit.models.literals import LiteralMap
+from flytekit.models.types import LiteralType, SimpleType
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch import Gang
@@ -64,6 +67,36 @@ def test_a_return_value_of_another_type_is_an_error(function: object, returned: 
         ctx = FlyteContextManager.current_context().with_execution_state(state.with_params(mode=mode))
         with FlyteContextManager.with_context(ctx), pytest.raises(TypeError, match=said):
             outputs(function, returned)
+
+
+class Names(list[str]):
+    """A value whose conversion fails."""
+
+
+class NamesTransformer(TypeTransformer[Names]):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__("names", Names)
+
+    def get_literal_type(self, t: type[Names]) -> LiteralType:
+        return LiteralType(simple=SimpleType.STRUCT)
+
+    def to_literal(self, *_: object) -> NoReturn:
+        raise OSError("the names cannot be stored") from FileNotFoundError("names.txt")
+
+
+def names() -> Names:
+    return Names()
+
+
+@pytest.mark.parametrize("mode", [ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.TASK_EXECUTION])
+def test_a_conversions_error_keeps_its_cause(mode: ExecutionState.Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing file ends the task, and an error of storage retries the task."""
+    monkeypatch.setitem(TypeEngine._REGISTRY, Names, NamesTransformer())
+    ctx = FlyteContextManager.current_context()
+    ctx = ctx.with_execution_state(ctx.execution_state.with_params(mode=mode))
+    with FlyteContextManager.with_context(ctx), pytest.raises(OSError, match="cannot be stored") as raised:
+        outputs(names, Names())
+    assert isinstance(raised.value.__cause__, FileNotFoundError)
 
 
 @pytest.mark.parametrize("host", [None, "10.0.0.7"])

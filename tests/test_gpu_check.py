@@ -91,6 +91,7 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
         ({"code": 15}, "NVML's nvmlDeviceGetHandleByUUID says: GPU is lost (code 15)"),
         ({"code": 16}, "NVML's nvmlDeviceGetHandleByUUID says: GPU requires a reset (code 16)"),
         ({"code": 4}, None),  # no permission
+        ({"ecc": 2, "address_code": 15}, "NVML's nvmlDeviceGetPciInfo_v3 says: GPU is lost (code 15)"),
         (dict.fromkeys(["ecc", "remap_pending", "retiring", "recovery", "fabric", "slowdowns", "used", "bus"]), None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pickle
 import queue
@@ -21,8 +22,10 @@ from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import framing
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Leaving, Lines
+from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
 from processes import num_open_files
 
 TOKEN = b"t" * 32
@@ -290,6 +293,38 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
     for each in (*agents, thread):
         each.join()
     assert refused.qsize() == 2
+
+
+# ---- Failed connections
+
+
+def test_a_transfer_survives_a_network_that_fails_for_a_moment(
+    tmp_path: Path, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = CheckpointFile(attempt=0, step=1, size=3, digest=hashlib.sha256(b"abc").hexdigest())
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "driver" / file.name).write_bytes(b"abc")
+    with contextlib.ExitStack() as at_last:
+        server = at_last.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))  # refuses connections
+
+        def serve(connection: Connection, _: object) -> None:
+            connection.send_file(tmp_path / "driver" / file.name)
+
+        def waits() -> Iterator[float]:
+            yield 0.0  # before the first connection
+            server.listen()
+            monkeypatch.setattr(framing, "listen_at", lambda _: server)
+            at_last.callback(listening(TOKEN, events, serve).end)
+            yield 0.0
+
+        monkeypatch.setattr(transfers, "DIAL_WAITS", waits())
+        agents = transfers.Transfers(order(server.getsockname()), tmp_path / "agent", lambda _: None)
+        at_last.enter_context(contextlib.closing(agents))
+        agents.bring(Arrived(0, START, file))
+        assert agents.next_outcome() == Arrived(0, START, file)
+    assert (tmp_path / "agent" / file.name).read_bytes() == b"abc"
 
 
 # ---- Crowds at the driver's port

@@ -76,6 +76,16 @@ def test_two_epochs_of_training_in_one_order_are_told(told: list[Hint]) -> None:
     assert "with epoch 0" in told[0].text
 
 
+def test_a_sampler_draws_its_order_at_the_same_time_as_without_hints(told: list[Hint]) -> None:
+    sampler = loader().sampler
+    order = list(sampler)
+    begun = iter(sampler)
+    sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert list(begun) == order
+    assert list(sampler) != order
+    assert told == []
+
+
 def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: list[Hint]) -> None:
     looked_at, evaluated, plain, used = loader(), loader(), loader(shuffle=False), loader()
     for number in (0, 1, 1):  # the last for a second try

@@ -25,6 +25,12 @@ def test_a_little_more_is_no_reason_to_move() -> None:
     assert share_out(16, held) == [list(range(8)), list(range(8, 16))]
 
 
+def test_partitions_that_may_stay_do_not_make_room_for_others() -> None:
+    sizes = {number: 1_000 - number for number in range(8)}
+    held = [{number: sizes[number] for number in numbers} for numbers in ([0, 1, 2, 3], [4, 5], [6], [7])]
+    assert share_out(8, held) == [[0, 1], [4, 5], [3, 6], [2, 7]]
+
+
 def test_what_lies_on_one_worker_is_shared_by_all() -> None:
     shares = share_out(12, lie(list(range(12)), [], []))
     assert [len(share) for share in shares] == [4, 4, 4]

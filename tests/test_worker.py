@@ -82,6 +82,31 @@ def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Wo
     assert not thread.is_alive()
 
 
+def test_a_thread_that_could_not_start_is_started_by_the_next_job(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            worker.submit("a", lambda: done.append("first"))
+    worker.submit("a", lambda: done.append("second"))
+    assert worker.flush("a", PATIENCE)
+    assert done == ["second"]
+
+
+def test_a_jobs_error_is_logged_unless_the_job_handles_it(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    worker.submit("a", {}.popitem, lambda *_: True)
+    worker.submit("a", [].pop)
+    assert worker.flush("a", PATIENCE)
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[0] is IndexError
+
+
 def test_the_thread_ends_without_jobs_and_the_next_job_starts_another(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,8 @@ LONGEST_PAUSE = 1.0
 """Maximum number of seconds between two requests for a lost partition that Dask is computing again."""
 NOTICE_TIME = 10.0
 """Seconds after which a rank logs that it waits for a partition of Dask."""
+TOKEN_TIMEOUT = 10.0
+"""Timeout, in seconds, for the token of a process that has connected."""
 
 
 # ---- In the rank
@@ -42,7 +44,7 @@ def enter(distributed: Any, way: WorkerData) -> None:
 
     Args:
         distributed: The module, which has just been imported.
-        way: Socket at which the rank asks its worker for the cluster's addresses.
+        way: Socket and token with which the rank asks its worker for the cluster's addresses.
     """
     ours, get_worker = worker_of(way), distributed.get_worker
 
@@ -203,30 +205,46 @@ def _check_coming(key: Key, state: str | None) -> None:
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
-    """Answer ranks' requests for the Dask cluster's addresses. Yield the socket at which a rank asks."""
-    way = WorkerData(address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", guide=__name__)
+    """Answer ranks' requests for the Dask cluster's addresses. Yield the socket and token with which a rank asks."""
+    way = WorkerData(
+        address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
+    )
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(way.address)
         server.listen(128)
-        threading.Thread(target=_answer, args=(server, worker), name="daskpytorch-data", daemon=True).start()
+        args = (server, worker, way.token)
+        threading.Thread(target=_answer, args=args, name="daskpytorch-data", daemon=True).start()
         try:
             yield way
         finally:
             server.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread in accept
 
 
-def _answer(server: socket.socket, worker: Worker) -> None:
-    """Answer this user's processes one after the other, so that a Dask scheduler's listener starts only once."""
+def _answer(server: socket.socket, worker: Worker, token: bytes) -> None:
+    """Answer processes with the token one after the other, so that a Dask scheduler's listener starts only once."""
     while True:
         try:
             sock, _ = server.accept()
         except OSError:  # the agent has ended
             return
         with sock, optional("Telling a rank the addresses of its Dask cluster"):
-            if is_of_this_user(sock):
+            if is_of_this_user(sock) and _knows(sock, token):
                 found = asyncio.run_coroutine_threadsafe(_contact(worker), worker.loop.asyncio_loop).result()
-                with contextlib.closing(Connection(sock.detach())) as connection:
-                    connection.send(found)
+                with contextlib.closing(Connection(sock.detach())) as connection, contextlib.suppress(OSError):
+                    connection.send(found)  # unless the rank has ended
+
+
+def _knows(sock: socket.socket, token: bytes) -> bool:
+    """Return True if the process at the other end of a socket sends the token.
+
+    Abstract sockets belong to the network namespace. With hostNetwork, a process in any container may connect.
+    """
+    sock.settimeout(TOKEN_TIMEOUT)
+    with contextlib.suppress(OSError):  # the rank has ended, or another process sends nothing
+        is_known = secrets.compare_digest(sock.recv(len(token)), token)
+        sock.settimeout(None)
+        return is_known
+    return False
 
 
 async def _contact(worker: Worker) -> Contact:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""Maximum bytes of a rank's partitions, as a multiple of the ranks' average. Other partitions go elsewhere."""
+"""Maximum bytes of a rank's partitions, as a multiple of the ranks' average. A partition beyond it goes to the rank
+with the fewest bytes."""
 
 
 class DaskPartitions:
@@ -193,13 +194,21 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
     shares: list[list[int]] = [[] for _ in held]
     loads = [0] * len(held)
     # The largest partitions come first, so that small ones fill the gaps. Equal ones are ordered by number.
-    for num_given, number in enumerate(sorted(range(num_partitions), key=lambda each: (-sizes[each], each))):
-        empty = [rank for rank, share in enumerate(shares) if not share]
-        open_ranks = empty if len(empty) >= num_partitions - num_given else range(len(held))
-        at_home = [rank for rank in open_ranks if number in held[rank] and loads[rank] + sizes[number] <= most]
-        rank = min(at_home or open_ranks, key=lambda each: (loads[each], number not in held[each]))
-        shares[rank].append(number)
-        loads[rank] += sizes[number]
+    waiting = sorted(range(num_partitions), key=lambda each: (-sizes[each], each))
+    for may_leave in (False, True):  # first those that stay, so that others do not take their room
+        for number in list(waiting):
+            empty = [rank for rank, share in enumerate(shares) if not share]
+            open_ranks = empty if len(empty) >= len(waiting) else range(len(held))
+            at_home = [
+                rank
+                for rank in open_ranks
+                if number in held[rank] and (not shares[rank] or loads[rank] + sizes[number] <= most)
+            ]
+            if at_home or may_leave:
+                rank = min(at_home or open_ranks, key=lambda each: (loads[each], number not in held[each]))
+                shares[rank].append(number)
+                loads[rank] += sizes[number]
+                waiting.remove(number)
     return [sorted(share) for share in shares]
 
 

@@ -136,7 +136,7 @@ class FlyteRank:
         try:
             made = task.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
         except FlyteNonRecoverableSystemException as error:  # on a backend, around the conversion's error
-            raise error.value from None
+            raise error.value from error.value.__cause__
         is_named = isinstance(returned, tuple) and bool(tuple_name)
         values = dict(zip(outputs, returned if len(outputs) > 1 or is_named else (returned,), strict=False))
         tab = deck.tab_of(values, outputs, made.literals) if self.shows_outputs else ""

@@ -356,7 +356,8 @@ class _Agent:
 
     def _relay_output(self, rank: Rank, output: Output) -> None:
         self._note_lines(rank, output.read_lines())
-        self._watched = None  # the output may have ended
+        if not output.is_open:
+            self._watched = None
 
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
         if lines:

@@ -53,10 +53,9 @@ class LogFiles:
         return "" if self._has_failed else str(self._of_rank(attempt, rank))
 
     def close(self) -> None:
-        """Write what waits, within the timeout, and close all files."""
-        self._worker.submit(LANE, self._close_files)
-        if not self._worker.flush(LANE, CLOSE_TIMEOUT):
-            self._fail(TOO_SLOW)
+        """Write the waiting output and close all files. The thread goes on with what takes longer than the timeout."""
+        self._submit(self._close_files)
+        self._worker.flush(LANE, CLOSE_TIMEOUT)
 
     def _of_rank(self, attempt: int, rank: int) -> Path:
         return self._folder / f"attempt_{attempt}" / str(rank)
@@ -65,7 +64,13 @@ class LogFiles:
         if len(self._worker.jobs(LANE)) >= MAX_WAITING:
             self._fail(TOO_SLOW)
         if not self._has_failed:
-            self._worker.submit(LANE, functools.partial(self._append, file, data), self._give_up)
+            self._submit(functools.partial(self._append, file, data))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        try:
+            self._worker.submit(LANE, work, self._give_up)
+        except RuntimeError as error:  # the process can start no thread, which must not end the agent
+            self._fail(str(error))
 
     def _append(self, file: Path, data: bytes) -> None:
         """Append data to a file, which is opened first if it is not open. Empty data close the file."""
@@ -87,7 +92,7 @@ class LogFiles:
         if self._has_failed:
             return
         self._has_failed = True
-        self._worker.submit(LANE, self._close_files)
+        self._submit(self._close_files)
         self._tell(
             f"Gang(log_dir=...): the log files in {self._folder} on {os.uname().nodename} end here: {reason}. The "
             "training goes on, and the driver's log has all output. Check the disk's space and the folder's owner"

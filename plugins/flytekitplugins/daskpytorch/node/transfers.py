@@ -24,6 +24,8 @@ REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
 """Seconds before each retry to connect to the driver, if the driver has closed a connection in the handshake."""
 DIAL_TIMEOUT = 30.0
 """Timeout for opening a connection to the driver, in seconds."""
+DIAL_WAITS = (0.5, 1.0, 2.0)
+"""Seconds before each retry of a failed connection to the driver for a transfer."""
 
 
 class Transfers:
@@ -74,7 +76,7 @@ class Transfers:
             if original.is_here:
                 return original
             if self._large is None or self._large_name != original.name:
-                with contextlib.closing(dial(self._order)) as connection:
+                with contextlib.closing(self._dial_with_retries()) as connection:
                     connection.send(messages.DownloadLarge())
                     self._large, self._large_name = SharedMemory.received(connection, original), original.name
             return self._large.address
@@ -97,7 +99,7 @@ class Transfers:
         if path.exists() and digest_of(path) == file.digest:
             return
         if self._order.folder is None or not link_file(self._order.folder / file.name, self._scratch):
-            with contextlib.closing(dial(self._order)) as connection:
+            with contextlib.closing(self._dial_with_retries()) as connection:
                 connection.send(messages.Download(file))
                 take_file(connection, file, self._scratch)
 
@@ -113,11 +115,19 @@ class Transfers:
 
     def _upload(self, file: CheckpointFile, path: Path) -> None:
         try:
-            with contextlib.closing(dial(self._order)) as connection:
+            with contextlib.closing(self._dial_with_retries()) as connection:
                 connection.send(messages.Upload(file))
                 connection.send_file(path)
         except (OSError, EOFError) as error:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
+
+    def _dial_with_retries(self) -> Connection:
+        """Connect to the driver, with retries: the network may fail for a moment, or the driver lack descriptors."""
+        for wait_for in DIAL_WAITS:
+            with contextlib.suppress(ConnectionError):
+                return dial(self._order)
+            time.sleep(wait_for)
+        return dial(self._order)
 
     def _drop_older_than(self, newest: Path) -> None:
         """Delete old checkpoints on this node, except the last three up to `newest`.

@@ -4,6 +4,7 @@ Each job belongs to a queue (lane), whose jobs run in order. A failed job is ret
 its lane waits, while other lanes continue.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,14 @@ MAX_PAUSE = 60.0
 """Longest pause before a retry, in seconds."""
 IDLE_TIME = 1.0
 """Seconds without a job after which the thread ends. The next job starts another thread."""
+
+_logger = logging.getLogger(__name__)
+
+
+def _give_up(error: Exception, *_: float) -> bool:
+    """Log a job's error, and end the job without a retry."""
+    _logger.error("A job of the thread %s failed", threading.current_thread().name, exc_info=error)
+    return True
 
 
 @dataclass(eq=False, kw_only=True)
@@ -59,7 +68,7 @@ class Worker:
         """True if pauses between retries no longer grow, since a caller waits for the jobs."""
 
     def submit(
-        self, lane: str, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = lambda *_: True
+        self, lane: str, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = _give_up
     ) -> None:
         """Add a job, which begins once all earlier jobs of its queue (lane) are done.
 
@@ -67,14 +76,19 @@ class Worker:
             lane: Name of the job's lane, whose jobs run one after the other.
             work: Call that the job makes. An exception means that the job has failed.
             gives_up: Called after a failed try with the error, the number of failed tries, and the seconds until the
-                retry. True ends the job, which is the default.
+                retry. True ends the job. Default: logs the error and ends the job.
+
+        Raises:
+            RuntimeError: The process cannot start the thread. The job is not added.
         """
         with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name=f"daskpytorch-{self._name}", daemon=True)
+                thread.start()  # waits for the lock, until the job is added
+                self._thread = thread
             job = Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
             self._lanes.setdefault(lane, deque()).append(job)
             self._changed.notify_all()
-            if self._thread is None:
-                self._start()
 
     def has_begun(self, lane: str) -> bool:
         """Return True if the queue `lane` has ever received a job."""
@@ -132,10 +146,6 @@ class Worker:
         with self._changed:
             self._lanes[job.lane].popleft()
             self._changed.notify_all()
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name=f"daskpytorch-{self._name}", daemon=True)
-        self._thread.start()
 
     def _work(self) -> None:
         while not self._is_closed:

@@ -143,7 +143,7 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
 
     protocol, is_url, path = uri.partition("://")
     if is_url and getattr(registry.get(protocol), "asynchronous", False):
-        uri = f"{OTHER_PROTOCOLS[protocol]}://{path}"
+        uri = f"{OTHER_PROTOCOLS.get(protocol, protocol)}://{path}"
     return of_fsspec(uri, **options)  # type: ignore[no-any-return]
 
 

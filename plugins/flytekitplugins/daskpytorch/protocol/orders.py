@@ -115,6 +115,8 @@ class WorkerData:
 
     address: str
     """Address of the abstract Unix socket at which the worker answers ranks."""
+    token: bytes = field(repr=False)
+    """Secret that a rank sends first, as proof that the process is a rank beside this worker."""
     guide: str
     """Name of the module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the rank's
     stand-in for the worker."""
@@ -128,6 +130,7 @@ class WorkerData:
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(self.address)
+                sock.sendall(self.token)
                 connection = Connection(sock.detach())
             with contextlib.closing(connection):
                 contact: Contact = connection.recv()

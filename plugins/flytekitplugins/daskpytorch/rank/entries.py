@@ -44,23 +44,25 @@ class Entries:
         self._thread = threading.get_ident()
         self._lines: Counter[str] = Counter()
         self._timed: dict[int, Timed] = {}
+        self._timing: threading.Thread | None = None
 
     def time_ends(self) -> None:
-        """Time the ends of the next collectives in a thread, for the next report."""
-        threading.Thread(target=self._time_ends, name="daskpytorch-ends", daemon=True).start()
+        """Time the ends of the next collectives in a thread, for the next report. Only one such thread runs."""
+        if self._timing is None or not self._timing.is_alive():
+            self._timing = threading.Thread(target=self._time_ends, name="daskpytorch-ends", daemon=True)
+            self._timing.start()
 
     def _time_ends(self) -> None:
         timed: dict[int, Timed] = {}
-        before, seen_in, ends_at = None, time.time(), time.monotonic() + TIMING
-        while len(timed) < MAX_COLLECTIVES and time.monotonic() < ends_at:
+        ends_at, seen_in, before = time.monotonic() + TIMING, time.time(), flight_recorder.newest()
+        while before is not None and len(timed) < MAX_COLLECTIVES and time.monotonic() < ends_at:
+            time.sleep(RESOLUTION)
             looked_at, found = time.time(), flight_recorder.newest()
             if found is None:
                 return
-            if before is not None:
-                new = found.ended - before.ended
-                timed |= {number: Timed(found.entered[number], seen_in, time.time()) for number in new}
+            new = found.ended - before.ended
+            timed |= {number: Timed(found.entered[number], seen_in, time.time()) for number in new}
             before, seen_in = found, looked_at
-            time.sleep(RESOLUTION)
         self._timed = timed
 
     def look(self) -> None:

@@ -125,9 +125,9 @@ def _look(uuid: str) -> list[str]:
     try:
         if (gpu := nvml.gpu(uuid)) is None or not (found := list(read_faults(gpu))):
             return []
+        xids = xids_of(gpu.address(), KERNEL_LOG)
     except NvmlError as error:
         return [str(error)]
-    xids = xids_of(gpu.address(), KERNEL_LOG)
     return [*found, *([f"the kernel's log has Xid {', '.join(xids)} of this GPU"] if xids else [])]
 
 

@@ -26,6 +26,8 @@ NUM_SHOWN = 5
 """Number of the largest groups of live allocations in the error."""
 MAX_SNAPSHOT = 64 << 20
 """Maximum number of bytes of a snapshot that is submitted."""
+PICKLE_PROTOCOL = 4
+"""Newest protocol of pickle that pytorch.org/memory_viz reads."""
 NVML_TIMEOUT = 5.0
 """Timeout, in seconds, for NVML's list of the GPU's processes."""
 LIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
@@ -66,7 +68,7 @@ def explain(
             notes += describe(snapshot, device)
             number = f"{order.job.attempt}" if call is None else f"call-{call}"  # a gang that stays has one attempt
             path = f"profiles/rank-{place.rank}-out-of-memory-{number}.pickle"
-            if len(data := pickle.dumps(snapshot)) <= MAX_SNAPSHOT:
+            if len(data := pickle.dumps(snapshot, PICKLE_PROTOCOL)) <= MAX_SNAPSHOT:
                 submit("", path, data)
                 notes.append(f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).")
         if place.gpu_uuid and device == place.device_index:

@@ -102,8 +102,11 @@ def watching_samplers(ledger: Ledger, tell: Callable[[Hint], object]) -> Iterato
     has_epochs: WeakSet[Any] = WeakSet()
 
     def begin_noted(sampler: DistributedSampler[Any]) -> Iterator[int]:
-        epoch, num_steps, has_trained = sampler.epoch, ledger.num_steps, False
-        for index in begin(sampler):
+        return noted(sampler, begin(sampler), sampler.epoch, ledger.num_steps)  # draws the order here, as without hints
+
+    def noted(sampler: DistributedSampler[Any], indices: Iterator[int], epoch: int, num_steps: int) -> Iterator[int]:
+        has_trained = False
+        for index in indices:
             yield index
             if not has_trained and ledger.num_steps > num_steps:
                 has_trained = True

@@ -321,7 +321,8 @@ def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, 
 def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangLink) -> object:
     """Send the rank's return value to the driver, or return its pickle, unsent, if that is small.
 
-    In a Flyte task only rank 0 sends a value: the task's outputs. The result is None if there is nothing left to send.
+    In a Flyte task only rank 0 sends a value, the task's outputs, and an evaluation's ranks send their metrics. The
+    result is None if there is nothing left to send.
     """
     if host is None or isinstance(returned, Metrics):
         return link.send_returned(returned)
