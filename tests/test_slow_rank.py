@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -40,21 +41,22 @@ def reports_of(
     buckets: int = 1,
     link: float = 0.0,
     resolution: float = 0.002,
+    length: float = STEP,
 ) -> Iterable[tuple[int, Entered, float]]:
-    """Yield rank, report and time of arrival of each report: of 0.1 s a step, and ten seconds a window.
+    """Yield rank, report and time of arrival of each report: of `length` seconds a step, and ten seconds a window.
 
     A collective takes 1 ms, and `link` longer in rank 1. Ends are looked for at random times.
     """
-    chance = random.Random(1)
+    chance, num_steps = random.Random(1), round(10.0 / length)
     for window in range(1, num_windows + 1):
-        steps = range(100 * window - 32 // buckets, 100 * window)
+        steps = range(num_steps * window - min(32 // buckets, num_steps), num_steps * window)
         late = {step: [lateness(rank, step, chance) for rank in range(NUM_RANKS)] for step in steps}
         for rank in range(NUM_RANKS):
             clock = (clocks or {}).get(rank, 0.0)
             timed: dict[int, Timed] = {}
             for step, bucket in itertools.product(steps, range(buckets)):
-                entered = step * STEP + late[step][rank] + clock + bucket / 1000
-                end = step * STEP + max(late[step]) + clock + bucket / 1000 + 0.001 + (link if rank == 1 else 0.0)
+                entered = step * length + late[step][rank] + clock + bucket / 1000
+                end = step * length + max(late[step]) + clock + bucket / 1000 + 0.001 + (link if rank == 1 else 0.0)
                 early = chance.uniform(0.0, resolution)
                 timed[buckets * step + bucket] = Timed(entered, end - early, end - early + resolution)
             report = Entered(
@@ -72,16 +74,27 @@ def reports_of(
 
 
 def told(
-    reports: Iterable[tuple[int, Entered, float]], hosts: str = "aaa", gpus: Mapping[int, str] | None = None
+    reports: Iterable[tuple[int, Entered, float]],
+    hosts: str = "aaa",
+    gpus: Mapping[int, str] | None = None,
+    max_timings: int = MAX_TIMINGS * NUM_RANKS,
 ) -> list[str]:
-    """Texts of the hints, if the ranks report ends of collectives after a request only."""
+    """Texts of the hints, if only each rank's next report after a request has ends of collectives."""
     requests: list[None] = []
-    watch = SlowRankWatch(dict(enumerate(hosts)), gpus or {}, lambda: requests.append(None))
+    asked: set[int] = set()
+
+    def time_ends() -> None:
+        requests.append(None)
+        asked.update(range(len(hosts)))
+
+    watch = SlowRankWatch(dict(enumerate(hosts)), gpus or {}, time_ends)
     texts = []
     for rank, report, at in reports:
-        if (found := watch.hear(rank, report if requests else replace(report, timed={}), at)) is not None:
+        sent = report if rank in asked else replace(report, timed={})
+        asked.discard(rank)
+        if (found := watch.hear(rank, sent, at)) is not None:
             texts.append(found[1])
-    assert len(requests) <= MAX_TIMINGS
+    assert len(requests) <= max_timings
     return texts
 
 
@@ -109,8 +122,57 @@ def test_a_busy_core_is_the_cause_if_the_ranks_threads_wait_for_it() -> None:
 
     text = told_if_queued(0.1, 0.5, 0.0)
     assert text.startswith("rank 1 (a) is slow")
-    assert "Its threads wait for busy cores, 40 % of its time more than the others'." in text
+    assert "Its main thread waits for busy cores, 40 % of its time more than the others'." in text
     assert told_if_queued(0.5, 0.5, 0.5).startswith("a network link to rank 1")
+
+
+def test_a_core_that_gets_busy_later_is_the_cause_too() -> None:
+    def reports() -> Iterable[tuple[int, Entered, float]]:
+        pairs = zip(reports_of(slow(0.0), 40), reports_of(slow(0.03), 40, link=0.03), strict=True)
+        for before, after in pairs:
+            rank, report, at = before if before[1].window <= 30 else after
+            yield rank, replace(report, queued=0.4 * max(0.0, report.time - 300) * (rank == 1)), at
+
+    assert "busy cores" in told(reports())[0]
+
+
+def test_timings_of_an_earlier_time_do_not_count() -> None:
+    """Rank 1 is slow while it is timed, and later its link."""
+
+    def reports() -> Iterable[tuple[int, Entered, float]]:
+        several = [reports_of(slow(0.03), 13), reports_of(slow(0.0), 13), reports_of(slow(0.03), 13, link=0.03)]
+        for own, fast, late in zip(*several, strict=True):
+            window = own[1].window
+            rank, report, at = own if window <= 3 else fast if window <= 8 else late
+            yield rank, replace(report, timed=own[1].timed) if window == 4 else report, at
+
+    assert told(reports())[0].startswith("a network link to rank 1")
+
+
+def test_a_rank_that_cannot_be_judged_leaves_timings_for_the_others() -> None:
+    """Half of rank 1's delay is its own work, and all of rank 2's."""
+
+    def reports() -> Iterable[tuple[int, Entered, float]]:
+        unclear, clear = reports_of(slow(0.03), 12, link=0.015), reports_of(lambda rank, *_: 0.03 * (rank == 2), 12)
+        for first, second in zip(unclear, clear, strict=True):
+            yield first if first[1].window <= 8 else second
+
+    assert told(reports(), max_timings=MAX_TIMINGS + 1)[0].startswith("rank 2 (a) is slow")
+
+
+def test_a_rank_is_not_timed_again_after_its_hint() -> None:
+    assert told(reports_of(slow(0.03), 20), max_timings=1)
+
+
+def test_timings_of_several_windows_add_up_where_steps_are_long() -> None:
+    """In each ten seconds, three collectives are timed, and the first has none before it."""
+
+    def reports() -> Iterable[tuple[int, Entered, float]]:
+        for rank, report, at in reports_of(slow(0.6), 6, length=2.0):
+            timed = {number: each for number, each in report.timed.items() if each.entered % 10.0 >= 4.0}
+            yield rank, replace(report, timed=timed), at
+
+    assert told(reports())[0].startswith("rank 1 (a) is slow")
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "abc"])
@@ -229,6 +291,23 @@ def test_a_rank_reports_clock_and_temperature_of_its_gpu(
     Entries(Ledger(), reports.append, "1").look()
     [report] = reports
     assert (report.gpu_clock, report.gpu_temperature) == ((1005, 91) if has_cuda else (None, None))
+
+
+def test_a_rank_reports_the_time_that_its_main_thread_waits_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread makes the report, as in a rank. The times of all threads together could exceed the wall time."""
+    monkeypatch.setattr(flight_recorder, "newest", lambda: flight_recorder.Newest({1: 0.0}, {1}, is_partial=False))
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    reports: list[Entered] = []
+    schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def waited() -> float:
+        return int(schedstat.read_text().split()[1]) / 1e9
+
+    before = waited()
+    reporter = threading.Thread(target=Entries(Ledger(), reports.append).look)
+    reporter.start()
+    reporter.join()
+    assert before <= reports[0].queued <= waited()
 
 
 def recorded() -> tuple[flight_recorder.Newest, Mapping[int, Timed], float]:

@@ -5,11 +5,11 @@ at which they enter a collective. Every ten seconds, each rank reports these tim
 default process group. A rank is suspect if the others have waited for this rank in each of the last windows.
 
 Then all ranks time the ends of some collectives. A rank is slow if its own work between collectives takes longer, or if
-its threads wait for a core. If the rank's collectives end later instead, a network link to the rank is slow. A hint
-needs one of these proofs.
+its main thread waits for a core. If the rank's collectives end later instead, a network link to the rank is slow. A
+hint needs one of these proofs.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -34,7 +34,7 @@ DOMINANCE = 4.0
 MIN_TIMED = 3
 """Minimum number of late collectives whose delay is split into the rank's own work and the end of the one before."""
 MAX_TIMINGS = 3
-"""Maximum number of requests for ends of collectives in an attempt."""
+"""Maximum number of requests for ends of collectives in an attempt for the sake of one suspect rank."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class _Window:
     """Seconds by which a rank came after the last of the others, for each collective that it was the last to enter."""
     clocks: Mapping[str, float]
     """Seconds by which each host's clock is behind the driver's."""
+    before: Mapping[int, Entered]
+    """Reports of all ranks at the window's beginning."""
+    reports: Mapping[int, Entered]
+    """Reports of all ranks at the window's end."""
 
     def guilty(self, least: float) -> int | None:
         """Return the rank for which the gang has waited. None: no rank stands out.
@@ -79,19 +83,16 @@ class SlowRankWatch:
             time_ends: Requests the ends of collectives in all ranks' next reports.
         """
         self._hosts, self._gpus, self._time_ends = hosts, gpus, time_ends
-        self._num_timings = 0
-        self._timed: Mapping[int, Mapping[int, Timed]] = {}
-        """Newest collectives of each rank whose ends were timed."""
+        self._num_timings: Counter[int] = Counter()
+        """Number of requests for ends of collectives for each suspect rank. `MAX_TIMINGS` after a hint."""
         self._least = MIN_LATENESS if len(set(hosts.values())) == 1 else MIN_LATENESS_BETWEEN_HOSTS
         self._reported: dict[int, tuple[Entered, float]] = {}
         """Newest report of each rank, and the time of its arrival."""
         self._newest: dict[int, Entered] = {}
         """Newest reports of all ranks for the same window."""
-        self._began: Mapping[int, Entered] = {}
-        """Reports at the beginning of the first window."""
         self._seen = 0
         """Number of the newest collective that was judged."""
-        self._windows: deque[tuple[_Window, Mapping[int, Entered]]] = deque(maxlen=NUM_WINDOWS)
+        self._windows: deque[_Window] = deque(maxlen=NUM_WINDOWS)
 
     def hear(self, rank: int, entered: Entered, arrived_at: float) -> tuple[str, str] | None:
         """Note a rank's report. Return a hint's kind and text, if the report completes the proof.
@@ -107,17 +108,13 @@ class SlowRankWatch:
         offsets = self._clocks()
         before, self._newest = self._newest, {rank: each for rank, (each, _) in self._reported.items()}
         self._reported = {}
-        if all(each.timed for each in self._newest.values()):
-            self._timed = {rank: each.timed for rank, each in self._newest.items()}
-        window = self._window(self._newest, offsets)
+        window = self._window(before, self._newest, offsets)
         has_trained = all(
             rank in before and each.num_steps > before[rank].num_steps for rank, each in self._newest.items()
         )
         if window is None or not has_trained:  # warm-up, an evaluation, or a step that takes longer
             return None
-        if not self._windows:
-            self._began = before
-        self._windows.append((window, self._newest))
+        self._windows.append(window)
         return self._verdict()
 
     def _clocks(self) -> Mapping[str, float]:
@@ -127,7 +124,9 @@ class SlowRankWatch:
             delays[self._hosts[rank]].append(arrived_at - entered.time)
         return {host: min(found) for host, found in delays.items()}
 
-    def _window(self, reported: Mapping[int, Entered], clocks: Mapping[str, float]) -> _Window | None:
+    def _window(
+        self, before: Mapping[int, Entered], reported: Mapping[int, Entered], clocks: Mapping[str, float]
+    ) -> _Window | None:
         """Return the waits in the collectives that all ranks have newly reported. None: fewer than two, or unknown."""
         if any(each.is_partial for each in reported.values()):
             return None
@@ -148,10 +147,11 @@ class SlowRankWatch:
             lateness[last].append(row[last] - row[second])
             waits[last] += max(0.0, row[last] - max(row[second], ends_at))
             ends_at = max(ends_at, row[last])
-        return _Window(max(rows[-1].values()) - min(rows[0].values()), len(numbers), waits, lateness, clocks)
+        seconds = max(rows[-1].values()) - min(rows[0].values())
+        return _Window(seconds, len(numbers), waits, lateness, clocks, before, reported)
 
     def _verdict(self) -> tuple[str, str] | None:
-        windows = [window for window, _ in self._windows]
+        windows = self._windows
         rank, *others = {window.guilty(self._least) for window in windows}
         if rank is None or others or len(windows) < NUM_WINDOWS - 1:
             return None
@@ -159,13 +159,14 @@ class SlowRankWatch:
         shares = {each: self._share(each, lambda report: report.queued) for each in self._hosts}
         queued = shares.pop(rank) - max(shares.values())
         is_own = True if queued >= max(share / 2, MIN_SHARE) else self._is_own_work(rank)
-        if is_own is None and self._num_timings < MAX_TIMINGS:
-            self._num_timings += 1
+        if is_own is None and self._num_timings[rank] < MAX_TIMINGS:
+            self._num_timings[rank] += 1
             self._time_ends()
         if is_own is None or len(windows) < NUM_WINDOWS:
             return None
         if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES or not self._are_clocks_known():
             return None
+        self._num_timings[rank] = MAX_TIMINGS  # one hint for each rank
         late = median(each for window in windows for each in window.lateness[rank] if each >= self._least)
         place = f"{self._hosts[rank]}, GPU {self._gpus[rank]}" if rank in self._gpus else self._hosts[rank]
         waits = f"and the gang waits {100 * share:.0f} % of its time for it"
@@ -182,64 +183,66 @@ class SlowRankWatch:
 
     def _is_own_work(self, rank: int) -> bool | None:
         """Return True if the rank is late by its own work, and False if its collectives end later. None: unknown."""
-        shares = list(self._shares_of_own_work(rank))
+        shares = [each for window in self._windows for each in self._shares_of_own_work(rank, window)]
         if len(shares) < MIN_TIMED:
             return None
         least, most = (median(each) for each in zip(*shares, strict=True))
         return least >= 0.5 if least >= 0.5 or most < 0.5 else None
 
-    def _shares_of_own_work(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Yield the least and the greatest share of own work in each timed delay of the rank."""
-        common = set.intersection(*map(set, self._timed.values())) if self._timed else set()
-        clocks = self._windows[-1][0].clocks
+    def _shares_of_own_work(self, rank: int, window: _Window) -> Iterator[tuple[float, float]]:
+        """Yield the least and the greatest share of own work in each timed delay of the rank in a window."""
+        all_timed = {each: report.timed for each, report in window.reports.items()}
+        common = set.intersection(*map(set, all_timed.values()))
         for number in common:
-            entered = {each: timed[number].entered + clocks[self._hosts[each]] for each, timed in self._timed.items()}
+            entered = {
+                each: timed[number].entered + window.clocks[self._hosts[each]] for each, timed in all_timed.items()
+            }
             *_, second, last = sorted(entered, key=entered.__getitem__)
-            late = entered[last] - entered[second]
-            before = [each for each in common if each < number and self._has_ended(each, number, (rank, second))]
+            late, both = entered[last] - entered[second], (all_timed[rank], all_timed[second])
+            before = [each for each in common if each < number and _has_ended(each, number, both)]
             if last == rank and late >= self._least and before:
-                (least, most), (least_of_other, most_of_other) = (
-                    _work(self._timed[each], before, number) for each in (rank, second)
-                )
+                (least, most), (least_of_other, most_of_other) = (_work(timed, before, number) for timed in both)
                 yield (least - most_of_other) / late, (most - least_of_other) / late
-
-    def _has_ended(self, earlier: int, number: int, ranks: Iterable[int]) -> bool:
-        """Return True if a collective had ended in the ranks before they entered a later one."""
-        return all(self._timed[rank][earlier].seen_in < self._timed[rank][number].entered for rank in ranks)
 
     def _are_clocks_known(self) -> bool:
         """Return True if the difference between any host's clock and the first one's is the same in all windows."""
-        clocks = [window.clocks for window, _ in self._windows]
+        clocks = [window.clocks for window in self._windows]
         first = self._hosts[0]
         differences = [[each[host] - each[first] for each in clocks] for host in clocks[0]]
         return all(max(found) - min(found) <= self._least / 2 for found in differences)
 
     def _share(self, rank: int, seconds: Callable[[Entered], float]) -> float:
-        """Return the share of a rank's time since the first window by which a count of seconds in its reports grew."""
-        begun, newest = self._began[rank], self._windows[-1][1][rank]
-        return (seconds(newest) - seconds(begun)) / max(newest.time - begun.time, 1.0)
+        """Return the share of a rank's time in the windows by which a count of seconds in its reports grew."""
+        ends = [(each.before[rank], each.reports[rank]) for each in self._windows]
+        grown = sum(seconds(end) - seconds(begin) for begin, end in ends)
+        return grown / max(sum(end.time - begin.time for begin, end in ends), 1.0)
 
     def _doings(self, rank: int, queued: float) -> Iterator[str]:
         """Yield sentences about what the slow rank does while the others wait."""
         if (share := self._share(rank, lambda report: report.data)) >= MIN_SHARE:
             yield f"It waits for its data loader {100 * share:.0f} % of its time"
         if queued >= MIN_SHARE:
-            yield f"Its threads wait for busy cores, {100 * queued:.0f} % of its time more than the others'"
-        lines = [each[rank].line for _, each in self._windows if each[rank].line]
+            yield f"Its main thread waits for busy cores, {100 * queued:.0f} % of its time more than the others'"
+        lines = [each.reports[rank].line for each in self._windows if each.reports[rank].line]
         if lines and lines.count(lines[-1]) == len(lines):
             yield f"Its main thread was mostly at {lines[-1]}"
         yield from self._differences_of_gpu(rank)
 
     def _differences_of_gpu(self, rank: int) -> Iterator[str]:
         """Yield sentences about the slow rank's GPU, if it is slower or hotter than the others' in all windows."""
-        own = [each[rank] for _, each in self._windows]
-        others = [report for _, each in self._windows for other, report in each.items() if other != rank]
+        own = [each.reports[rank] for each in self._windows]
+        others = [report for each in self._windows for other, report in each.reports.items() if other != rank]
         clocks, clocks_of_others = (_known(each.gpu_clock for each in reports) for reports in (own, others))
         if clocks and clocks_of_others and max(clocks) < MAX_CLOCK_SHARE * min(clocks_of_others):
             yield f"Its GPU runs at {max(clocks)} MHz, the others' at {min(clocks_of_others)} MHz or more"
         degrees, degrees_of_others = (_known(each.gpu_temperature for each in reports) for reports in (own, others))
         if degrees and degrees_of_others and min(degrees) >= max(degrees_of_others) + MIN_DEGREES:
             yield f"Its GPU is at {min(degrees)} °C, the others' at {max(degrees_of_others)} °C or less"
+
+
+def _has_ended(earlier: int, number: int, all_timed: Iterable[Mapping[int, Timed]]) -> bool:
+    """Return True if a collective had ended in these ranks before they entered a later one."""
+    return all(timed[earlier].seen_in < timed[number].entered for timed in all_timed)
 
 
 def _work(timed: Mapping[int, Timed], before: Iterable[int], number: int) -> tuple[float, float]:

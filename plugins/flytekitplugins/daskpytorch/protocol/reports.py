@@ -94,7 +94,7 @@ class Entered:
     line: str
     """Line of the user's code at which the main thread was found most often. Empty if no line stands out."""
     queued: float
-    """Seconds that the rank's threads have waited for a core so far. 0 if the kernel does not tell."""
+    """Seconds that the rank's main thread has waited for a core so far. 0 if the kernel does not tell."""
     timed: Mapping[int, Timed]
     """Number of a collective -> its beginning and end. Empty without an earlier order `TimeEnds`."""
     gpu_clock: int | None = None

@@ -18,8 +18,9 @@ from flytekitplugins.daskpytorch.rank.usage import INTERVAL, Ledger
 
 WINDOW = 10.0
 """Seconds between two reports. All ranks report at the same times, since a flight recorder forgets within a second."""
-TIMING = 5.0
-"""Maximum number of seconds for which ends of collectives are timed."""
+TIMING = 7.0
+"""Maximum number of seconds for which ends of collectives are timed. The order comes up to two seconds after the
+beginning of the ten seconds, so that timing ends before the next report."""
 RESOLUTION = 0.002
 """Seconds between two looks at which collectives have ended. A look takes 0.7 ms of the interpreter."""
 MAX_WORLD_SIZE = 500
@@ -41,7 +42,7 @@ class Entries:
             gpu_uuid: UUID of the rank's own GPU. Empty without a GPU, or if the UUID is unknown.
         """
         self._ledger, self._send, self._gpu_uuid = ledger, send, gpu_uuid
-        self._thread = threading.get_ident()
+        self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._lines: Counter[str] = Counter()
         self._timed: dict[int, Timed] = {}
         self._timing: threading.Thread | None = None
@@ -87,7 +88,7 @@ class Entries:
                 num_steps=self._ledger.num_steps,
                 data=self._ledger.seconds()["data"],
                 line=line if count >= MIN_SAMPLES * lines.total() else "",
-                queued=_queued(),
+                queued=_queued(self._native_thread),
                 timed=timed,
                 gpu_clock=clock,
                 gpu_temperature=temperature,
@@ -95,13 +96,11 @@ class Entries:
         )
 
 
-def _queued() -> float:
-    """Return the seconds that the threads of this process have waited for a core. 0 if the kernel does not tell."""
-    waits = 0
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError, IndexError):  # the thread has ended, or the kernel keeps no account
-            waits += int((thread / "schedstat").read_text().split()[1])
-    return waits / 1e9
+def _queued(thread: int) -> float:
+    """Return the seconds that a thread of this process has waited for a core. 0 if the kernel keeps no account."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _of_gpu(uuid: str) -> tuple[int | None, int | None]:
