@@ -160,9 +160,10 @@ class Calls:
             attempt.at_rest.update(attempt.places)
         if not attempt.is_formed or attempt.is_failing or attempt.results or self.is_over:
             return
+        settle = None
         if (call := self.current) is not None:
             if len(call.ended) == attempt.world_size:
-                self._end(call, attempt, observers)
+                settle = self._end(call, attempt, observers)
             elif call.is_interrupted:
                 self._have_left(call, attempt)
         while self.current is None and self._waiting and not is_stopping:
@@ -170,6 +171,8 @@ class Calls:
         if self.current is None and (self._is_closing or is_stopping):
             self.is_over = True
             attempt.tell(Tell(Finish()))
+        if settle is not None:  # after the next call's order, since users' callbacks may take long
+            settle()
 
     def _begin(self, call: Call | Forget, attempt: Attempt, observers: Observers) -> None:
         if isinstance(call, Forget):
@@ -205,14 +208,15 @@ class Calls:
                 ),
             )
 
-    def _end(self, call: Call, attempt: Attempt, observers: Observers) -> None:
+    def _end(self, call: Call, attempt: Attempt, observers: Observers) -> Callable[[], object] | None:
+        """End a call once its ranks can go on together. Return a function that settles the call. None: not yet."""
         if call.is_interrupted or attempt.call_failures:
             if not _have_told(call, attempt):
-                return
+                return None
             if (parted := _parted(attempt.remembered)) is not None:
                 _break(call, attempt, *parted)
                 observers.note(f"the gang cannot go on: {parted[1]}")
-                return
+                return None
         self.current = None
         exits = {rank: attempt.exit_in_call(rank) for rank in attempt.call_failures}
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
@@ -221,7 +225,8 @@ class Calls:
         observers.tell("called", call.name, stop or (errors[cause] if cause is not None else None))
         attempt.end_call()
         values = _taken(call)
-        self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))
+        outcome = Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted)
+        return partial(self._settle, call, outcome)
 
     @staticmethod
     def _settle(call: Call, outcome: Outcome) -> None:
