@@ -237,6 +237,22 @@ def test_next_call_with_the_same_uri_goes_on_and_removes_what_was_not_finished(d
     assert second.folders() == ["step-11/0-1", "step-12/0-0"]
 
 
+def test_who_keeps_less_drops_older_ones_with_the_first_commit_only(driver: MakeDriver) -> None:
+    """Until then, the newest may be found damaged, and the ranks load an older one."""
+    first = driver(keep=Keep(last=3))
+    for number in range(3):
+        first.save(10 + number, number)
+    first.close()
+    second = driver(keep=Keep(last=1))
+    second.vault.hold([])  # as an evaluation's end does
+    assert second.flush()
+    assert second.steps() == [entry.step for entry in second.named()] == [12, 11, 10]
+    assert len(second.folders()) == 3
+    second.save(13, 0)
+    assert second.steps() == [entry.step for entry in second.named()] == [13]
+    assert second.folders() == ["step-13/0-0"]
+
+
 @pytest.mark.parametrize("where", ["same", "other"])
 @pytest.mark.parametrize("content", ["{", '{"checkpoints": [], "sharded": [{"of": "a later version"}]}'])
 def test_manifest_that_cannot_be_read_costs_no_shards(

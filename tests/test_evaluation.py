@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch.display.logged import Log, Logged
 from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.tracker import Run, Tracker
 from flytekitplugins.daskpytorch.driver import manifest
+from flytekitplugins.daskpytorch.driver.committer import LANE
 from flytekitplugins.daskpytorch.driver.evaluation import MAX_LACK, Agenda
 from flytekitplugins.daskpytorch.driver.evaluation_request import arguments_of, names_of_evaluation
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
@@ -29,7 +30,7 @@ from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.rank.evaluation import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.records import LogRecord
-from simulated_gang import Agent, World
+from simulated_gang import Agent, MoodyFiles, World
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
 BEST = Keep(last=1, best=1, metric="held_out")  # the lowest step, in the simulation
@@ -341,6 +342,25 @@ def test_the_metrics_reach_storage(tmp_path: Path) -> None:
     assert named is not None
     [stored] = named[0]
     assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
+
+
+def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(tmp_path: Path) -> None:
+    own, files = str(tmp_path / "own"), MoodyFiles(LocalFileSystem())
+    paths = StoragePaths(files=files, previous=None, own=own)
+    world = World(tmp_path, evaluate=Evaluate(evaluate), keep=BEST, storage=paths)
+    world.form()
+    world.save_shards()
+    world.end_evaluation()
+    files.fails = True
+    world.committer.flush(0.0)
+    for _ in range(2):
+        world.jobs.do(world.jobs.jobs(LANE)[0])
+    files.fails = False
+    while jobs := world.jobs.jobs(LANE):
+        world.jobs.do(jobs[0])
+    named = manifest.read(files, own)
+    assert named is not None
+    assert [(entry.is_evaluated, entry.metrics["held_out"]) for entry in named[1]] == [(True, 0.0)]
 
 
 def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_judged(tmp_path: Path) -> None:

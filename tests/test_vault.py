@@ -220,7 +220,9 @@ def test_storage_that_fails_is_tried_again(task: Task, store: Store, capsys: pyt
     assert "trying again in 0.1 s" in told[1]
 
 
-def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_yet(task: Task, store: Store) -> None:
+def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_yet(
+    task: Task, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     store.fails_always = MANIFEST
     checkpoints = task.attempt(0)
     task.save(checkpoints, 5)
@@ -229,6 +231,7 @@ def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_y
     store.fails_always = "nothing"
     assert checkpoints.flush(PATIENCE)
     assert task.listed(0) == [5]
+    assert f"the list of checkpoints could not be written to {task.stored(0)} (OSError" in capsys.readouterr().err
     assert sum(name.startswith("step-5") for name in store.calls) == 1
 
 

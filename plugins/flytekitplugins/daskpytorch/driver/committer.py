@@ -168,7 +168,11 @@ class Committer:
             True if commits and removals have ended in time.
         """
         if self.vault.worker.has_begun(LANE):
-            self.vault.worker.submit(LANE, self.vault.name)
+
+            def gives_up(_: Exception, num_failures: int, __: float) -> bool:
+                return not self.vault.sharded or num_failures >= MAX_COMMIT_ATTEMPTS  # whole ones are not waited for
+
+            self.vault.worker.submit(LANE, self.vault.name, gives_up)
             self.sweep(sys.maxsize)
         return self.vault.worker.flush(LANE, timeout)
 

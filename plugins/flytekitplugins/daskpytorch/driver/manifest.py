@@ -38,8 +38,8 @@ class Whole:
 
     file: CheckpointFile
     state: tuple[int, ...] | None
-    """Inode, size and modification time of the file on the driver's disk when its digest was right. While these stay
-    the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
+    """Device, inode, size and modification time of the file on the driver's disk when its digest was right. While these
+    stay the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
     folder: str | None = None
     """Folder of the checkpoint's file in storage, perhaps an earlier attempt's. None: storage has no copy."""
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver import manifest
-from flytekitplugins.daskpytorch.driver.manifest import Whole, best_first, retained
+from flytekitplugins.daskpytorch.driver.manifest import K, Whole, best_first, retained
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
@@ -69,6 +69,8 @@ class Vault:
         """True while a job of this vault waits or runs in `worker`. A vault submits one job at a time."""
         self.sharded: list[ShardedCheckpoint] = []
         """The sharded checkpoints that the manifest names, in the order of their commits."""
+        self._has_committed = False
+        """True once this gang has committed a sharded checkpoint."""
         self._written = manifest.content_of([], [])
         """Content of the manifest whose write to storage succeeded last. An empty manifest before the first write."""
         self._stored: frozenset[str] = frozenset()
@@ -178,10 +180,6 @@ class Vault:
             self._held = frozenset(identities)
             self._tidy()
 
-    def is_held(self, entry: CheckpointFile | ShardedCheckpoint) -> bool:
-        """Return True if a checkpoint stays until its evaluation has ended."""
-        return entry.identity in self._held
-
     def note_evaluated(self, identity: str, metrics: Mapping[str, float]) -> None:
         """Add the metrics of an evaluation to the checkpoint with this identity."""
         with self._lock:
@@ -199,7 +197,7 @@ class Vault:
 
     def _tidy(self) -> None:
         """Apply the retention policy to the driver's disk, and queue the next write, which applies it to storage."""
-        stay = retained(self.entries(), self.keep, self.is_held)
+        stay = self._retained(self.entries())
         for whole in self._here():
             if whole.file not in stay:
                 self._drop(whole)
@@ -277,11 +275,11 @@ class Vault:
             Exception: Any error of the storage's client.
         """
         with self._lock:
-            has_news = self._has_news()
-            if self._paths is None:
-                self.sharded = self._staying(made)
-        if self._paths is not None and (made or has_news):
+            has_news = bool(made) or self._has_news()
+            self.sharded = self._staying(made) if self._paths is None else self.sharded
+        if self._paths is not None and has_news:
             self._write_manifest(self._paths, made)
+        self._has_committed |= bool(made)
 
     def _go_on(self) -> None:
         if self._paths is not None and not self._is_at_work and (self._has_news() or self._next() is not None):
@@ -304,12 +302,17 @@ class Vault:
     def _listed(self) -> list[CheckpointFile]:
         """Return the whole checkpoints for the next manifest, the newest first."""
         stored = [whole.file for whole in self._whole.values() if whole.folder is not None]
-        listed = [(file, self._whole[file.name].folder) for file in reversed(retained(stored, self.keep, self.is_held))]
+        listed = [(file, self._whole[file.name].folder) for file in reversed(self._retained(stored))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
 
     def _staying(self, made: Sequence[ShardedCheckpoint] = ()) -> list[ShardedCheckpoint]:
         """Return the sharded checkpoints for the next manifest, in the order of their commits."""
-        return retained([*self.sharded, *made], self.keep, self.is_held)
+        # Restored ones stay until the first commit: the newest may be damaged, so that ranks load an older one.
+        return self._retained([*self.sharded, *made]) if made or self._has_committed else self.sharded
+
+    def _retained(self, entries: Sequence[K]) -> list[K]:
+        """Return the checkpoints that the retention policy keeps, and those that wait for their evaluation."""
+        return retained(entries, self.keep, lambda entry: entry.identity in self._held)
 
     def _has_news(self) -> bool:
         return manifest.content_of(self._listed(), self._staying()) != self._written
@@ -388,11 +391,10 @@ class Vault:
             self._has_complained = True
 
     def _tell_failure(self, error: Exception, _: int, pause: float) -> bool:
+        failed = "list of checkpoints could not be written"
         with self._lock:
-            steps = [whole.file.step for name, whole in self._whole.items() if name == self._copying]
-            steps += [file.step for file in self._listed()] + [entry.step for entry in self.sharded[::-1]]
-        say(
-            f"the checkpoint of step {steps[0]} could not be copied to {self.own} ({type(error).__name__}: {error}); "
-            f"trying again in {pause:g} s. The training goes on.",
-        )
+            if self._copying is not None:
+                failed = f"checkpoint of step {self._whole[self._copying].file.step} could not be copied"
+        reason = f"({type(error).__name__}: {error}); trying again in {pause:g} s. The training goes on."
+        say(f"the {failed} to {self.own} {reason}")
         return False
