@@ -393,6 +393,18 @@ def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver:
     assert driver.next(dict) == {0: 3}  # though nothing has changed
 
 
+@pytest.fixture
+def rare_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that send no heartbeat during a test."""
+    monkeypatch.setattr(agent, "HEARTBEAT_INTERVAL", 600.0)
+
+
+@pytest.mark.usefixtures("rare_heartbeats")
+def test_a_report_waits_for_no_heartbeat(driver: Driver) -> None:
+    driver.start(wait_for_ever)
+    driver.next(Ready)
+
+
 def test_what_nccls_watchdog_says_is_told_with_the_abort_however_long_the_stacks_after_it(driver: Driver) -> None:
     driver.start(abort_as_nccls_watchdog_does)
     exited = driver.next(messages.Exited)

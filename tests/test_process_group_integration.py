@@ -261,9 +261,11 @@ def test_a_module_that_asks_at_its_top_is_told_of_the_gang(tmp_path: Path, monke
     assert gang(module.place, start_timeout=30.0) == [(0, 2, True), (1, 2, True)]
 
 
-def torch_here() -> tuple[str, str, bool, bool, int]:
+def torch_here() -> tuple[object, ...]:
     precision, warns = torch.get_float32_matmul_precision(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return str(torch.tensor(1.0).dtype), precision, warns, torch.backends.cudnn.benchmark, torch.get_num_threads()
+    compiled = torch._inductor.config.deterministic
+    dtype, num_threads = str(torch.tensor(1.0).dtype), torch.get_num_threads()
+    return dtype, precision, warns, compiled, torch.backends.cudnn.benchmark, num_threads
 
 
 def test_what_the_program_has_set_in_torch_is_set_in_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

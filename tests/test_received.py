@@ -11,7 +11,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.driver import received as receiving
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, Writer, cut
 
 BIG = 3 * PIECE_SIZE
@@ -34,6 +34,16 @@ def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
 def num_kept(received: ReceivedResults) -> tuple[int, int]:
     """Pieces on disk, bytes in memory."""
     return received._buffer._num_in_file, received._buffer._in_memory
+
+
+def test_a_dropped_piece_is_an_error_and_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "MAX_IN_MEMORY", 0)
+    buffer = ResultBuffer()
+    piece = buffer.put(b"weights")
+    assert buffer.get(piece) == b"weights"
+    buffer.drop([piece])
+    with pytest.raises(ValueError, match="dropped"):
+        buffer.get(piece)
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,10 +176,12 @@ class ResultBuffer:
 
     def get(self, kept: Kept) -> bytes:
         """Return the bytes of a piece from memory or the file."""
-        if isinstance(kept, tuple) and self._file is not None:
-            start, size = kept
-            return os.pread(self._file.fileno(), size, start)
-        return kept if isinstance(kept, bytes) else b""
+        if isinstance(kept, bytes):
+            return kept
+        if isinstance(kept, MappedReturn) or self._file is None:
+            raise ValueError("a piece of a result is read that is not in the buffer, or was dropped before")
+        start, size = kept
+        return os.pread(self._file.fileno(), size, start)
 
     def drop(self, several: Iterable[Kept]) -> None:
         """Free the space of pieces. An empty file is closed, which removes the file."""

@@ -6,7 +6,7 @@ every event at any time. The queue between `Listener` and `Supervisor` holds bou
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
@@ -28,6 +28,9 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
 SCHEDULER_LOST = "the Dask scheduler was lost"
 
@@ -53,7 +56,7 @@ class GangState:
         received: ReceivedResults,
         *,
         asked_at: float,
-        make: Callable[[Request, AgentLauncher, Sequence[Observer]], Any],
+        make: Callable[[Request, AgentLauncher, Sequence[Observer]], "Supervisor"],
         clock: Callable[[], float] = time.monotonic,
         running_clock: Callable[[], float] | None = None,
     ) -> None:

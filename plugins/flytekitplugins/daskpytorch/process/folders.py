@@ -163,10 +163,15 @@ def _name_of(user: int) -> str:
         return f"uid {user}"
 
 
-def state_of(path: Path) -> tuple[int, int, int] | None:
-    """Return a file's inode, size and modification time. A write to the file changes at least one. None: no file."""
+def state_of(path: Path) -> tuple[int, ...] | None:
+    """Return a file's device, inode, size and modification time. None: no file.
+
+    A write to the file changes at least one. Containers of one machine may have files with the same inode, but on other
+    devices.
+    """
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: it changes when a link is removed
+    # Without st_ctime_ns, which changes when a link is removed.
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

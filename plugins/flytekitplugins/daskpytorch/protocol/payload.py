@@ -140,8 +140,8 @@ class Segments:
         Raises:
             OSError: The write failed, for example on a full disk.
         """
-        end = sum(self.added[-1]) if self.added else 0
-        start = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        start, size = self.added[-1] if self.added else (0, 0)
+        start = -(-(start + size) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.file.seek(start)
         self.file.write(data)
         self.file.flush()

@@ -52,7 +52,7 @@ class TorchSettings:
     matmul_precision: str | None = None
     """Argument of `torch.set_float32_matmul_precision`. None leaves torch's default."""
     deterministic_mode: int = 0
-    """Argument of `torch.set_deterministic_debug_mode`: 0 allows all algorithms, 1 warns of others, 2 raises."""
+    """Result of `torch.get_deterministic_debug_mode`: 0 allows all algorithms, 1 warns of others, 2 raises."""
     cudnn_deterministic: bool = False
     cudnn_benchmark: bool = False
     num_threads: int | None = None
@@ -216,7 +216,7 @@ def enter_torch(settings: TorchSettings) -> None:
     if settings.matmul_precision is not None:
         torch.set_float32_matmul_precision(settings.matmul_precision)
     if settings.deterministic_mode:
-        torch.set_deterministic_debug_mode(settings.deterministic_mode)
+        torch.use_deterministic_algorithms(True, warn_only=settings.deterministic_mode == 1)  # also torch.compile's
     if settings.cudnn_deterministic:
         torch.backends.cudnn.deterministic = True
     if settings.cudnn_benchmark:

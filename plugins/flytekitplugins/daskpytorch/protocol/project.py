@@ -111,7 +111,7 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._num_modules = 0
-        self._states: dict[Path, tuple[int, int, int] | None] = {}
+        self._states: dict[Path, tuple[int, ...] | None] = {}
         """Path of a file -> time of its last change in nanoseconds, and its size in bytes. None: no such file."""
         self.take_new()
 

@@ -92,7 +92,7 @@ class TaskScript:
             else:
                 yield word.format(inputs=given, outputs=_Inputs(places, str))
 
-    def _left(self, name: str, path: Path, before: tuple[int, int, int] | None) -> Path:
+    def _left(self, name: str, path: Path, before: tuple[int, ...] | None) -> Path:
         """Return the path of an output after a check that the program has left the file or folder there.
 
         Args:
