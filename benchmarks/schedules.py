@@ -617,7 +617,8 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         disturb(gang, schedule)
         gang.wait(gang.has_ended, "the gang's end", PATIENCE + schedule.setting.start_timeout)
     except LostPatienceError as error:
-        gang.story.troubles.append(str(error))
+        last = {note.rank: f"{note.kind} {note.step} of attempt {note.attempt}" for note in gang.story.notes}
+        gang.story.troubles.append(f"{error}; ranks {last} on {gang.workers}, all workers {list(cluster.workers())}")
     _take_outcome(gang)
     check_what_is_left(gang, setting.is_warm, before)
     return gang.story

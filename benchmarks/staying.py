@@ -220,7 +220,10 @@ class Run:
 
 
 def play(schedule: Schedule, stage: Stage, folder: Path) -> Story:
-    """Run one schedule, and return its story."""
+    """Run one schedule, and return its story with all deviations."""
     story = Story()
-    Run(stage, folder, story).make(schedule)
+    try:
+        Run(stage, folder, story).make(schedule)
+    except SystemExit as error:  # the harness exits upon errors: the deviations before it are kept
+        story.troubles.append(f"it ended early: {error}")
     return story

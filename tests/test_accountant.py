@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import Goodput, RankUsage
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.orders import Accounted
 from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent
 from simulated_gang import Agent, OwnError, Watcher, World, raised
@@ -256,6 +256,15 @@ def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: MakeTrained) 
     world.obey_all()
     assert isinstance(raised(world), StoppedEarlyError)
     assert parts(world.end()) == {"starting": 5.0, "stepping": 8.0}
+
+
+def test_a_gang_that_never_forms_has_only_started(world_of: MakeTrained) -> None:
+    world = world_of(start_timeout=60.0)
+    world.wait(100.0)
+    assert isinstance(raised(world), GangStartError)
+    goodput = world.end()
+    assert goodput.starting == goodput.total > 0
+    assert goodput.share == 0.0
 
 
 def test_observers_hear_every_two_seconds(world_of: MakeTrained) -> None:

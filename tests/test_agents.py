@@ -158,3 +158,12 @@ def test_scheduler_that_does_not_answer_for_long_is_lost_and_gives_nobody_up_bef
     assert agents.expected == {W1, W2}
     with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for {patience:.0f} s: no answ"):
         recruit(agents)
+
+
+def test_scheduler_that_answers_again_in_time_is_not_lost(agents: Agents, cluster: Cluster) -> None:
+    for _ in range(3):
+        cluster.is_there = False
+        recruit(agents)
+        agents.clock.now += SCHEDULER_TIMEOUT / 2  # type: ignore[attr-defined]
+        cluster.is_there = True
+        recruit(agents)

@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.calls import LEAVE_TIME, Call, Calls, Ou
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.messages import Tell
+from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
 from flytekitplugins.daskpytorch.protocol.orders import Locate
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.reports import Stands
@@ -364,6 +364,14 @@ def test_a_gang_that_is_told_to_end_begins_no_more_calls(world: Staying, is_in_c
     assert isinstance(raised(world), PreemptedError)
     assert len(world.outcomes) == int(is_in_call)
     assert {number for _, number in world.of_staying.begun} <= {1}
+
+
+def test_a_worker_that_leaves_ends_the_gang(world: Staying) -> None:
+    world.say(world.agent(W2), Leaving())
+    world.obey_all()
+    world.wait(1.0)
+    world.obey_all()
+    assert isinstance(raised(world), PreemptedError)
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -104,3 +104,14 @@ def test_who_is_better_by_the_margin_is_promoted(registry: Registry, files: dict
     assert "2.0000 nats per character, the champion's 2.1000: 0.1000 better, and it must be better by" in verdict.why
     assert not challenger.judge(registry, other, replace(COMPARISON, loss=2.1), margin=0).promotes
     assert not challenger.judge(registry, other, replace(COMPARISON, loss=float("nan")), margin=0).promotes
+
+
+def test_a_promotion_counts_once_and_only_against_the_champion_it_was_compared_with(
+    registry: Registry, files: dict[str, Path]
+) -> None:
+    one, other = (challenger.add(registry, files, card) for card in (CARD, OTHER))
+    said = challenger.promote(registry, one, "good", instead_of=0)
+    assert said == challenger.promote(registry, one, "good", instead_of=0) == "promoted: good (promotion 1)"
+    assert challenger.promote(registry, other, "good", instead_of=0).startswith("not promoted: ")
+    assert [promotion.version for promotion in registry.history()] == [one]
+    assert challenger.promote(registry, other, "better", instead_of=1) == "promoted: better (promotion 2)"

@@ -410,6 +410,16 @@ def test_a_program_that_logs_nothing_is_told_how_and_its_steps_are_counted() -> 
     assert "No records" not in body(recorder)
 
 
+def test_of_many_ranks_the_first_are_drawn_and_all_are_in_the_table() -> None:
+    recorder = Recorder(clock=Clock())
+    for rank in range(20):
+        recorder.used(usage(rank, 1_000.0, 10, cpu=float(rank)))
+    page = body(recorder)
+    [lines] = [data["lines"] for data in chart_data(page) if data["title"] == "CPU (cores)"]
+    assert [line["y"] for line in lines] == [[rank] for rank in range(8)]
+    assert [row[0] for row in rows_of(page) if len(row) == 7] == [str(rank) for rank in range(20)]
+
+
 def test_an_attempts_first_sample_says_nothing_of_its_speed() -> None:
     recorder = Recorder(clock=Clock())
     recorder.used(usage(0, 1_000.0, 100))

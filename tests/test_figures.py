@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they import
 
 import all as everything
 from figures import FILE, Figure, Goal, report
+from running import take_turns
 
 ON = "2026-11-23; 2 cores, load 0.4 before the start; Python 3.11.7"
 
@@ -72,3 +73,10 @@ def test_a_new_measurement_takes_the_place_of_all_rows_of_the_same_name():
     of = {"a.py": kept(Figure(what="launch", here=[2.0])), "old.py": kept(Figure(what="launch", here=[3.0]))}
     everything.replace(of, "a.py", kept(Figure(what="launch", here=[1.0])))
     assert [each["figures"][0]["here"] for each in of.values()] == [[1.0]]
+
+
+def test_each_round_has_each_way_once_and_the_first_round_does_not_count():
+    calls = []
+    found = take_turns({name: lambda it=name: calls.append(it) or len(calls) for name in "ab"}, 2)
+    assert calls == list("ababab")
+    assert found == {"a": [3, 5], "b": [4, 6]}

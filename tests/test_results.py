@@ -389,6 +389,11 @@ def test_text_goes_as_utf_8_and_bytes_as_they_are(submitted: list[tuple[str, str
     assert submitted == [("key", "a", "ü".encode()), ("key", "b", b"\xff")]
 
 
+def test_a_result_is_a_sign_of_life(submitted: list[tuple[str, str, bytes]]) -> None:
+    DaskResultsHandler().submit_result("a", "b")
+    assert context.current_rank().progress.num_moves == 1
+
+
 @pytest.mark.parametrize(
     ("path", "data", "match"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -113,8 +114,10 @@ def test_the_best_is_trained_to_its_end_and_the_hopeless_are_not(
 
 def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client: Client, tmp_path: Path) -> None:
     restarted = Experiment(level=1.0, folder=str(tmp_path), kill_in=5)
+    began_at = time.monotonic()
     models = dispatch.map(client, descend, [restarted], stop_early=HALVE)
     assert models.result() == [restarted.loss(NUM_EPOCHS)]
+    wall = time.monotonic() - began_at
     assert (tmp_path / "1-killed").exists()
     records = models[0].records
     assert [record.step for record in records] == list(range(1, NUM_EPOCHS + 1))
@@ -122,6 +125,9 @@ def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client:
     spent = models[0].goodput
     assert spent is not None
     assert min(spent.starting, spent.stepping) > 0
+    parts = spent.as_dict()
+    assert 0 < parts.pop("total") <= wall
+    assert math.fsum(parts.values()) == pytest.approx(spent.total)
 
 
 def plan(level: float, epochs: int = 1, *, fails: bool = False, **after: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flytekitplugins.daskpytorch import attach_command
 from flytekitplugins.daskpytorch.driver.terminals import MAX_TAIL
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol import attaching, messages
@@ -98,6 +99,12 @@ def test_list_does_not_wait_for_a_rank_that_is_silent(world: World, terminal: Te
     assert terminal.shown == []
     world.wait(2.0)
     assert [place.state for place in terminal.listing.ranks] == ["runs", "does not answer"]
+
+
+def test_gang_without_workers_says_so_instead_of_a_list(tmp_path: Path, terminal: Terminal) -> None:
+    say(World(tmp_path), terminal, Look())
+    table = attach_command._table(attach_command.Gang(DriverContact(("10.0.0.7", 5), b""), terminal.listing))
+    assert table.splitlines()[1:] == ["the gang waits for its workers"]
 
 
 def test_rank_that_waits_for_a_terminal_is_not_hung_and_says_how_to_attach(world: World) -> None:

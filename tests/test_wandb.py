@@ -183,6 +183,15 @@ def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsy
     assert {(run.mode, run.key) for run in runs} == {("offline", None)}
 
 
+def test_ids_of_many_models_are_alike_in_every_attempt_and_differ_in_every_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
+        ids.append([run.id for run in runs_of(Wandb(project="names"), [1, 2])])
+    assert ids == [["f3a-n0-train-0123456789ab-1", "f3a-n0-train-0123456789ab-2"]] * 2
+
+
 @pytest.mark.parametrize("execution", [None, "local"])
 def test_local_sweeps_have_groups_and_ids_of_their_own(execution: str | None) -> None:
     first, second = (runs_of(Wandb(project="names", name="mine"), [1], execution)[0] for _ in range(2))
@@ -445,6 +454,19 @@ def test_value_that_cannot_be_shown_costs_one_notice_and_neither_its_row_nor_the
     assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert run["exit_code"] == 1
     assert capsys.readouterr().err.count("not JSON serializable") == 1
+
+
+def test_name_that_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    for step in range(4):
+        tracker.logged(record(step, **{"\ud800" if step in (1, 2) else "loss": 1.0}))
+    tracker.close(0)
+    run = run_in(tmp_path)
+    assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 1.0), (3, 1.0)]
+    assert run["exit_code"] == 0
+    assert capsys.readouterr().err.count("surrogates not allowed") == 1
 
 
 def test_run_that_the_server_does_not_take_is_recorded_offline(
