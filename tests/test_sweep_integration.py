@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -125,9 +124,7 @@ def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client:
     spent = models[0].goodput
     assert spent is not None
     assert min(spent.starting, spent.stepping) > 0
-    parts = spent.as_dict()
-    assert 0 < parts.pop("total") <= wall
-    assert math.fsum(parts.values()) == pytest.approx(spent.total)
+    assert records[-1].time - records[0].time <= spent.total <= wall
 
 
 def plan(level: float, epochs: int = 1, *, fails: bool = False, **after: Path) -> dict[str, Any]:
