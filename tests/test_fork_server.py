@@ -175,14 +175,14 @@ def test_what_a_rank_leaves_behind_when_it_ends_is_killed(client: ForkServerClie
     await_end(*pids)
 
 
-def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> None:
+def test_rank_has_torch_at_hand_cuda_untouched_and_collects_garbage(client: ForkServerClient) -> None:
     source = """
-        import os, sys
+        import gc, os, sys
         torch = sys.modules["torch"]
-        print(torch.cuda.is_initialized(), os.getsid(0) == os.getpid(), os.getppid())
+        print(torch.cuda.is_initialized(), gc.isenabled(), os.getsid(0) == os.getpid(), os.getppid())
     """
     rank = Rank.running(client, 0, source)
-    assert rank.line() == f"False True {own_fork_server().pid}"
+    assert rank.line() == f"False True True {own_fork_server().pid}"
 
 
 def test_a_generator_to_which_its_library_gives_a_seed_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:

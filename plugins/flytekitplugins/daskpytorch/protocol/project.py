@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
-
-from pathspec import GitIgnoreSpec
+from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.script import Script
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
 
 MAX_RESOURCE_BYTES = 1 << 20
 """Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
@@ -242,7 +243,7 @@ class _Rule:
     """Folder of the ignore file, with a slash at the end."""
     keeps: bool
     """True for a line with `!`, which leaves paths in."""
-    spec: GitIgnoreSpec
+    spec: "GitIgnoreSpec"
 
     def fits(self, path: str) -> bool:
         return path.startswith(self.base) and self.spec.match_file(path[len(self.base) :])
@@ -286,6 +287,8 @@ def _rules_in(file: Path, anchor: str = "") -> Iterator[_Rule]:
         file: The ignore file, which need not exist.
         anchor: `/` if patterns count from the file's folder only, as Docker's do.
     """
+    from pathspec import GitIgnoreSpec  # 25 modules, which agents and ranks do not need
+
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             pattern = anchor + line.removeprefix("!").removeprefix(anchor or " ")
