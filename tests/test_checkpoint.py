@@ -546,7 +546,7 @@ def test_a_flush_in_time_waits_no_longer_altogether(rank: Rank, monkeypatch: pyt
     checkpoint = rank.checkpoint()
     waited = []
 
-    def wait(worker: Worker, lane: str, timeout: float) -> None:
+    def wait(worker: Worker, timeout: float) -> None:
         now[0] += 7.0
 
     monkeypatch.setattr(Worker, "flush", wait)

@@ -108,7 +108,7 @@ class Driver:
         return self.heard[-1]
 
     def flush(self) -> bool:
-        return self.vault.worker.flush(LANE, PATIENCE) and self.vault.flush(PATIENCE)
+        return self.vault.worker.flush(PATIENCE, lane=LANE) and self.vault.flush(PATIENCE)
 
     def steps(self) -> list[int]:
         """Those that ranks would start from."""

@@ -310,6 +310,17 @@ def test_a_rank_reports_the_time_that_its_main_thread_waits_for_a_core(monkeypat
     assert before <= reports[0].queued <= waited()
 
 
+@pytest.mark.timeout(60)
+def test_one_thread_times_the_ends_though_it_is_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "newest", lambda: flight_recorder.Newest({}, set(), is_partial=False))
+    own, before = Entries(Ledger(), [].append), set(threading.enumerate())
+    own.time_ends()
+    own.time_ends()
+    [thread] = set(threading.enumerate()) - before
+    monkeypatch.setattr(flight_recorder, "newest", lambda: None)
+    thread.join()
+
+
 def recorded() -> tuple[flight_recorder.Newest, Mapping[int, Timed], float]:
     """What a rank knows of 40 collectives that rank 1 enters last, and of the ends of some."""
     began_at, reports = time.time(), list[Entered]()

@@ -354,7 +354,7 @@ def test_what_was_restored_is_carried_forward_at_once_and_backs_up_the_first_che
 
 def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
     checkpoints = first = task.attempt(0)
-    first.worker.submit(LANE, lambda: first.name(SHARDED))
+    first.worker.submit(lambda: first.name(SHARDED), lane=LANE)
     task.save(checkpoints, 1)
     assert checkpoints.flush(PATIENCE)
     for number in (0, 1):

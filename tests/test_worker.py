@@ -32,14 +32,14 @@ def test_a_lane_whose_job_fails_waits_in_order_while_others_go_on(worker: Worker
             raise OSError("down")
         done.append("first")
 
-    worker.submit("a", fail_at_first, lambda *_: False)
-    worker.submit("a", lambda: done.append("second"))
-    worker.submit("b", lambda: done.append("other"))
-    assert worker.flush("b", PATIENCE)
-    assert not worker.flush("a", 0.1)
+    worker.submit(fail_at_first, lambda *_: False)
+    worker.submit(lambda: done.append("second"))
+    worker.submit(lambda: done.append("other"), lane="b")
+    assert worker.flush(PATIENCE, lane="b")
+    assert not worker.flush(0.1)
     assert done == ["other"]
     is_up.set()
-    assert worker.flush("a", PATIENCE)
+    assert worker.flush(PATIENCE)
     assert done == ["other", "first", "second"]
 
 
@@ -54,16 +54,16 @@ def test_pauses_double_until_somebody_waits_and_the_job_may_be_given_up(worker: 
         pauses.append(pause)
         return num_failures == 5
 
-    worker.submit("a", fail, gives_up)
+    worker.submit(fail, gives_up)
     until(lambda: len(pauses) == 3, "three failures")
-    assert worker.flush("a", PATIENCE)
+    assert worker.flush(PATIENCE)
     assert pauses[:3] == [0.02, 0.04, 0.08]
     assert pauses[4] == 0.02
 
 
 def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Worker) -> None:
     before = set(threading.enumerate())
-    assert worker.flush("a", 0.0)
+    assert worker.flush(0.0)
     assert set(threading.enumerate()) == before  # most gangs store nothing
     slow = Worker(retry_after=PATIENCE)
     tried = threading.Event()
@@ -72,12 +72,12 @@ def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Wo
         tried.set()
         raise OSError("down")
 
-    slow.submit("a", fail, lambda *_: False)
+    slow.submit(fail, lambda *_: False)
     assert tried.wait(PATIENCE)
     [thread] = set(threading.enumerate()) - before
     waiting = threading.Timer(0.1, slow.close)
     waiting.start()
-    assert not slow.flush("a", PATIENCE)
+    assert not slow.flush(PATIENCE)
     thread.join(PATIENCE)
     assert not thread.is_alive()
 
@@ -92,16 +92,16 @@ def test_a_thread_that_could_not_start_is_started_by_the_next_job(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="new thread"):
-            worker.submit("a", lambda: done.append("first"))
-    worker.submit("a", lambda: done.append("second"))
-    assert worker.flush("a", PATIENCE)
+            worker.submit(lambda: done.append("first"))
+    worker.submit(lambda: done.append("second"))
+    assert worker.flush(PATIENCE)
     assert done == ["second"]
 
 
 def test_a_jobs_error_is_logged_unless_the_job_handles_it(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    worker.submit("a", {}.popitem, lambda *_: True)
-    worker.submit("a", [].pop)
-    assert worker.flush("a", PATIENCE)
+    worker.submit({}.popitem, lambda *_: True)
+    worker.submit([].pop)
+    assert worker.flush(PATIENCE)
     [record] = caplog.records
     assert record.exc_info is not None
     assert record.exc_info[0] is IndexError
@@ -114,7 +114,7 @@ def test_the_thread_ends_without_jobs_and_the_next_job_starts_another(
     monkeypatch.setattr(worker_module, "IDLE_TIME", 0.01)
     before, done = set(threading.enumerate()), []
     for number in range(2):
-        worker.submit("a", functools.partial(done.append, number))
-        assert worker.flush("a", PATIENCE)
+        worker.submit(functools.partial(done.append, number))
+        assert worker.flush(PATIENCE)
         until(lambda: set(threading.enumerate()) <= before, "the thread to end")
     assert done == [0, 1]

@@ -15,7 +15,6 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
 
 Job = Callable[[], object]
-LANE = "records"
 MAX_WAITING = 10_000
 """Maximum number of records that are queued for a tracker. Further records are dropped, with a notice."""
 INTERVAL = 2.0
@@ -62,13 +61,13 @@ class Feeder:
         """Start the thread with `begin` as its first job. If `begin` fails without a retry, the thread ends."""
         self.is_feeding = True
         self._flushed_at = time.monotonic()
-        self._worker.submit(LANE, partial(self._begin, begin), self._gives_up_all)
+        self._worker.submit(partial(self._begin, begin), self._gives_up_all)
 
     def offer(self, job: Job) -> None:
         """Queue a job that writes a record. Drop the job if the queue is full, before `start`, or after `end`."""
         if not self.is_feeding:
             return
-        if len(self._worker.jobs(LANE)) >= MAX_WAITING:
+        if len(self._worker.jobs()) >= MAX_WAITING:
             self._num_dropped += 1
             return
         self._num_offered += 1
@@ -79,11 +78,11 @@ class Feeder:
 
     def put(self, job: Job) -> None:
         """Queue a job, even if the queue is full."""
-        self._worker.submit(LANE, partial(self._run, job, self._num_offered), self._gives_up)
+        self._worker.submit(partial(self._run, job, self._num_offered), self._gives_up)
 
     def drain(self, limit: float) -> None:
         """Wait for the jobs in the queue, at most `limit` seconds."""
-        self._worker.flush(LANE, limit)
+        self._worker.flush(limit)
 
     def end(self, job: Job, limit: float) -> None:
         """Queue the last job, and wait until the queue is empty. Later calls do nothing.
@@ -101,7 +100,7 @@ class Feeder:
             return
         self.is_feeding = False
         self._worker.close()
-        if self._worker.jobs(LANE):
+        if self._worker.jobs():
             num_left = self._num_offered - self._num_written
             lost = f"the last {num_left} records and notes could not be written in time, and are missing"
             lost = lost if num_left else "the run's end could not be recorded in time"
@@ -116,7 +115,7 @@ class Feeder:
             if first is None or (first is before and first.num_failures):
                 return
             before = first
-            self._worker.flush(LANE, min(left, STALL))
+            self._worker.flush(min(left, STALL))
 
     def _say(self, text: str) -> None:
         if text not in self._said:

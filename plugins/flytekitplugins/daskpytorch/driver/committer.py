@@ -141,7 +141,7 @@ class Committer:
             self._say(Committed(of.attempt, of.number, of.step, error))
             return True
 
-        self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
+        self.vault.worker.submit(lambda: self._commit(written), gives_up, lane=LANE)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
         """Queue the removal of outdated sharded checkpoints and uncommitted saves of this driver and those it follows.
@@ -172,9 +172,9 @@ class Committer:
             def gives_up(_: Exception, num_failures: int, __: float) -> bool:
                 return not self.vault.sharded or num_failures >= MAX_COMMIT_ATTEMPTS  # whole ones are not waited for
 
-            self.vault.worker.submit(LANE, self.vault.name, gives_up)
+            self.vault.worker.submit(self.vault.name, gives_up, lane=LANE)
             self.sweep(sys.maxsize)
-        return self.vault.worker.flush(LANE, timeout)
+        return self.vault.worker.flush(timeout, lane=LANE)
 
     def close(self) -> None:
         """Stop the thread that writes to storage, and remove the file by which ranks recognise the driver's folder."""
@@ -194,7 +194,7 @@ class Committer:
             raise unusable("Gang(checkpoint_uri=...)", str(token.parent), error) from error
 
     def _submit_removal(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
-        self.vault.worker.submit(LANE, lambda: self._remove(base, is_over))
+        self.vault.worker.submit(lambda: self._remove(base, is_over), lane=LANE)
 
     # ---- in the thread of the vault's worker
 

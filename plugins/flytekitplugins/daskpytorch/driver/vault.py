@@ -260,7 +260,7 @@ class Vault:
         Returns:
             True if the newest whole checkpoint is in the manifest in storage, or if there is no whole checkpoint.
         """
-        self.worker.flush(LANE, timeout)
+        self.worker.flush(timeout, lane=LANE)
         with self._lock:
             newest = next(reversed(self._whole), None)
             return newest is None or newest in self._stored
@@ -284,7 +284,7 @@ class Vault:
     def _go_on(self) -> None:
         if self._paths is not None and not self._is_at_work and (self._has_news() or self._next() is not None):
             self._is_at_work = True
-            self.worker.submit(LANE, functools.partial(self._work, self._paths), self._tell_failure)
+            self.worker.submit(functools.partial(self._work, self._paths), self._tell_failure, lane=LANE)
 
     def _next(self) -> Whole | None:
         """Return the whole checkpoint to copy next to this attempt's folder in storage, or None.

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.process.worker import Worker
 
-LANE = "logs"
-"""Queue of the worker for all files, whose pieces are written in order."""
 STREAMS = ("stdout", "stderr")
 MAX_WAITING = 1024
 """Maximum number of pieces of output, of up to 64 KiB each, that wait for the disk."""
@@ -38,7 +36,7 @@ class LogFiles:
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self._folder = folder
         self._tell = tell
-        self._worker = Worker(name=LANE)
+        self._worker = Worker(name="logs")
         self._files: dict[Path, int] = {}
         """Descriptor of each open file."""
         self._has_failed = False
@@ -55,20 +53,20 @@ class LogFiles:
     def close(self) -> None:
         """Write the waiting output and close all files. The thread goes on with what takes longer than the timeout."""
         self._submit(self._close_files)
-        self._worker.flush(LANE, CLOSE_TIMEOUT)
+        self._worker.flush(CLOSE_TIMEOUT)
 
     def _of_rank(self, attempt: int, rank: int) -> Path:
         return self._folder / f"attempt_{attempt}" / str(rank)
 
     def _write(self, file: Path, data: bytes) -> None:
-        if len(self._worker.jobs(LANE)) >= MAX_WAITING:
+        if len(self._worker.jobs()) >= MAX_WAITING:
             self._fail(TOO_SLOW)
         if not self._has_failed:
             self._submit(functools.partial(self._append, file, data))
 
     def _submit(self, work: Callable[[], None]) -> None:
         try:
-            self._worker.submit(LANE, work, self._give_up)
+            self._worker.submit(work, self._give_up)
         except RuntimeError as error:  # the process can start no thread, which must not end the agent
             self._fail(str(error))
 

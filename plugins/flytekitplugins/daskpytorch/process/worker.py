@@ -17,6 +17,8 @@ MAX_PAUSE = 60.0
 """Longest pause before a retry, in seconds."""
 IDLE_TIME = 1.0
 """Seconds without a job after which the thread ends. The next job starts another thread."""
+DEFAULT_LANE = ""
+"""Name of the queue (lane) of jobs that are submitted without a lane."""
 
 _logger = logging.getLogger(__name__)
 
@@ -68,15 +70,19 @@ class Worker:
         """True if pauses between retries no longer grow, since a caller waits for the jobs."""
 
     def submit(
-        self, lane: str, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = _give_up
+        self,
+        work: Callable[[], object],
+        gives_up: Callable[[Exception, int, float], bool] = _give_up,
+        *,
+        lane: str = DEFAULT_LANE,
     ) -> None:
         """Add a job, which begins once all earlier jobs of its queue (lane) are done.
 
         Args:
-            lane: Name of the job's lane, whose jobs run one after the other.
             work: Call that the job makes. An exception means that the job has failed.
             gives_up: Called after a failed try with the error, the number of failed tries, and the seconds until the
                 retry. True ends the job. Default: logs the error and ends the job.
+            lane: Name of the job's lane, whose jobs run one after the other.
 
         Raises:
             RuntimeError: The process cannot start the thread. The job is not added.
@@ -94,16 +100,16 @@ class Worker:
         """Return True if the queue `lane` has ever received a job."""
         return lane in self._lanes
 
-    def jobs(self, lane: str) -> Sequence[Job]:
+    def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[Job]:
         """Return the unfinished jobs of the queue `lane`, oldest first."""
         return self._lanes.get(lane, ())
 
-    def flush(self, lane: str, timeout: float | None = None) -> bool:
+    def flush(self, timeout: float | None = None, *, lane: str = DEFAULT_LANE) -> bool:
         """Wait up to `timeout` seconds for all jobs of the queue `lane`. Return True if no job is left.
 
         Args:
-            lane: Name of the queue.
             timeout: Seconds to wait. None: no limit.
+            lane: Name of the queue.
         """
         self.shorten_pauses()
         with self._changed:

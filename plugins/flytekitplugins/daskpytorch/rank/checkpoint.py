@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
-LANE = "whole"
-"""Queue of the thread that writes whole states."""
 T = TypeVar("T")
 
 
@@ -84,12 +82,12 @@ class RankCheckpoint(Checkpoint):
             return
         with self._link.saving(step):
             self.flush()
-            self._worker.submit(LANE, functools.partial(self._write, _copy(state), step, plain))
+            self._worker.submit(functools.partial(self._write, _copy(state), step, plain))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds. None: no limit."""
         until = None if timeout is None else time.monotonic() + timeout
-        self._worker.flush(LANE, timeout)
+        self._worker.flush(timeout)
         self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
 
-LANE = "shards"
-"""Queue of the thread that writes this rank's parts."""
 MAX_TOLD = 8
 """Maximum number of keys in rank 0's message about values of a checkpoint that no rank has loaded."""
 
@@ -152,7 +150,7 @@ class ShardedCheckpoints:
         """Wait until this rank has written its part of the newest save, or for `timeout` seconds. None: no limit."""
         until = None if timeout is None else time.monotonic() + timeout
         self._slots.flush(timeout)
-        self._worker.flush(LANE, None if until is None else until - time.monotonic())
+        self._worker.flush(None if until is None else until - time.monotonic())
 
     def _opened(self) -> SavePlans:
         from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans
@@ -177,7 +175,7 @@ class ShardedCheckpoints:
             )
 
     def _start(self, save: Staged) -> None:
-        self._worker.submit(LANE, functools.partial(self._write, save))
+        self._worker.submit(functools.partial(self._write, save))
 
     def _write(self, save: Staged) -> None:
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"

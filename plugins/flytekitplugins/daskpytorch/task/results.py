@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.results.handler import write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
-LANE = "results"
 PROFILES = "profiles"
 """Name of the results folder's subfolder for profiles and flame graphs."""
 FAILED_LIMIT = 60.0
@@ -51,16 +50,16 @@ class TaskResults:
         with self._local_folder() as folder, contextlib.closing(worker):
             # In a thread, so that a slow disk does not delay the gang's supervisor. If an error persists, the last
             # write raises it.
-            received.notify = partial(worker.submit, LANE, partial(self._write, received, folder))
+            received.notify = partial(worker.submit, partial(self._write, received, folder), lambda *_: True)
             try:
                 yield received
             except BaseException as error:
                 limit = self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
-                worker.submit(LANE, partial(self._deliver, received, folder), self._tell_failure)
-                if not worker.flush(LANE, limit):
+                worker.submit(partial(self._deliver, received, folder), self._tell_failure)
+                if not worker.flush(limit):
                     say(f"some results of the ranks did not reach {self.folder} within {limit:g} s. {LOST}")
                 raise
-            worker.flush(LANE)
+            worker.flush()
             self._deliver(received, folder)
             if not self.has_files and received.folder_is_wanted:
                 self._make_empty_folder()
