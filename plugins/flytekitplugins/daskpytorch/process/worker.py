@@ -89,9 +89,7 @@ class Worker:
         """
         with self._changed:
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name=f"daskpytorch-{self._name}", daemon=True)
-                thread.start()  # waits for the lock, until the job is added
-                self._thread = thread
+                self._start()
             job = Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
             self._lanes.setdefault(lane, deque()).append(job)
             self._changed.notify_all()
@@ -152,6 +150,11 @@ class Worker:
         with self._changed:
             self._lanes[job.lane].popleft()
             self._changed.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"daskpytorch-{self._name}", daemon=True)
+        thread.start()  # waits for the lock, until the job is added
+        self._thread = thread
 
     def _work(self) -> None:
         while not self._is_closed:
