@@ -26,7 +26,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client, inherited
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
-from flytekitplugins.daskpytorch.protocol.orders import without_nannys
+from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
 from processes import fork_server as own_fork_server
 from processes import is_alive, nothing_left_behind, ranks_of, until
 

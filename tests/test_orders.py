@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol import orders
+from flytekitplugins.daskpytorch.protocol import start_variables
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
@@ -45,7 +45,7 @@ NANNYS["MALLOC_TRIM_THRESHOLD_"] = "65536"
 
 
 def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "_at_start", lambda _: {})
+    monkeypatch.setattr(start_variables, "_at_start", lambda _: {})
     found = variables(NANNYS)
     assert found["OMP_NUM_THREADS"] == "4"
     assert not found.keys() & NANNYS.keys() - {"OMP_NUM_THREADS"}
@@ -54,7 +54,7 @@ def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monke
 def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variables({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"  # no nanny has been here
     started_with = {os.getpid(): NANNYS, os.getppid(): {"OMP_NUM_THREADS": "1"}}
-    monkeypatch.setattr(orders, "_at_start", started_with.__getitem__)
+    monkeypatch.setattr(start_variables, "_at_start", started_with.__getitem__)
     found = variables(NANNYS | {"MKL_NUM_THREADS": "3"})
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("1", "3")
     assert "OPENBLAS_NUM_THREADS" not in found

@@ -9,8 +9,7 @@ import pytest
 import torch  # noqa: F401 - as in a fork server
 
 from flytekitplugins.daskpytorch.protocol import start_variables
-from flytekitplugins.daskpytorch.protocol.orders import NANNYS_SETTINGS
-from flytekitplugins.daskpytorch.protocol.start_variables import needs_fresh_interpreter
+from flytekitplugins.daskpytorch.protocol.start_variables import NANNYS_SETTINGS, needs_fresh_interpreter
 
 EARLY = (
     *("PYTHONHASHSEED", "PYTHONMALLOC", "LD_PRELOAD", "MALLOC_ARENA_MAX", "TORCH_LOGS", "TORCH_TRACE", "PYTORCH_JIT"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
+from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
@@ -35,11 +35,6 @@ MAX_STACKS = 64 << 10
 """Maximum number of bytes of stacks that are read from a rank's stack file."""
 Key = str | tuple[Any, ...]
 """Dask's key of a partition."""
-NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
-"""Environment variable that, as a rule, only a Dask nanny sets."""
-NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment variables that a Dask nanny sets for its worker, with Dask's default values up to distributed 2026.8. A
-nanny keeps values from its own environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,44 +361,6 @@ def _own_store() -> tuple[str, int]:
     """Return a free local address, where the only rank of a gang may open a store for itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return "127.0.0.1", server.getsockname()[1]
-
-
-def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return these environment variables without those that a Dask nanny has set.
-
-    Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
-    user's if its value differs from the nanny's, or if the process started with that value.
-    """
-    if NANNYS_MARK not in environment:
-        return dict(environment)
-    at_start = _before_nanny()
-    return {
-        name: value
-        for name, value in environment.items()
-        if value != NANNYS_SETTINGS.get(name) or at_start.get(name) == value
-    }
-
-
-def _before_nanny() -> Mapping[str, str]:
-    """Return the environment at the start of this process, or of its nearest ancestor that no Dask nanny started.
-
-    Empty if the system does not show the environment.
-    """
-    pid = os.getpid()
-    while pid > 1:
-        try:
-            at_start = _at_start(pid)
-            if NANNYS_MARK not in at_start:
-                return at_start
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # another user's process, or it has ended
-            break
-    return {}
-
-
-def _at_start(pid: int) -> dict[str, str]:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
-    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
 
 
 def log_folder(settings: Gang, gang: str) -> Path | None:

@@ -1,14 +1,14 @@
-"""Environment variables that a process reads once: as it starts, or as it imports torch and NumPy.
+"""Environment variables: those read once, as a process starts or imports torch or NumPy, and those that nannies set.
 
 A forked rank gets these variables too late. The tables have what a fork server reads before it forks, as seen by traces
 of `getenv` and `os.environ` (torch 2.15, 2026-11-26). NCCL, gloo and CUDA read their variables later, in the rank.
 """
 
+import os
 import re
 import sys
 from collections.abc import Mapping
-
-from flytekitplugins.daskpytorch.protocol.orders import NANNYS_SETTINGS
+from pathlib import Path
 
 READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_TUNABLES", "LC_ALL", "LC_CTYPE", "LANG")
 """Prefixes of the variables that Python, its loader or the C library reads before any Python code runs."""
@@ -39,6 +39,11 @@ SET_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it at its first compilation
 )
 """Variables with a prefix in one of the tables that need no fresh interpreter."""
+NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
+"""Environment variable that, as a rule, only a Dask nanny sets."""
+NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment variables that a Dask nanny sets for its worker, with Dask's default values up to distributed 2026.8. A
+nanny keeps values from its own environment."""
 
 
 def read_so_far() -> tuple[str, ...]:
@@ -79,3 +84,41 @@ def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
         backend = re.search(r"backend:[^,]*", value)
         return backend.group() if backend is not None else None
     return value
+
+
+def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return these environment variables without those that a Dask nanny has set.
+
+    Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
+    user's if its value differs from the nanny's, or if the process started with that value.
+    """
+    if NANNYS_MARK not in environment:
+        return dict(environment)
+    at_start = _before_nanny()
+    return {
+        name: value
+        for name, value in environment.items()
+        if value != NANNYS_SETTINGS.get(name) or at_start.get(name) == value
+    }
+
+
+def _before_nanny() -> Mapping[str, str]:
+    """Return the environment at the start of this process, or of its nearest ancestor that no Dask nanny started.
+
+    Empty if the system does not show the environment.
+    """
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            at_start = _at_start(pid)
+            if NANNYS_MARK not in at_start:
+                return at_start
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # another user's process, or it has ended
+            break
+    return {}
+
+
+def _at_start(pid: int) -> dict[str, str]:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
