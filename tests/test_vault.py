@@ -235,6 +235,22 @@ def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_y
     assert sum(name.startswith("step-5") for name in store.calls) == 1
 
 
+def test_a_thread_that_could_not_start_does_not_keep_later_checkpoints_out_of_storage(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    checkpoints = task.attempt(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            task.save(checkpoints, 1)
+    task.save(checkpoints, 2)
+    assert checkpoints.flush(PATIENCE)
+    assert 2 in task.listed(0)
+
+
 def test_checkpoint_that_has_gone_meanwhile_is_not_tried_again(
     task: Task, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -283,8 +283,8 @@ class Vault:
 
     def _go_on(self) -> None:
         if self._paths is not None and not self._is_at_work and (self._has_news() or self._next() is not None):
-            self._is_at_work = True
             self.worker.submit(functools.partial(self._work, self._paths), self._tell_failure, lane=LANE)
+            self._is_at_work = True  # not if the worker's thread cannot start: the next checkpoint tries again
 
     def _next(self) -> Whole | None:
         """Return the whole checkpoint to copy next to this attempt's folder in storage, or None.
