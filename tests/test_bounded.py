@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Train
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
-FEW, FACTOR = 6_000, 4
+FEW, FACTOR = 8_000, 4
 """Of what is told: after so many nothing may grow any more, though as many times as many follow."""
 UNCOUNTED = (ModuleType, type, FunctionType, BuiltinFunctionType, threading.Thread)
 
@@ -52,7 +52,7 @@ def most_kept(told: object, tell: Callable[[int], object], numbers: range, looks
     most = 0
     for number in numbers:
         tell(number)
-        if number % (len(numbers) // 10) == 0:
+        if number % (len(numbers) // 20) == 0:
             most = max(most, min(num_objects(told) for _ in range(looks)))
     return most
 
