@@ -167,11 +167,9 @@ class Attempt:
     def __post_init__(self) -> None:
         self.began_at = self.clock()
         self.prompts = Prompts(self.clock)
-        self.slow_rank = SlowRankWatch(
-            {rank: node.host for rank, (_, node) in self.places.items()},
-            {rank: place.gpu for rank, (place, _) in self.places.items() if place.gpu is not None},
-            functools.partial(self.tell, Tell(TimeEnds())),
-        )
+        hosts = {rank: node.host for rank, (_, node) in self.places.items()}
+        gpus = {rank: place.gpu for rank, (place, _) in self.places.items() if place.gpu is not None}
+        self.slow_rank = SlowRankWatch(hosts, gpus, functools.partial(self.tell, Tell(TimeEnds())))
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -42,6 +43,12 @@ class Whole:
     stay the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
     folder: str | None = None
     """Folder of the checkpoint's file in storage, perhaps an earlier attempt's. None: storage has no copy."""
+
+    def is_intact_at(self, path: Path) -> bool:
+        """Return True if the file on the driver's disk is there, and has the digest of the checkpoint."""
+        if not path.is_file() or path.stat().st_size != self.file.size:
+            return False
+        return state_of(path) == self.state or digest_of(path) == self.file.digest
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
@@ -87,8 +94,10 @@ def retained(entries: Sequence[E], keep: Keep, is_held: Callable[[E], bool] = la
     return [entry for entry in entries if id(entry) in stay or is_held(entry)]
 
 
-def evaluated(entry: K, metrics: Mapping[str, float]) -> K:
-    """Return a checkpoint's description with the metrics of its evaluation added."""
+def evaluated(entry: K, identity: str, metrics: Mapping[str, float]) -> K:
+    """Return a checkpoint's description with the metrics of its evaluation added, if the identity is its own."""
+    if entry.identity != identity:
+        return entry
     return replace(entry, metrics={**entry.metrics, **metrics}, is_evaluated=True)
 
 

@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.driver.manifest import K, Whole, best_first, re
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
@@ -78,8 +78,7 @@ class Vault:
         self._leftovers: set[str] = set()
         """Names of files to remove from this attempt's folder: damaged ones, and those no longer in the manifest."""
         self.is_known = False
-        """True once the driver has read the previous attempt's manifest. Otherwise the driver cannot tell which older
-        checkpoints to keep."""
+        """True once the previous attempt's manifest has been read, so that the older checkpoints to keep are known."""
         self.is_in_doubt = False
         """True from the start of a manifest's write until its success: storage may hold the old one or the new one."""
         self._has_complained = False
@@ -167,8 +166,7 @@ class Vault:
             if before is not None:  # saved again, perhaps without metrics
                 metrics = {**before.file.metrics, **file.metrics}
                 file = replace(file, metrics=metrics, is_evaluated=before.file.is_evaluated)
-            kept = Whole(file, state_of(path), before.folder if before is not None else None)
-            self._whole[file.name] = kept
+            self._whole[file.name] = Whole(file, state_of(path), before.folder if before is not None else None)
             self._tidy()
 
     def hold(self, identities: Collection[str]) -> None:
@@ -184,11 +182,8 @@ class Vault:
         """Add the metrics of an evaluation to the checkpoint with this identity."""
         with self._lock:
             for whole in self._whole.values():
-                if whole.file.identity == identity:
-                    whole.file = manifest.evaluated(whole.file, metrics)
-            self.sharded = [
-                manifest.evaluated(entry, metrics) if entry.identity == identity else entry for entry in self.sharded
-            ]
+                whole.file = manifest.evaluated(whole.file, identity, metrics)
+            self.sharded = [manifest.evaluated(entry, identity, metrics) for entry in self.sharded]
             self._tidy()
 
     def path_of(self, file: CheckpointFile) -> Path:
@@ -223,7 +218,7 @@ class Vault:
         """Return the undamaged whole checkpoints on the driver's disk, in the order of arrival. Remove damaged ones."""
         with self._lock:
             for whole in self._here():
-                if not self._is_intact(whole):
+                if not whole.is_intact_at(self._disk / whole.file.name):
                     say(
                         f"the checkpoint of step {whole.file.step} is damaged; the gang uses the one before. Its file "
                         f"{self._disk / whole.file.name} is gone or was changed, as by a program that cleans up"
@@ -233,12 +228,6 @@ class Vault:
 
     def _here(self) -> list[Whole]:
         return [whole for whole in self._whole.values() if whole.state is not None]
-
-    def _is_intact(self, whole: Whole) -> bool:
-        path = self._disk / whole.file.name
-        if not path.is_file() or path.stat().st_size != whole.file.size:
-            return False
-        return state_of(path) == whole.state or digest_of(path) == whole.file.digest
 
     def _drop(self, whole: Whole) -> None:
         (self._disk / whole.file.name).unlink(missing_ok=True)
@@ -376,10 +365,7 @@ class Vault:
 
     @contextlib.contextmanager
     def removing(self, folder: str) -> Iterator[None]:
-        """Suppress errors in a `with` block that removes files from a folder in storage, and log the first error.
-
-        New checkpoints can be kept without the removal.
-        """
+        """Suppress errors in a `with` block that removes files from a folder in storage, and log the first error."""
         try:
             yield
         except Exception as error:  # storage clients raise errors of any class

@@ -51,11 +51,7 @@ DUMP_TIME = 0.3
 
 
 def run(
-    order: AgentOrder,
-    leaving: int | None = None,
-    data: WorkerData | None = None,
-    *,
-    start_method: str = "forkserver",
+    order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None, *, start_method: str = "forkserver"
 ) -> None:
     """Run an agent until its gang or driver ends, and kill the remaining ranks before the return.
 
