@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver import vault as vault_module
+from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file
@@ -147,7 +147,7 @@ def test_a_file_is_not_read_again_while_nobody_writes_to_it(
     file = write(agent, 1)
     upload(checkpoints, agent, file)
     read: list[Path] = []
-    monkeypatch.setattr(vault_module, "digest_of", lambda path: read.append(path) or file.digest)
+    monkeypatch.setattr(manifest, "digest_of", lambda path: read.append(path) or file.digest)
     assert checkpoints.newest() == file
     assert not read
     os.utime(folder / file.name)  # as whoever writes would leave it

@@ -67,7 +67,8 @@ def test_a_gang_goes_on_without_a_gpu_that_has_a_fault(
 ) -> None:
     describe(file)
     assert gpus_of_gang(client) == ["0", "2"]
-    assert dispatch.run(client, gpu_of_rank, gang=Gang(backend="gloo")).result() == ["0", "1", "2", "3"]  # of one host
+    everywhere = dispatch.run(client, gpu_of_rank, gang=Gang(backend="gloo")).result()
+    assert sorted(everywhere) == ["0", "1", "2", "3"]  # the workers come in any order
     models = dispatch.map(client, num_ranks, ["a", "b"], gang=Gang(backend="gloo"))
     assert models.result() == [2, 2]  # a rank for each GPU of a worker
     assert "starting again" not in capfd.readouterr().err
