@@ -45,12 +45,18 @@ def test_a_full_disk_is_told_once_and_ends_all_files(tmp_path: Path) -> None:
     assert str(folder / "g") in message
 
 
+def fifo_in(folder: Path) -> Path:
+    """Make rank 0's file of standard output a named pipe, in which a write waits until the pipe has a reader."""
+    fifo = folder / "g" / "attempt_0" / "0" / "stdout.log"
+    fifo.parent.mkdir(parents=True)
+    os.mkfifo(fifo)
+    return fifo
+
+
 def test_a_disk_that_hangs_does_not_delay_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "CLOSE_TIMEOUT", 0.1)
     told: list[str] = []
-    fifo = tmp_path / "g" / "attempt_0" / "0" / "stdout.log"
-    fifo.parent.mkdir(parents=True)
-    os.mkfifo(fifo)  # a write waits until it has a reader
+    fifo = fifo_in(tmp_path)
     logs = LogFiles(tmp_path / "g", told.append)
     out, _ = logs.copies(0, 0)
     for _ in range(2 * log_files.MAX_WAITING):
@@ -69,9 +75,7 @@ def test_a_slow_disk_gets_the_end_of_the_output_after_the_close(
 ) -> None:
     monkeypatch.setattr(log_files, "CLOSE_TIMEOUT", 0.1)
     told: list[str] = []
-    fifo = tmp_path / "g" / "attempt_0" / "0" / "stdout.log"
-    fifo.parent.mkdir(parents=True)
-    os.mkfifo(fifo)  # a write waits until it has a reader
+    fifo = fifo_in(tmp_path)
     logs = LogFiles(tmp_path / "g", told.append)
     out, _ = logs.copies(0, 0)
     for line in (b"line\n", b"end\n"):

@@ -322,7 +322,7 @@ def test_one_thread_times_the_ends_though_it_is_asked_twice(monkeypatch: pytest.
 
 
 def recorded() -> tuple[flight_recorder.Newest, Mapping[int, Timed], float]:
-    """What a rank knows of 40 collectives that rank 1 enters last, and of the ends of some."""
+    """Rank 1 enters 40 collectives last: the recorder's newest, the timed ends, and when this began."""
     began_at, reports = time.time(), list[Entered]()
     entries.WINDOW = entries.INTERVAL  # each look reports
     own = Entries(Ledger(), reports.append)
