@@ -1,7 +1,7 @@
 """Measure calls with an all-reduce in a gang of two ranks that stays, beside actors of Monarch, and look for leaks.
 
     pip install '.[bench]'                                # Monarch
-    python benchmarks/calls.py                            # five rounds of 200 calls, then 1,000 calls; two minutes
+    python benchmarks/calls.py                            # 25 rounds of 50 calls, then 1,000 calls; two minutes
     python benchmarks/calls.py --quick --only gang
 
 gang       `gang.call(...).result()` of `dispatch.gang(nproc=2)`
@@ -99,12 +99,12 @@ def figures(times: dict[str, list[float]], grown: list[float], calls: int) -> It
 
 def main() -> None:
     """Measure, and print the table."""
-    options = {"rounds": (5, 1, "rounds that count"), "calls": (1000, 100, "calls between the two looks for leaks")}
+    options = {"rounds": (25, 1, "rounds that count"), "calls": (1000, 100, "calls between the two looks for leaks")}
     arguments = asked(__doc__, WAYS, **options)
     with nothing_left("calls") as folder:
         os.environ["TMPDIR"] = str(folder)
         programs = {way: Program.serving(WAYS[way], folder / way) for way in arguments.ways}
-        times = take_turns({way: partial(it.call, 200) for way, it in programs.items()}, arguments.rounds)
+        times = take_turns({way: partial(it.call, 50) for way, it in programs.items()}, arguments.rounds)
         grown = growth(Program.serving(WAYS["gang"], folder / "again" / "gang"), arguments.calls)
     report(figures(times, grown, arguments.calls), arguments.on)
 

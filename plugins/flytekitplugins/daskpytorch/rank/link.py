@@ -134,7 +134,7 @@ class GangLink(Link):
         """Checkpoints that the gang keeps, by the driver's newest message."""
         self._channel = channel
         self._is_main = place.rank == 0
-        self._driver_folder = order.driver_folder
+        self._driver_folder = Path(order.driver_folder) if order.driver_folder is not None else None
         self._attempt = job.attempt
         self._timeout = job.settings.start_timeout
         self._lock = threading.Lock()
@@ -283,7 +283,7 @@ class GangLink(Link):
             if self._driver_folder is not None:
                 dump = functools.partial(dump_returned, value)
                 with contextlib.suppress(OSError):  # for example, the disk is full
-                    return send_by_file(dump, Path(self._driver_folder), self._send_piece)
+                    return send_by_file(dump, self._driver_folder, self._send_piece)
             writer = payload.Writer(self._send_piece)
             dump_returned(value, writer)
             return writer.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.driver.calls import Call, Calls, Outcome
 from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
-from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, packed
+from flytekitplugins.daskpytorch.driver.request import check_function, packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
@@ -206,8 +206,7 @@ class StayingGang:
             and `records`, `metrics` and `step` of rank 0's log.
 
         Raises:
-            TypeError: The function or an argument cannot be pickled, or the function cannot be called with these
-                arguments, or calling the function would not train.
+            TypeError: The function or an argument cannot be pickled, or calling the function would not train.
             GangError: The gang has ended. The error says why, and how to begin anew.
         """
         __tracebackhide__ = True
@@ -257,7 +256,6 @@ class StayingGang:
         if function in (run_script, run_module):
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
-        check_arguments(function, *args, **kwargs)
         if not self.is_open:
             raise self._error_if_over()
         with _packed_for(self):
