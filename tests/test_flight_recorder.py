@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +102,29 @@ def test_rank_reports_before_a_backend_with_abort_hooks_aborts(monkeypatch: pyte
     [hook] = hooks.values()
     hook()
     assert reports == ["reported"]
+
+
+DUMP = """
+import os
+import sys
+import torch
+from torch import distributed
+from flytekitplugins.daskpytorch.protocol import torch_parts
+
+
+distributed.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
+distributed.all_reduce(torch.ones(1))
+[records] = torch_parts.flight_records(has_nccl=False)
+assert b"all_reduce" in records
+assert "torch._inductor" not in sys.modules, "the dump has imported the compiler"
+import torch.distributed.rpc
+assert torch.distributed.rpc._is_current_rpc_agent_set() is False
+assert "_inductor" in torch._lazy_modules
+"""
+
+
+def test_a_dump_imports_no_compiler_and_torch_has_the_names_that_this_needs(tmp_path: Path) -> None:
+    """With the compiler, the first dump of a rank takes seconds."""
+    options = {"cwd": tmp_path, "env": os.environ | {"TORCH_FR_BUFFER_SIZE": "10"}, "timeout": 120}
+    ended = subprocess.run([sys.executable, "-c", DUMP], capture_output=True, text=True, check=False, **options)
+    assert not ended.returncode, ended.stderr

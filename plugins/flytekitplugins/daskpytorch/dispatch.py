@@ -38,7 +38,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.code import function_of, name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
@@ -134,7 +134,7 @@ def run(
         settings = replace(settings, backend=backend)
     if is_debugging(settings):
         kwargs |= {"local_rank": 0} if pass_local_rank else {}
-        called = functools.partial(getattr(pytorch_function, "_task_function", pytorch_function), *args, **kwargs)
+        called = functools.partial(function_of(pytorch_function), *args, **kwargs)
         return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
     with contextlib.ExitStack() as undo:
         launcher, num_ranks = _launcher(client, settings, undo)
@@ -343,8 +343,8 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         key=key,
         settings=settings,
         place=task_run.place_of(function, key, settings.key),
-        program=task_run.program_of(getattr(function, "_task_function", function)),
-        source=local_runs.source_of(getattr(function, "_task_function", function)),
+        program=task_run.program_of(function_of(function)),
+        source=local_runs.source_of(function_of(function)),
         note_failed=functools.partial(note_unfinished, again, key),
     )
 

@@ -75,7 +75,7 @@ class GangError(RuntimeError):
         self.host = host
         """Name of the host on which the failed rank ran."""
         self.cause = cause
-        """How the failed rank ended, in one line, such as its exit code or exception."""
+        """The failed rank's end in one line, such as its exit code or exception."""
         self.step = step
         """Newest training step that the failed rank passed to `log` or to a checkpoint. None if there was none."""
         self.time = time
@@ -87,8 +87,8 @@ class GangError(RuntimeError):
         self.is_repeated = is_repeated
         """True if the previous failure was the same error at the same step. A retry of the task would fail again."""
         self.exit_code = exit_code
-        """Exit code of the failed rank, as a program of its own: 1 after an exception, the code of `sys.exit`, or the
-        negative number of the signal that ended it. None: unknown, or no rank failed."""
+        """Exit code that the failed rank would have as a program of its own. 1 after an exception, the code of
+        `sys.exit`, or the negative number of the signal that ended the rank. None: unknown, or no rank failed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))

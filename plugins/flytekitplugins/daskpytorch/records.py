@@ -160,8 +160,8 @@ class Goodput:
     saving: float = 0.0
     """Seconds in calls of `checkpoint.save` and `checkpoint.save_sharded`."""
     waiting: float = 0.0
-    """Seconds waiting for lost workers to come back, seconds of rank 0 after its last step, and seconds of waiting for
-    other ranks and for the last checkpoint at the end."""
+    """Seconds of waiting for lost workers to come back, and seconds of rank 0 after its last step. At the end, also
+    seconds of waiting for other ranks and for the last checkpoint."""
     lost: float = 0.0
     """Seconds of work that was in no checkpoint when an attempt ended. The next attempt repeats the work, and the
     repetition counts as `stepping`, `data` and so on. `stepping` is therefore the time of an undisturbed gang."""

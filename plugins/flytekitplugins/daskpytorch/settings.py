@@ -199,9 +199,9 @@ class Gang:
     their next collective. The default process group's timeout is `attach_timeout` and an hour. Other groups keep
     torch's: ten minutes with NCCL. All GPUs stay taken."""
     hints: bool = True
-    """True: log one line for each likely mistake of the user. Mistakes are a loss of NaN or infinity, ranks without
-    collectives, a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has,
-    environment variables that are set too late, and a seed that was set only outside the function."""
+    """True: log one line for each likely mistake of the user. Some mistakes concern the training: a loss of NaN or
+    infinity, ranks without collectives, a `DistributedSampler` without `set_epoch`, a metric of `keep` that no
+    checkpoint has. Others concern the start: variables or a seed that come too late for the ranks."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task
     and the workers. The gang itself sets `CUDA_VISIBLE_DEVICES` and what `torchrun` sets, such as `RANK`.
@@ -213,7 +213,7 @@ class Gang:
     """
     log_dir: str | None = None
     """Folder for files with each rank's output, on the rank's own machine. The driver's log has the output, too. The
-    names are those of `torchrun --log-dir`: `<id of the gang>/attempt_0/<rank>/stdout.log` and `stderr.log`. A relative
+    names are those of `torchrun --log-dir`, such as `<id of the gang>/attempt_0/<rank>/stdout.log`. A relative
     path begins at the ranks' working folder. If the disk is full or missing, one line in the log says so, and the
     training goes on. None, and in debug mode: no files."""
     key: str | None = None
@@ -294,7 +294,7 @@ class Gang:
         if are_valid and self.workers is not None:
             check_workers(problems, self.evaluate, self.min_workers, self.workers, "workers")
         problems.raise_any()
-        object.__setattr__(self, "environment", dict(self.environment))  # `os.environ` itself cannot be pickled
+        object.__setattr__(self, "environment", dict(self.environment))  # a copy: pickle refuses `os.environ`
 
 
 @dataclass(frozen=True, kw_only=True)

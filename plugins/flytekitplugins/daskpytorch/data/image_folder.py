@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -43,7 +43,7 @@ OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 MAX_LOADER_WORKERS = 1024
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
-    "decoder": checks.one_of("pil", "tensor"),
+    "decoder": checks.one_of(*get_args(image_decoder.Decoder)),
     "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
     "max_pixels": WHOLE,
     "min_side": checks.optional(WHOLE),

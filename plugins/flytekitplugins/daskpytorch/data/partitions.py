@@ -24,8 +24,8 @@ class DaskPartitions:
 
     Make the object in the driver, and pass it to `dispatch.run` or `dispatch.map`. The constructor computes the
     collection, waits for the result, and keeps the partitions on their workers. Each rank calls `share`, and fetches
-    its partitions by a Dask client of its own: straight from the workers, or through the scheduler if the workers are
-    threads of one process. Partitions do not pass through the driver.
+    its partitions by a Dask client of its own. The partitions come straight from the workers, or through the scheduler
+    if the workers are threads of one process. Partitions do not pass through the driver.
 
     Examples:
         >>> import dask.bag

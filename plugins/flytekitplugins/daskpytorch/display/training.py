@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import without_secrets
-from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.code import function_of, name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
 from flytekitplugins.daskpytorch.protocol.script import Script
@@ -52,7 +52,7 @@ def of_call(
 
     The id contains `key`, which distinguishes several calls in one task.
     """
-    called = getattr(function, "_task_function", function)  # function of a Flyte task
+    called = function_of(function)
     if isinstance(called, Script):
         args, called = (shlex.join(called.args),), lambda arguments: arguments
     try:

@@ -1,5 +1,5 @@
 """A gang's driver, in the user's process. Each gang has one thread, where its `brain` decides.
 
-`dispatch`, `flyte`, `dask` and `sweep` call the driver. The driver may import `node`, which describes this machine, and
-packages below `node`.
+`dispatch`, `task`, `sweep`, `display`, `results` and `doctor` call the driver. The driver may import `node`, which
+describes this machine, and packages below `node`.
 """

@@ -43,7 +43,7 @@ class Difference:
     rank: int
     """Rank that the other ranks wait for."""
     what: str
-    """How the ranks' calls differ, in a sentence."""
+    """Difference between the ranks' calls, in a sentence."""
     shown: str
     """Text with each rank's call of the collective, or with the missing call. Empty if no flight recorder has the
     collective."""

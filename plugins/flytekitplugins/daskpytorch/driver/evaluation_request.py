@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.request import Request, check_function, request_for
-from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.code import function_of, name_of
 from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.rank.evaluation import evaluate
 from flytekitplugins.daskpytorch.settings import Keep
@@ -88,7 +88,7 @@ def names_of_evaluation(function: Callable[..., Any], inputs: Collection[str], t
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, defaults included. Those of `*args` are left out."""
-    called = getattr(function, "_task_function", function)
+    called = function_of(function)
     try:
         bound = inspect.signature(called, follow_wrapped=False).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no signature, as of a few builtins

@@ -19,7 +19,7 @@ import xxhash
 from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
+from flytekitplugins.daskpytorch.protocol.code import Code, function_of, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
@@ -200,7 +200,7 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     Raises:
         TypeError: The function rejects the arguments. The message contains the function's signature.
     """
-    called = getattr(function, "_task_function", function)  # the function of a Flyte task
+    called = function_of(function)
     with contextlib.suppress(ValueError):  # a few builtins have no signature
         signature = _signature(called)
         try:

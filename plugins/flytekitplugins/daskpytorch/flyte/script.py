@@ -34,8 +34,8 @@ class ScriptTask(PythonFunctionTask):  # type: ignore[misc]
 
     Outputs are files or folders that rank 0 leaves. They are uploaded from rank 0's machine.
 
-    If the task is cached, the cache version also has a digest of the program: of the Python code and configuration
-    files in the program's folder, without those that a `.gitignore` or `.dockerignore` names.
+    If the task is cached, the cache version also has a digest of the program. The digest covers the Python code and
+    configuration files in the program's folder, without those that a `.gitignore` or `.dockerignore` names.
 
     Args:
         name: Name of the task, which is unique in the project.

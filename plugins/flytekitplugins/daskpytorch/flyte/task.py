@@ -337,8 +337,8 @@ def _is_local(ctx: FlyteContext) -> bool:
 def _is_of_map_task(frame: FrameType | None) -> bool:
     """Return True if a `map_task` has called the method that runs in a stack frame.
 
-    A `map_task` on a backend returns literals unchanged. It would convert Python values to literals again, but the
-    driver may be unable to load them from rank 0's literals.
+    A `map_task` on a backend returns literals unchanged. The `map_task` would convert Python values to literals again,
+    but the driver may be unable to load them from rank 0's literals.
     """
     caller = frame.f_back if frame is not None else None
     return caller is not None and isinstance(caller.f_locals.get("self"), ArrayNodeMapTask)

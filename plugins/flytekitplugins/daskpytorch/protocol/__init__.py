@@ -1,6 +1,6 @@
 """Messages between the processes of a gang: driver, agents and ranks. Also the interfaces of hosts and observers.
 
-Runs in all processes. May import `process`, `settings`, `context` and `errors`.
+Runs in all processes. May import `process`, `settings`, `context`, `records` and `errors`.
 
     agent  ──▶ driver         `messages.FromAgent`, with its ranks' output and exits           TCP, one connection each
     driver ──▶ agent          `messages.ToAgent`                                               the same

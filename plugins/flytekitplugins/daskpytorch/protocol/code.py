@@ -183,6 +183,11 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
+def function_of(called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a Flyte task. Any other callable is returned as it is."""
+    return getattr(called, "_task_function", called)
+
+
 # ---- Unpacking, beside the ranks and in them ------------------------------------------------------------------------
 
 
@@ -245,4 +250,4 @@ def _find(module: str, qualname: str) -> Callable[..., Any]:
     found: Any = import_module(module)
     for name in qualname.split("."):
         found = getattr(found, name)
-    return getattr(found, "_task_function", found)  # type: ignore[no-any-return]
+    return function_of(found)

@@ -79,7 +79,7 @@ def script_of(path: str | os.PathLike[str], *args: object) -> Script:
 
 
 def module_of(name: str, *args: object) -> Script:
-    """Return the module that `python -m name` would run, with its command-line arguments. Nothing is imported.
+    """Return the module that `python -m name` would run, with its arguments. This function imports nothing.
 
     Raises:
         ModuleNotFoundError: Neither the working folder nor `sys.path` has the module.
@@ -128,7 +128,7 @@ def _check(file: Path) -> None:
 
 @dataclass
 class _Place:
-    """Where this process finds programs."""
+    """Folders and files in which this process finds programs."""
 
     is_rank: bool = False
     """True if the process is a rank, and not also the driver, as in debug mode."""

@@ -201,7 +201,7 @@ def _whole(tensor: torch.Tensor, *, is_wanted: bool) -> torch.Tensor | None:
 
     Args:
         tensor: The tensor. For a `DTensor`, all ranks call this function together.
-        is_wanted: False on ranks that do not write the tensor. They get None.
+        is_wanted: False on ranks that do not write the tensor. These ranks get None.
     """
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):

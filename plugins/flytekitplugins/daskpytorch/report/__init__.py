@@ -8,6 +8,8 @@
 
 Every piece is complete HTML. A single piece can be a Deck, and pieces can be joined by `+`. Each piece contains the
 shared style and the library for drawing (70 kB). `page` contains them only once.
+
+Runs in the driver. Called by `display`, `sweep` and users. May import `process`.
 """
 
 from flytekitplugins.daskpytorch.report.chart import Curve, line_chart

@@ -1,6 +1,6 @@
 """Files that ranks submit, and that the driver writes below a folder.
 
-Runs in ranks, which submit, and in the driver. Called by users and by `flyte`. May import `driver` and all below.
+Runs in ranks, which submit, and in the driver. Called by users and by `task`. May import `driver` and all below.
 """
 
 from flytekitplugins.daskpytorch.results.handler import DaskResultsHandler

@@ -214,4 +214,4 @@ def _error_of(future: Future[Any]) -> BaseException | None:
     if isinstance(future, GangFuture) and future.is_missing:
         return None
     error = CancelledError() if future.cancelled() else future.exception()
-    return None if isinstance(error, StoppedEarlyError) else error  # which is no failure
+    return None if isinstance(error, StoppedEarlyError) else error  # an early stop is no failure

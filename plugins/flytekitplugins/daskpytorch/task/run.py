@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import is_interactive
 from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.protocol.code import function_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.script import Script
@@ -123,7 +124,7 @@ def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
         key: Key of the gang: the function's name and the call's number.
         asked: Key that the user has set, which then stands for the function and the number. None: no such key.
     """
-    called = getattr(function, "_task_function", function)
+    called = function_of(function)
     while isinstance(called, functools.partial):
         called = called.func
     name = asked if asked is not None else key_of(called) if is_interactive() else key.removesuffix("-1")
