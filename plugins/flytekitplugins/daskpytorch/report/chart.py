@@ -85,21 +85,25 @@ def line_chart(
         ],
     }
     summary = "; ".join(_summary(name, points, x_label, chosen.get(name)) for name, points in drawn.items())
-    by_words: dict[str, list[str]] = {}
-    for x, what in marks[-MAX_MARKS:]:
-        by_words.setdefault(what, []).append(text_of(x))
-    words = "; ".join(f"{what} at {x_label} {', '.join(at)}" for what, at in by_words.items())
     content = (
         element("header", element("figcaption", f"{text_of(name_of(title))} <small>by {text_of(x_label)}</small>"))
         + element(
             "ul", "".join(_legend(i, *item, chosen.get(item[0])) for i, item in enumerate(drawn.items())), "dpt-legend"
         )
         + element("div", "", "dpt-plot", role="img", tabindex=0, aria_label=f"{name_of(title)} by {x_label}: {summary}")
-        + (element("p", f"┆ {text_of(words)}", "dpt-soft dpt-text") if marks else "")
+        + (element("p", f"┆ {text_of(_marked(marks, x_label))}", "dpt-soft dpt-text") if marks else "")
         + folded(f"Values by {x_label}", _values(drawn, x_label))
         + f'<script type="application/json">{_json(data)}</script>'
     )
     return whole(element("figure", content, "dpt-card dpt-chart"))
+
+
+def _marked(marks: Sequence[tuple[float, str]], x_label: str) -> str:
+    """Return the marks in words, with all x of a text together."""
+    by_words: dict[str, list[str]] = {}
+    for x, what in marks[-MAX_MARKS:]:
+        by_words.setdefault(what, []).append(text_of(x))
+    return "; ".join(f"{what} at {x_label} {', '.join(at)}" for what, at in by_words.items())
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
