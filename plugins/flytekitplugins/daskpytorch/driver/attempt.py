@@ -56,14 +56,14 @@ class Prompts:
         """
         if not steps:
             self.debugged.discard(rank)
-        if rank == self.shown:  # else the rank has an attached terminal
+        self._waiting = [other for other in self._waiting if other != rank]
+        if rank == self.shown:  # else the rank has another terminal
             self.shown = None
             if steps:
                 self._kept_for, self._kept_until = rank, self.clock() + KEPT_FOR
 
     def forget(self, rank: int) -> None:
         """Record that a rank has ended or failed."""
-        self._waiting = [other for other in self._waiting if other != rank]
         self.leave(rank, steps=False)
 
     @property
