@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.node import transfers
+from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 
 GONE = "gone"
+TOKEN = b"t" * 32
 
 
 class Heard:
@@ -50,3 +55,31 @@ def listening(
 def refuse(*_: object) -> Any:
     """In place of what takes files, where none is sent."""
     raise ConnectionRefusedError("no files are taken here")
+
+
+def heard(events: queue.SimpleQueue[Any]) -> Any:
+    """The next call of the listener, as a record of `Heard`."""
+    return events.get()()
+
+
+def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
+    """The order of an agent that calls this address."""
+    return AgentOrder(worker="w", driver=address, token=token)
+
+
+def dialled(ear: Listener) -> Connection:
+    """An agent's connection that has sent no message."""
+    return transfers.dial(order(ear.address))
+
+
+def framed(data: bytes) -> bytes:
+    """The bytes of one frame."""
+    return SIZE.pack(len(data)) + data
+
+
+def assert_hung_up(sock: socket.socket | Connection) -> None:
+    """The driver closes this connection."""
+    connection = sock if isinstance(sock, Connection) else Connection(sock)
+    with contextlib.closing(connection), contextlib.suppress(ConnectionError):
+        while connection.read(1 << 16):
+            pass

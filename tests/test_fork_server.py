@@ -144,14 +144,6 @@ def test_rank_whose_agent_is_gone_before_its_first_message_ends_with_an_error(cl
     assert client.next_exit() == (0, 1)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGKILL, signal.SIGSEGV])
-def test_signal_that_ended_a_rank_is_reported_as_a_negative_code(client: ForkServerClient, signum: int) -> None:
-    rank = Rank(client, 7)
-    client.kill(7, signum)
-    assert client.next_exit() == (7, -signum)
-    rank.channel.close()
-
-
 def test_kill_of_a_rank_that_has_ended_is_ignored(client: ForkServerClient) -> None:
     Rank(client, 0, Doing(os._exit, 0))
     assert client.next_exit() == (0, 0)
@@ -159,13 +151,6 @@ def test_kill_of_a_rank_that_has_ended_is_ignored(client: ForkServerClient) -> N
     client.kill(99, signal.SIGKILL)
     Rank(client, 1, Doing(os._exit, 5))
     assert client.next_exit() == (1, 5)
-
-
-def test_kill_reaches_what_the_rank_started(client: ForkServerClient) -> None:
-    pids = pids_of(Rank.running(client, 0, FAMILY))
-    client.kill(0, signal.SIGKILL)
-    assert client.next_exit() == (0, -signal.SIGKILL)
-    await_end(*pids)
 
 
 def test_what_a_rank_leaves_behind_when_it_ends_is_killed(client: ForkServerClient) -> None:

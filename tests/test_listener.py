@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ear import GONE, listening
-from flytekitplugins.daskpytorch.driver import listener
+from ear import GONE, TOKEN, assert_hung_up, dialled, framed, heard, listening
+from flytekitplugins.daskpytorch.driver import listener as module
 from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.attaching import Look
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, watch_peer
+from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import (
     AgentOrder,
     Close,
@@ -43,8 +43,6 @@ from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
 
-TOKEN = b"t" * 32
-
 
 @pytest.fixture
 def events() -> queue.SimpleQueue[Call]:
@@ -52,19 +50,19 @@ def events() -> queue.SimpleQueue[Call]:
 
 
 @pytest.fixture
-def ear(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
+def listener(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
     ear = listening(TOKEN, events)
     yield ear
     ear.end()
 
 
 @pytest.fixture
-def dial(ear: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[], Connection]]:
+def dial(listener: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[], Connection]]:
     """Connects an agent whose first word has been heard."""
     agents: list[Connection] = []
 
     def dial() -> Connection:
-        agents.append(transfers.dial(AgentOrder(worker="w", driver=ear.address, token=TOKEN)))
+        agents.append(dialled(listener))
         agents[-1].send(Leaving())
         assert heard(events) == Leaving()
         return agents[-1]
@@ -74,35 +72,17 @@ def dial(ear: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[]
         each.close()
 
 
-def heard(events: queue.SimpleQueue[Call]) -> Any:
-    """Return the next call of the listener, as a record of `Heard`."""
-    return events.get()()
-
-
-def framed(message: object) -> bytes:
-    body = pickle.dumps(message)
-    return SIZE.pack(len(body)) + body
-
-
-def test_messages_arrive_whole_and_in_order(dial: Callable[[], Connection], events: queue.SimpleQueue[Call]) -> None:
-    sent = [Lines(rank, ["x" * size]) for rank, size in enumerate([0, 10, 3 * READ_SIZE, 1, 1 << 22, 2])]
-    connection = dial()
-    for message in sent:
-        connection.send(message)
-    assert [heard(events) for _ in sent] == sent
-
-
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, -1])
 def test_an_agent_that_stops_within_a_message_holds_up_no_other(
     cut: int, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
 ) -> None:
     stuck, other = dial(), dial()
-    message = framed(Lines(7, ["late"]))
+    message = framed(pickle.dumps(Lines(7, ["late"])))
     stuck._sock.sendall(message[:cut])
     for rank in range(3):
         other.send(Lines(rank, []))
         assert heard(events) == Lines(rank, [])
-    stuck._sock.sendall(message[cut:] + framed(Leaving()))
+    stuck._sock.sendall(message[cut:] + framed(pickle.dumps(Leaving())))
     assert [heard(events), heard(events)] == [Lines(7, ["late"]), Leaving()]
 
 
@@ -128,12 +108,12 @@ def test_what_an_agent_said_before_it_went_is_heard(
 
 
 def test_agents_wait_while_too_much_has_not_been_taken(
-    ear: Listener,
+    listener: Listener,
     dial: Callable[[], Connection],
     events: queue.SimpleQueue[Call],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listener, "MAX_WAITING", 5)
+    monkeypatch.setattr(module, "MAX_WAITING", 5)
     connection = dial()
     for rank in range(50):
         connection.send(Lines(rank, []))
@@ -141,7 +121,7 @@ def test_agents_wait_while_too_much_has_not_been_taken(
         until(lambda: events.qsize() == 5, "as much as may wait")
         assert heard(events) == Lines(rank, [])
         assert events.qsize() <= 5
-    ear.close()  # nobody will take what is left, and nobody waits for that
+    listener.close()  # nobody will take what is left, and nobody waits for that
     until(lambda: events.qsize() == 30, "all the rest")
 
 
@@ -151,7 +131,7 @@ def test_a_caller_that_comes_while_the_listener_closes_is_hung_up_on_at_once() -
     for number in range(30):
         events: queue.SimpleQueue[Call] = queue.SimpleQueue()
         ear = listening(TOKEN, events)
-        agent = transfers.dial(AgentOrder(worker="w", driver=ear.address, token=TOKEN))
+        agent = dialled(ear)
         agent.send(Leaving())
         heard(events)
         calling = threading.Thread(target=ear.close)
@@ -172,11 +152,11 @@ def test_a_caller_that_comes_while_the_listener_closes_is_hung_up_on_at_once() -
 
 
 def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
-    ear: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
+    listener: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
 ) -> None:
-    connection, thread = dial(), ear._thread
-    ear.close()
-    until(lambda: ear._server.fileno() < 0, "the end of accepting")
+    connection, thread = dial(), listener._thread
+    listener.close()
+    until(lambda: listener._server.fileno() < 0, "the end of accepting")
     connection.send(Leaving())
     assert heard(events) == Leaving()
     connection.close()
@@ -185,13 +165,13 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
 
 
 def test_terminal_gets_the_farewell_and_does_not_hold_up_the_end(
-    ear: Listener, events: queue.SimpleQueue[Call]
+    listener: Listener, events: queue.SimpleQueue[Call]
 ) -> None:
-    with contextlib.closing(dial_only(ear)) as terminal:
+    with contextlib.closing(dialled(listener)) as terminal:
         terminal.send(Look())
         assert heard(events) == Look()
-        thread = ear._thread
-        ear.dismiss(Close(), 20.0)
+        thread = listener._thread
+        listener.dismiss(Close(), 20.0)
         assert not thread.is_alive()
         assert terminal.recv() == Close()
 
@@ -199,18 +179,8 @@ def test_terminal_gets_the_farewell_and_does_not_hold_up_the_end(
 # ---- The end
 
 
-def dial_only(ear: Listener) -> Connection:
-    return transfers.dial(AgentOrder(worker="w", driver=ear.address, token=TOKEN))
-
-
 def call(ear: Listener) -> Connection:
     return Connection(socket.create_connection(ear.address))
-
-
-def assert_hung_up(connection: Connection) -> None:
-    with contextlib.closing(connection), contextlib.suppress(ConnectionError):
-        while connection.read(1 << 16):
-            pass
 
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["at once", "closed before"])
@@ -219,7 +189,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     is_closed: bool, takes_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a caller in every state: in the queue, a stranger, proven, an agent, one that has gone, a file's sender."""
-    monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 1)
+    monkeypatch.setattr(module, "MAX_UNAUTHENTICATED", 1)
     files, threads = num_open_files(), set(threading.enumerate())
     is_serving = threading.Event()
 
@@ -229,7 +199,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
 
     events: queue.SimpleQueue[Call] = queue.SimpleQueue()
     ear = listening(TOKEN, events, serve)
-    callers = [dial_only(ear) for _ in range(4)]
+    callers = [dialled(ear) for _ in range(4)]
     callers[0].send(Leaving())
     callers[1].send(Leaving())
     callers[2].send(Upload(CheckpointFile(attempt=0, step=1, size=9, digest="")))
@@ -264,7 +234,7 @@ def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: py
         original(*agent)
 
     monkeypatch.setattr(Listener, "_take_in", take_in)
-    late = dial_only(ear)
+    late = dialled(ear)
     late.send(Leaving())
     assert is_opening.wait()
     ending = threading.Thread(target=ear.end)
@@ -347,7 +317,7 @@ def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
 ) -> None:
     ear = listening(TOKEN, events, lambda *_: None)
     upload = Upload(CheckpointFile(attempt=0, step=1, size=9, digest=""))
-    with contextlib.closing(dial_only(ear)) as first, contextlib.closing(dial_only(ear)) as second:
+    with contextlib.closing(dialled(ear)) as first, contextlib.closing(dialled(ear)) as second:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
             first.send(upload)
@@ -370,7 +340,7 @@ def test_heartbeats_come_together_and_of_each_agent_the_newest(
     dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agents = [dial() for _ in range(20)]
-    monkeypatch.setattr(listener, "BEAT_INTERVAL", 1.0)
+    monkeypatch.setattr(module, "BEAT_INTERVAL", 1.0)
     for number, each in enumerate(agents * 5):
         each.send_frame(framing.heartbeat({number % 20: number, 20 + number % 20: number}))
     newest = [framing.heartbeat({number: 80 + number, 20 + number: 80 + number}) for number in range(20)]
@@ -380,7 +350,7 @@ def test_heartbeats_come_together_and_of_each_agent_the_newest(
 def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
     dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "BEAT_INTERVAL", 3600.0)
+    monkeypatch.setattr(module, "BEAT_INTERVAL", 3600.0)
     first, second = dial(), dial()
     first.send_frame(framing.heartbeat({0: 1}))
     second.send_frame(framing.heartbeat({1: 1}))
@@ -393,8 +363,8 @@ def test_many_reports_in_a_message_are_several_events_so_that_few_of_them_wait(
     dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = dial()
-    monkeypatch.setattr(listener, "MAX_WAITING", 4)
-    monkeypatch.setattr(listener, "MAX_REPORTS", 10)
+    monkeypatch.setattr(module, "MAX_WAITING", 4)
+    monkeypatch.setattr(module, "MAX_REPORTS", 10)
     records = [LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={}) for step in range(1000)]
     connection.send(Reported(0, pickle.dumps(records)))
     connection.send(Leaving())
