@@ -24,40 +24,19 @@ from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
 from flytekitplugins.daskpytorch.report.pieces import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of
+from told import node, record, shape_of, usage
 
 Points = list[tuple[float, float]]
 
 
-def record(step: int, rank: int = 0, num_steps: int | None = None, time: float = 0.0, **metrics: Any) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=time, metrics=metrics)
-
-
 def shape(num_workers: int, per_worker: int = 1, *, gpus: int = 0) -> Shape:
-    names = tuple(map(str, range(gpus)))
-    nodes = [
-        Node(
-            worker=f"tcp://10.0.0.{number}:4000",
-            host=f"node-{number // 2}",
-            num_cores=8,
-            gpus=names,
-            gpu_names=("H100",) * gpus,
-            interface=None,
-            versions={"torch": "2.9.0"},
-        )
-        for number in range(num_workers)
-    ]
-    return Shape(name="flows.train", backend="gloo", nodes=nodes, places=place_ranks(nodes, per_worker))
-
-
-def usage(rank: int, time: float, num_steps: int, **changes: Any) -> RankUsage:
-    seconds = {"stepping": 1.5, "data": 0.25}
-    given = {"seconds": seconds, "cpu": 2.0, "memory": 3 << 30, "gpu_memory": None, "gpu_utilization": None} | changes
-    return RankUsage(rank=rank, time=time, num_steps=num_steps, **given)
+    about = {"gpus": tuple(map(str, range(gpus))), "gpu_names": ("H100",) * gpus, "versions": {"torch": "2.9.0"}}
+    nodes = (node(f"tcp://10.0.0.{number}:4000", f"node-{number // 2}", **about) for number in range(num_workers))
+    return shape_of(*nodes, per_worker=per_worker)
 
 
 def by_step(recorder: Recorder) -> dict[str, Points]:
@@ -442,6 +421,7 @@ def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown(
             observer.used(usage(0, 1_000.0 + moment, 0, seconds={"preparing": moment}))
         for step in range(200):
             extra = {"held_out_loss": 1.0} if step == 198 else {}
+            extra["samples_per_second"] = 64.0
             observer.logged(record(step, num_steps=400, time=1_008.0 + step / 250, loss=1.0, **extra))
         observer.used(usage(0, 1_008.8, 200, seconds={"preparing": 8.0, "stepping": 0.8}))
     page = body(recorder)
@@ -450,6 +430,8 @@ def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown(
     assert "  250 steps/s  0.8 s left" in text.getvalue()
     charts = {data["title"]: data["lines"][0]["y"] for data in chart_data(page)}
     assert charts["optimizer steps per second"][-1] == 250
+    assert page.index("Is it fast?") < page.index('"title":"samples per second"')
+    assert set(charts["samples per second"]) == {64}
     assert ["0", "200", "250"] in [row[:3] for row in rows_of(page)]
     assert "starting 2 ranks (CPU, gloo)" in text.getvalue()  # one machine
 
@@ -473,15 +455,6 @@ def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
         *(("stepping", "80"), ("data", "5"), ("evaluation", "4"), ("saving", "3")),
         *(("lost", "1"), ("waiting", "2"), ("preparing", "1"), ("starting", "4")),
     ]
-
-
-def test_the_pace_follows_from_the_records_and_a_logged_speed_is_a_chart() -> None:
-    recorder = Recorder(clock=Clock())
-    for step in range(9):
-        recorder.logged(record(step, time=1_000.0 + 0.5 * step, loss=1.0, samples_per_second=64.0))
-    charts = {data["title"]: data["lines"][0]["y"] for data in chart_data(body(recorder))}
-    assert figures(body(recorder))["steps per second"] == "2"
-    assert charts["samples per second"] == [64] * 9
 
 
 def test_ranks_devices_and_versions_are_tables() -> None:

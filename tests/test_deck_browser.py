@@ -11,7 +11,8 @@ from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.values import values_table
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput
-from test_deck import record, shape, usage
+from test_deck import shape
+from told import record, usage
 
 WIDTHS = (1200, 600)
 LONG = "a-long-name/without-any-place-to-break_it" * 5

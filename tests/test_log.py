@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any
 
 import pytest
 
+import told
 from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.display.machine import MachineLog
 from flytekitplugins.daskpytorch.display.terminal import Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+from flytekitplugins.daskpytorch.records import Goodput
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
+from told import node, shape_of
 
-NODES = [
-    Node(worker=host, host=host, num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
-    for host in ("ada", "bea")
-]
-SHAPE = Shape(name="flows.train", backend="gloo", nodes=NODES, places=place_ranks(NODES, 1))
+SHAPE = shape_of(node("ada", "ada"), node("bea", "bea"))
+record = partial(told.record, num_steps=9)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +49,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
         assert line.pop("time")
         assert line.pop("logger").startswith("flytekitplugins.daskpytorch")
     return lines
-
-
-def record(step: int, rank: int = 0, **metrics: Any) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=9, time=time.time(), metrics=metrics)
 
 
 def begun(observer: Observer | None = None) -> Any:

@@ -21,21 +21,10 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import REPOSITORY
-from flytekitplugins.daskpytorch import (
-    Gang,
-    Goodput,
-    LogRecord,
-    OpenTelemetry,
-    Prometheus,
-    RankUsage,
-    Shape,
-    Training,
-    current_rank,
-    dispatch,
-)
+from flytekitplugins.daskpytorch import Gang, Goodput, OpenTelemetry, Prometheus, Training, current_rank, dispatch
 from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from processes import until
+from told import node, record, shape_of, usage
 
 pytestmark = pytest.mark.timeout(200)
 Labels = tuple[str, ...]
@@ -66,21 +55,17 @@ def port() -> int:
 def begin(figures: GangFigures) -> None:
     """Let a gang of two ranks begin."""
     figures.begins(Training(name="train", id="id"))
-    nodes = [
-        Node(worker=name, host=name, num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={}) for name in "ab"
-    ]
-    figures.placed(Shape(name="train", backend="gloo", nodes=nodes, places=place_ranks(nodes, 1)))
+    figures.placed(shape_of(node("a"), node("b")))
 
 
 def happen(figures: GangFigures) -> None:
     """Let one of everything happen to a gang."""
     figures.formed(1.5)
-    figures.logged(LogRecord(rank=0, step=7, num_steps=10, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
-    figures.logged(LogRecord(rank=1, step=8, num_steps=10, time=0.0, metrics={"loss": 9.0}))
+    figures.logged(record(7, num_steps=10, loss=0.5, note="warm"))
+    figures.logged(record(8, rank=1, num_steps=10, loss=9.0))
     figures.kept(6)
     figures.accounted(Goodput(total=3.0, starting=1.0, stepping=2.0))
-    work = {"num_steps": 8, "seconds": {}, "cpu": 0.9, "memory": 3 * 2**30}
-    figures.used(RankUsage(rank=1, time=0.0, gpu_memory=2**30, gpu_utilization=0.25, **work))
+    figures.used(usage(1, num_steps=8, cpu=0.9, memory=3 * 2**30, gpu_memory=2**30, gpu_utilization=0.25))
     figures.failed("lost")
 
 
@@ -148,12 +133,8 @@ def test_names_that_a_training_makes_up_are_limited() -> None:
     figures = GangFigures()
     begin(figures)
     for step in range(1000):
-        figures.logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={f"loss {step}": 1.0}))
-        figures.used(
-            RankUsage(
-                rank=step, time=0.0, num_steps=1, seconds={}, cpu=1.0, memory=1, gpu_memory=None, gpu_utilization=None
-            )
-        )
+        figures.logged(record(step, **{f"loss {step}": 1.0}))
+        figures.used(usage(step))
     assert len(list(figures.samples("metric"))) == 200
     assert len(list(figures.samples("rank_steps"))) == 100
 

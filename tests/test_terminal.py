@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,30 +19,28 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import any_records
+import told
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.protocol.observer import Shape
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
+from told import node, shape_of, usage
 
-NODES = [
-    Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
-    for i in (1, 2)
-]
-SHAPE = Shape(name="flows.train", backend="gloo", nodes=NODES, places=place_ranks(NODES, 1))
+SHAPE = shape_of(node("tcp://10.0.0.1:1", "h1"), node("tcp://10.0.0.2:1", "h2"))
+record = partial(told.record, num_steps=8)
 
 
-def record(step: int, rank: int = 0, num_steps: int | None = 8, time: float = 0.0, **metrics: float) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=time, metrics=metrics)
-
-
-def shown(*records: LogRecord, terminal: bool = False) -> str:
-    text = io.StringIO()
-    display = ProgressDisplay(Board(Console(file=text, force_terminal=terminal, width=200, highlight=False)))
+def begun(console: Console) -> ProgressDisplay:
+    """A display of a gang whose ranks have met."""
+    display = ProgressDisplay(Board(console))
     display.placed(SHAPE)
     display.formed(0.5)
+    return display
+
+
+def shown(*records: LogRecord) -> str:
+    display = begun(Console(file=(text := io.StringIO()), width=200, highlight=False))
     for entry in records:
         display.logged(entry)
     display.wrote(1, ["[brackets] stay"])
@@ -85,9 +84,7 @@ def console_of(text: io.StringIO, clock: list[float], **options: Any) -> Console
 
 def training(console: Console, clock: list[float], num_steps: int = 8) -> ProgressDisplay:
     """A display after four steps of two seconds each."""
-    display = ProgressDisplay(Board(console))
-    display.placed(SHAPE)
-    display.formed(0.5)
+    display = begun(console)
     for step in range(4):
         display.logged(record(step, num_steps=num_steps, time=clock[0], epoch=2, loss=0.25, samples_per_second=1000.0))
         clock[0] += 2.0
@@ -162,10 +159,7 @@ def test_a_run_that_failed_before_it_was_placed_ends_with_a_line_of_its_name() -
 
 
 def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
-    text = io.StringIO()
-    display = ProgressDisplay(Board(Console(file=text, width=200)))
-    display.placed(SHAPE)
-    display.formed(0.5)
+    display = begun(Console(file=(text := io.StringIO()), width=200))
     display.logged(record(3, loss=0.25))
     display.restarting("lost", 2)
     display.conclude("failed", {})
@@ -173,10 +167,7 @@ def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
 
 
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
-    text = io.StringIO()
-    display = ProgressDisplay(Board(Console(file=text, force_terminal=True, width=200, highlight=False)))
-    display.placed(SHAPE)
-    display.formed(0.5)
+    display = begun(Console(file=(text := io.StringIO()), force_terminal=True, width=200, highlight=False))
     display.logged(record(3, loss=0.25))
     display.restarting("rank 1: its worker was lost", 4)
     before = text.tell()
@@ -302,10 +293,7 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
 
 
 def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
-    text = io.StringIO()
-    display = ProgressDisplay(Board(Console(file=text, force_terminal=True, width=200, highlight=False)))
-    display.placed(SHAPE)
-    display.formed(0.5)
+    display = begun(Console(file=(text := io.StringIO()), force_terminal=True, width=200, highlight=False))
     bars = display._board.bars
     display.debugging(1)
     shown = text.getvalue()
@@ -320,21 +308,12 @@ def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
     display.ended(None)
 
 
-def test_what_was_said_while_a_debugger_was_there_is_shown_at_the_end() -> None:
-    text = io.StringIO()
-    display = ProgressDisplay(Board(Console(file=text, width=200)))
-    display.debugging(0)
-    display.noted("meanwhile")
-    display.ended(None)
-    assert text.getvalue() == "meanwhile\n"
-
-
-def test_the_plain_echo_keeps_quiet_for_a_debugger(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_plain_echo_keeps_quiet_for_a_debugger_until_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     echo = Display(Board(is_quiet=True))
     echo.debugging(1)
     echo.wrote(0, ["said meanwhile"])
     assert capfd.readouterr().err == ""
-    echo.debugging(None)
+    echo.ended(None)
     assert capfd.readouterr().err == "[rank 0] said meanwhile\n"
 
 
@@ -356,13 +335,8 @@ def show_calls(display: ProgressDisplay, clock: list[float]) -> None:
     display.calling("bad")
     display.called("bad", ValueError("no"))
     for rank in (0, 1):
-        display.used(usage(rank))
+        display.used(usage(rank, memory=1 << 30, gpu_memory=1 << 30))
     clock[0] += 2.0
-
-
-def usage(rank: int) -> RankUsage:
-    of_gpu = {"gpu_memory": 1 << 30, "gpu_utilization": None}
-    return RankUsage(rank=rank, time=0.0, num_steps=0, seconds={}, cpu=0.0, memory=1 << 30, **of_gpu)
 
 
 def test_calls_of_a_gang_that_stays_have_a_line_if_they_log_fail_or_take_a_second(clock: list[float]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,18 @@ from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.host import Execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+from flytekitplugins.daskpytorch.records import Goodput
 from processes import until
+from told import node, record, shape_of, usage
 
-NODE = Node(worker="w", host="h", num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
-SHAPE = Shape(name="flows.train", backend="gloo", nodes=[NODE], places=place_ranks([NODE], 2))
+SHAPE = shape_of(node(), per_worker=2)
 PICTURE = Picture.of([[0, 100, 255]] * 2)
 Make = Callable[[], Observer]
 
 
 def training(id_: str = "train-f3a-n0", **changes: Any) -> Training:
     return Training(name="flows.train", id=id_, **{"inputs": {"lr": 0.25, "data": "s3://names"}, **changes})
-
-
-def record(step: int, rank: int = 0, **metrics: Any) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=None, time=time.time(), metrics=metrics)
 
 
 def begun(make: Make, about: Training | None = None, resumed: int | None = None) -> Observer:
@@ -157,18 +151,13 @@ def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_pa
     assert session(folder, "end").status == 1  # success
 
 
-def usage(rank: int, **more: Any) -> RankUsage:
-    about = {"time": 1.0, "num_steps": 1, "seconds": {}, "cpu": 0.5, "memory": 1 << 29, "gpu_memory": None}
-    return RankUsage(rank=rank, **{**about, "gpu_utilization": None, **more})
-
-
 def told_of_its_machine(make: Make) -> None:
     """A gang that says what it uses and where its time went."""
     observer = begun(make)
     observer.used(usage(0, cpu=9.0))  # belongs to no step
     losses(observer, range(1, 4), 1.0)
     for rank in (0, 1, 100):
-        observer.used(usage(rank, gpu_utilization=0.25))
+        observer.used(usage(rank, cpu=0.5, memory=1 << 29, gpu_utilization=0.25))
     observer.accounted(Goodput(total=10.0, stepping=4.0))
     observer.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
     observer.ended(None)
@@ -467,19 +456,6 @@ def test_mlflow_server_that_comes_late_has_all(
     assert observer.places() == {"MLflow": place}
     said += capsys.readouterr().err
     assert "password" not in said
-
-
-def test_mlflow_server_that_never_comes_costs_notices(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(feeder, "STALL", 0.2)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    observer = begun(MLflow(uri="http://127.0.0.1:9", experiment="e"))
-    losses(observer, range(3), 1.0)
-    observer.ended(None)
-    said = capsys.readouterr().err
-    assert "MLflow: http://127.0.0.1:9 does not answer" in said
-    assert "MLflow: the last 3 records and notes could not be written in time" in said
 
 
 # ---- Settings

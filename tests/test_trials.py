@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import Kept
 from flytekitplugins.daskpytorch.sweep.trials import Trials
+from told import record
 
 LOSS = EarlyStopping(metric="loss", reduction_factor=2)
 
@@ -41,10 +42,6 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("error", module=r"optuna\.|flytekitplugins\.")
         yield
     optuna.logging.set_verbosity(verbosity)
-
-
-def record(rank: int = 0, step: int = 0, num_steps: int | None = None, **metrics: Any) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=0.0, metrics=metrics)
 
 
 class Models:
@@ -88,13 +85,10 @@ HALVED: Orders = {1: [2, 3, 1, 0], 2: [1, 2, 0], 4: [0, 1]}
 """With a factor of 2 the worst of four stops after 1 epoch, the next after 2, the next after 4."""
 
 
-def test_the_worse_ones_stop_at_the_rungs() -> None:
-    assert epochs_trained(Models(), [1.0, 2.0, 3.0, 4.0], 10, HALVED) == [10, 4, 2, 1]
-
-
-def test_high_values_are_good_where_it_is_said() -> None:
-    models = Models(EarlyStopping(metric="loss", mode="max", reduction_factor=2))
-    assert epochs_trained(models, [-1.0, -2.0, -3.0, -4.0], 10, HALVED) == [10, 4, 2, 1]
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
+def test_the_worse_ones_stop_at_the_rungs(mode: Any, sign: float) -> None:
+    models = Models(EarlyStopping(metric="loss", mode=mode, reduction_factor=2))
+    assert epochs_trained(models, [sign * value for value in (1.0, 2.0, 3.0, 4.0)], 10, HALVED) == [10, 4, 2, 1]
 
 
 def test_the_first_at_a_rung_goes_on_however_bad_and_so_do_those_that_are_better() -> None:
@@ -284,7 +278,7 @@ def test_optuna_says_nothing_and_keeps_its_settings(caplog: pytest.LogCaptureFix
     verbosity = optuna.logging.get_verbosity()
     try:
         with caplog.at_level(logging.DEBUG):
-            test_the_worse_ones_stop_at_the_rungs()
+            test_the_worse_ones_stop_at_the_rungs("min", 1.0)
             assert optuna.logging.get_verbosity() == verbosity
     finally:
         optuna.logging.disable_propagation()

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,9 +32,9 @@ from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape, Training
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import Goodput
 from processes import until
+from told import node, record, shape_of
 from wandb_file import read_run
 
 OURS = ("WANDB_", "FLYTE_", "_FSEC_", "NETRC")
@@ -109,34 +108,33 @@ def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
     return made
 
 
-def test_config_is_the_tasks_with_the_users_own_on_top_and_that_of_the_first_attempt() -> None:
-    run = settings(Wandb(project="names", config={"lr": 1, "team": "a"}))
-    made = opened(run, {"lr": 0, "epochs": 3}, shape_of(1), shape_of(2))
-    gang = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
-    assert made.config == {"lr": 1, "team": "a", "epochs": 3, "gang": gang}
-
-
 def test_notes_are_the_link_to_flytes_console(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings().notes is None
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
     assert settings().notes == "https://flyte.example/f3a"
 
 
-def test_config_of_a_run_has_inputs_and_gang() -> None:
+GANG = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
+
+
+def test_config_is_the_tasks_with_the_users_own_on_top_and_that_of_the_first_attempt() -> None:
     @dataclass
     class Rates:
         first: float
         second: float
 
     inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
-    made = opened(settings(), of_task("train", "f3a", inputs).inputs, shape_of(1))
+    run = settings(Wandb(project="names", config={"first": 1, "team": "a"}))
+    shapes = shape_of(node()), shape_of(node(), per_worker=2)
+    made = opened(run, of_task("train", "f3a", inputs).inputs, *shapes)
     assert made.config == {
         "file": "s3://b/names.csv",
-        "first": 0.5,
+        "first": 1,
         "second": 0.25,
         "num_names": 21,
         "few": "[1, 2]",
-        "gang": {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []},
+        "team": "a",
+        "gang": GANG,
     }
 
 
@@ -149,11 +147,6 @@ class Grid:
     layers: tuple[int, ...]
 
 
-def shape_of(num_ranks: int) -> Shape:
-    node = Node(worker="w", host="h", num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
-    return Shape(name="train", backend="gloo", nodes=[node], places=place_ranks([node], num_ranks))
-
-
 def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a") -> list[RunSettings]:
     shared = wandb_observer.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
     runs = [
@@ -161,7 +154,7 @@ def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a")
         for index in range(len(experiments))
     ]
     return [
-        opened(run, plain_inputs(inputs_of(experiment)), shape_of(1))
+        opened(run, plain_inputs(inputs_of(experiment)), shape_of(node()))
         for run, experiment in zip(runs, experiments, strict=True)
     ]
 
@@ -171,25 +164,11 @@ def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsy
     assert [run.wandb.group for run in runs] == ["train-f3a"] * 4
     assert [run.name for run in runs] == ["train-0", "train-1", "train-2", "train-3"]
     assert [run.id for run in runs] == [f"f3a-train-train-0123456789ab-{number}" for number in (1, 2, 3, 4)]
-    gang = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
-    assert [run.config for run in runs] == [
-        {"lr": 0.1, "gang": gang, "team": "a"},
-        {"lr": 0.2, "layers": "(1, 2)", "gang": gang, "team": "a"},
-        {"experiment": 3, "gang": gang, "team": "a"},
-        {"experiment": "(4, 5)", "gang": gang, "team": "a"},
-    ]
+    inputs = [{"lr": 0.1}, {"lr": 0.2, "layers": "(1, 2)"}, {"experiment": 3}, {"experiment": "(4, 5)"}]
+    assert [run.config for run in runs] == [{**of_model, "gang": GANG, "team": "a"} for of_model in inputs]
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err.count("no API key found"), err.count("WANDB_API_KEY")) == ("", 1, 1, 1)
     assert {(run.mode, run.key) for run in runs} == {("offline", None)}
-
-
-def test_ids_of_many_models_are_alike_in_every_attempt_and_differ_in_every_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = []
-    for attempt in ("0", "1"):
-        monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
-        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
-        ids.append([run.id for run in runs_of(Wandb(project="names"), [1, 2])])
-    assert ids == [["f3a-n0-train-0123456789ab-1", "f3a-n0-train-0123456789ab-2"]] * 2
 
 
 @pytest.mark.parametrize("execution", [None, "local"])
@@ -369,10 +348,6 @@ def _end_wandb() -> None:
         wandb.teardown()
 
 
-def record(step: int, **metrics: Any) -> LogRecord:
-    return LogRecord(rank=0, step=step, num_steps=None, time=time.time(), metrics=metrics)
-
-
 def file_of(folder: Path) -> Path:
     [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
     return file
@@ -443,30 +418,25 @@ def test_histograms_and_pictures_are_wandbs_own(tmp_path: Path) -> None:
     assert shown == {"_type": "image-file", "width": 2, "height": 1, "caption": "two"}
 
 
-def test_value_that_cannot_be_shown_costs_one_notice_and_neither_its_row_nor_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
-    for step in range(3):
-        tracker.logged(record(step, loss=float(step), odd=object()))
-    tracker.close(1)
-    run = run_in(tmp_path)
-    assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert run["exit_code"] == 1
-    assert capsys.readouterr().err.count("not JSON serializable") == 1
-
-
-def test_name_that_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("odd", "rows", "reason"),
+    [
+        ({"loss": 1.0, "odd": object()}, [0, 1, 2, 3], "not JSON serializable"),
+        ({"\ud800": 1.0}, [0, 3], "surrogates not allowed"),
+    ],
+    ids=["value", "name"],
+)
+def test_what_cannot_be_shown_costs_one_notice_and_of_a_name_its_row_but_not_the_run(
+    odd: dict[str, Any], rows: list[int], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(4):
-        tracker.logged(record(step, **{"\ud800" if step in (1, 2) else "loss": 1.0}))
-    tracker.close(0)
+        tracker.logged(record(step, **odd if step in (1, 2) else {"loss": 1.0}))
+    tracker.close(1)
     run = run_in(tmp_path)
-    assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 1.0), (3, 1.0)]
-    assert run["exit_code"] == 0
-    assert capsys.readouterr().err.count("surrogates not allowed") == 1
+    assert [(row["step"], row["loss"]) for row in run["history"]] == [(step, 1.0) for step in rows]
+    assert run["exit_code"] == 1
+    assert capsys.readouterr().err.count(reason) == 1
 
 
 def test_run_that_the_server_does_not_take_is_recorded_offline(
