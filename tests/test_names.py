@@ -45,6 +45,15 @@ def served(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.fixture
+def bucket(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Weed:
+    """The S3 server, which the environment names."""
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
+    return weed
+
+
 @pytest.mark.parametrize("file", ["names.json", "names.txt"])
 def test_json_is_known_by_its_content(write, file: str) -> None:
     names = load_names(write(file, '\ufeff ["Bella", " Max ", "bella", "Mary-Ann", "Mr. B"]'))
@@ -96,10 +105,8 @@ def test_http(write, served: str) -> None:
         load_names(f"{served}/other.json")
 
 
-def test_s3(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    weed.put_all("pets", {"names.csv": b"name\nBella\n"})
+def test_s3(bucket: Weed) -> None:
+    bucket.put_all("pets", {"names.csv": b"name\nBella\n"})
     assert load_names("s3://pets/names.csv").names == ["bella"]
     with pytest.raises(FileNotFoundError, match=r"there is no file at 's3://pets/other\.csv'"):
         load_names("s3://pets/other.csv")
@@ -199,12 +206,10 @@ def test_no_password_and_no_signature_is_shown(served: str, tmp_path: Path) -> N
     ],
 )
 def test_a_file_is_taken_as_it_is_named_on_the_day(
-    data: str, uri: str, tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch
+    data: str, uri: str, tmp_path: Path, bucket: Weed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    weed.put_all("bucket", {"2026-01-31.csv": b"name\nmax"})
+    bucket.put_all("bucket", {"2026-01-31.csv": b"name\nmax"})
     assert newest_uri(data, DAY) == uri
 
 
@@ -218,15 +223,12 @@ def test_of_a_folder_it_is_the_file_written_last(tmp_path: Path) -> None:
     assert newest_uri(f"{tmp_path}/{{date}}", DAY) == f"file://{tmp_path}/2026-01-31/b/new.json"
 
 
-def test_of_a_prefix_it_is_the_object_written_last(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
-    weed.make_bucket("newest")
-    weed.put("newest", "names/z.csv", b"name\nmax")
+def test_of_a_prefix_it_is_the_object_written_last(bucket: Weed) -> None:
+    bucket.make_bucket("newest")
+    bucket.put("newest", "names/z.csv", b"name\nmax")
     assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/z.csv"
-    weed.put("newest", "names/a.csv", b"name\nmax")  # SeaweedFS keeps times to the second, and then the name decides
-    weed.delete("newest", "names/z.csv")
+    bucket.put("newest", "names/a.csv", b"name\nmax")  # SeaweedFS keeps times to the second, and then the name decides
+    bucket.delete("newest", "names/z.csv")
     assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/a.csv"
 
 

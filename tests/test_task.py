@@ -465,11 +465,14 @@ def in_a_local_run(made: Any, inputs: dict[str, Any]) -> LiteralMap:
         return made.sandbox_execute(ctx, literals)
 
 
-def test_a_deck_that_cannot_be_written_ends_no_task(
-    files_below: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def without_a_cluster(monkeypatch: pytest.MonkeyPatch, files_below: None) -> None:
+    """Tasks with `DaskCluster` get no client."""
     monkeypatch.setattr("flytekitplugins.daskpytorch.dask.cluster.opened", lambda **_: contextlib.nullcontext())
 
+
+@pytest.mark.usefixtures("without_a_cluster")
+def test_a_deck_that_cannot_be_written_ends_no_task(capfd: pytest.CaptureFixture[str]) -> None:
     class Unwilling(Deck):  # type: ignore[misc]
         @property
         def name(self) -> str:
@@ -484,12 +487,11 @@ def test_a_deck_that_cannot_be_written_ends_no_task(
     assert "the Deck could not be written (OSError: no name)" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("without_a_cluster")
 @pytest.mark.parametrize("error", [None, ValueError("spoilt")])
 def test_a_local_dask_cluster_task_says_where_its_deck_is(
-    error: Exception | None, files_below: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    error: Exception | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flytekitplugins.daskpytorch.dask.cluster.opened", lambda **_: contextlib.nullcontext())
-
     @task(task_config=DaskCluster(), enable_deck=True)
     def orchestrate() -> None:
         Deck("Mine", "<p>so far</p>")
