@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -112,6 +113,17 @@ class Logged(Link):
 
     def watch(self, model: Any, log_freq: int) -> None:
         self.watched.append(model)
+
+
+@contextlib.contextmanager
+def logging_to(records: list[LogRecord], **changes: Any) -> Iterator[None]:
+    """During the block, keep what this process logs as a rank; `changes` are other parts of its context."""
+    outside = current_rank()
+    context.enter(replace(outside, link=Logged(records), **changes))
+    try:
+        yield
+    finally:
+        context.enter(outside)
 
 
 def order_for(settings: Gang | None = None, **job: Any) -> RankOrder:

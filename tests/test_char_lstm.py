@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
-from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import RankContext, current_rank
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import Logged, run_ranks
+from gangs import logging_to, run_ranks
 from tasks.char_lstm import (
     BLANK,
     NUM_SYMBOLS,
@@ -52,9 +49,8 @@ CASES = {"even": (64, 8), "uneven": (67, 8), "one_batch": (20, 50)}
 def records() -> Iterator[list[LogRecord]]:
     """What this process logs as rank 0 of 1."""
     found: list[LogRecord] = []
-    context.enter(RankContext(link=Logged(found)))
-    yield found
-    context.enter(RankContext())
+    with logging_to(found):
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +61,8 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def _run_cases(_: Path) -> dict[str, Any]:
     log: list[LogRecord] = []
-    context.enter(replace(current_rank(), link=Logged(log)))
-    found: dict[str, Any] = {case: _train_case(*CASES[case], log) for case in CASES}
-    return found
+    with logging_to(log):
+        return {case: _train_case(*CASES[case], log) for case in CASES}
 
 
 def _train_case(num_windows: int, batch_size: int, log: list[LogRecord]) -> tuple[TrainingResult, list[LogRecord]]:

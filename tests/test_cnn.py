@@ -7,7 +7,7 @@ for bit.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
-from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import Logged, run_ranks
+from gangs import logging_to, run_ranks
 from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
 from tasks.digits import Digits, DigitSet, small_digits
@@ -57,12 +55,8 @@ class Trained:
 def _train(digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING) -> Trained:
     """Train in this process as it is, with a log."""
     trained = Trained(result=None, log=[])
-    outside = current_rank()
-    context.enter(replace(outside, link=Logged(trained.log)))
-    try:
+    with logging_to(trained.log):
         trained.result = train(digits, hp, recorded)
-    finally:
-        context.enter(outside)
     return trained
 
 
