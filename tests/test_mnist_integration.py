@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,14 @@ import torch
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.types.directory import FlyteDirectory
 
-from conftest import REPOSITORY
 from mnist_files import write_mnist
 from pages import command
-from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks.cnn import CNN, Hyperparameters, evaluate
 from tasks.digits import load_digits, small_digits
 from wandb_file import read_run
+from workflow_runs import Run
 from workflows.mnist import prepare
 
-WORKFLOW = REPOSITORY / "workflows" / "mnist.py"
 HP = {"epochs": 3, "batch_size": 16}
 SMALL_HP = {"epochs": 1}
 OFF = {"WANDB_MODE": "disabled", "MNIST_RANKS": "1"}
@@ -32,12 +28,8 @@ UNPLUGGED = OFF | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1
 """Environment of a machine whose every way to the network is refused."""
 
 
-@dataclass
-class Run:
+class Mnist(Run):
     """One run of the workflow, with what it left in its folder."""
-
-    done: subprocess.CompletedProcess[str]
-    folder: Path
 
     @property
     def outputs(self) -> tuple[list[float], Path]:
@@ -47,27 +39,13 @@ class Run:
         return json.loads(found[1]), Path(found[2])
 
     @property
-    def has_trained(self) -> bool:
-        """Whether ranks were started, or Flyte's cache had the result."""
-        assert self.outputs
-        return "train: starting" in self.done.stderr
-
-    @property
     def wandb(self) -> Path:
         """The file of the only run that Weights & Biases recorded."""
         (file,) = (self.folder / "wandb").glob("offline-run-*/*.wandb")
         return file
 
 
-def mnist(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = None) -> Run:
-    """Run the workflow, with the home directory that all runs of the folder share, and so Flyte's cache."""
-    own = folder / name
-    (own / "tmp").mkdir(parents=True)
-    folders = {"HOME": str(folder), "TORCH_HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp")}
-    command = [SCRIPTS / "pyflyte", "run", WORKFLOW, "mnist", *flags]
-    with nothing_left_behind():
-        done = run_program(command, cwd=own, env={"WANDB_MODE": "offline", **folders, **(env or {})})
-    return Run(done=done, folder=own)
+mnist = partial(Mnist.of, "mnist")
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +55,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Run:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Mnist:
     """Two ranks on the digits of the directory."""
     flags = ("--data_dir", str(directory), "--hp", json.dumps(HP), "--num_logged_images", "8", "--watch")
     return mnist(tmp_path_factory.mktemp("two_ranks"), "first", *flags)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Mnist:
     """One rank on what there is without a network."""
     return mnist(tmp_path_factory.mktemp("small"), "first", "--hp", json.dumps(SMALL_HP), env=UNPLUGGED)
 
 
-def test_two_ranks_learn_the_digits(two_ranks: Run, directory: Path) -> None:
+def test_two_ranks_learn_the_digits(two_ranks: Mnist, directory: Path) -> None:
     accuracies, weights = two_ranks.outputs
     assert "train: starting 2 ranks" in two_ranks.done.stderr
     assert len(accuracies) == HP["epochs"]
@@ -103,7 +81,7 @@ def test_two_ranks_learn_the_digits(two_ranks: Run, directory: Path) -> None:
     assert found.accuracy == pytest.approx(accuracies[-1], abs=0.001)
 
 
-def test_weights_and_biases_has_curves_and_gradients(two_ranks: Run) -> None:
+def test_weights_and_biases_has_curves_and_gradients(two_ranks: Mnist) -> None:
     run = read_run(two_ranks.wandb)
     history: list[dict[str, Any]] = run["history"]
     assert (run["project"], run["exit_code"]) == ("mnist", 0)
@@ -122,7 +100,7 @@ def test_the_guides_command_is_the_one_that_runs_here() -> None:
     assert command("pyflyte run workflows/mnist.py .*").endswith(f" mnist --hp '{json.dumps(SMALL_HP)}'")
 
 
-def test_without_network_it_says_what_it_trains_on(small: Run) -> None:
+def test_without_network_it_says_what_it_trains_on(small: Mnist) -> None:
     assert small.has_trained
     said = [line for line in small.done.stdout.splitlines() if "scikit-learn" in line]
     assert len(said) == 1
