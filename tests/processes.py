@@ -34,6 +34,15 @@ PRELOAD = str(Path(preload.__file__))
 TASKS_IMPORT = (*TESTS_IMPORT, "flytekitplugins.daskpytorch.flyte.rank:finish_imports")
 """What the ranks of tasks need ahead, and those of tests that import flytekit."""
 
+OF_FLYTE2 = {
+    "_U_ORG_NAME": "org",
+    "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
+    "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+    "_U_EP_OVERRIDE": "127.0.0.1:1",
+    "_UNION_EAGER_API_KEY": "",
+    "FLYTE_CLUSTERED_WORKER": "1",  # without a controller, which would want a backend
+}
+"""What a container of Flyte 2 has in its environment."""
 MAX_SECONDS = 55.0
 """From a fault to the next attempt, or to the error, even on a very busy host: whatever waits for a time-out of TCP,
 gloo, NCCL or a handshake takes longer. A bound, not a measurement; for that see `benchmarks/recovery.py`."""

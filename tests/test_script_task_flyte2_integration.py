@@ -16,7 +16,7 @@ from flyteidl2.core import literals_pb2
 from flyteidl2.task import common_pb2
 
 from flyteplugins.daskpytorch import DaskCluster, OutputLocation, ScriptTask
-from processes import SCRIPTS, nothing_left_behind, run_program
+from processes import OF_FLYTE2, SCRIPTS, nothing_left_behind, run_program
 
 TRAIN = """
     import argparse, json, os
@@ -90,18 +90,10 @@ def test_the_containers_command_trains_and_the_version_is_that_of_the_script(pro
         "{{.actionName}}": "a0",
         "{{.runStartTime}}": "2026-11-26T12:00:00Z",
     }
-    env = {
-        "_U_ORG_NAME": "org",
-        "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
-        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
-        "_U_EP_OVERRIDE": "127.0.0.1:1",
-        "_UNION_EAGER_API_KEY": "",
-        "FLYTE_CLUSTERED_WORKER": "1",
-    }
     words = [places.get(word, word) for word in command]
     words[1:1] = ["--run-base-dir", f"{tmp_path}"]  # which the backend adds
     with nothing_left_behind():
-        done = run_program([SCRIPTS / words[0], *words[1:]], cwd=project, env=env)
+        done = run_program([SCRIPTS / words[0], *words[1:]], cwd=project, env=OF_FLYTE2)
     assert (tmp_path / "out/outputs.pb").exists(), done.stdout + done.stderr
     outputs = common_pb2.Outputs.FromString((tmp_path / "out/outputs.pb").read_bytes())
     [uri] = [each.value.scalar.blob.uri for each in outputs.literals]
