@@ -15,7 +15,6 @@ import distributed
 import pytest
 
 from conftest import REPOSITORY
-from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.node import fork_client
 from processes import nothing_left_behind
 
@@ -93,7 +92,3 @@ def test_what_they_make_trains(
     as_script(changed("dask-pytorch-ddp", "from_dask_pytorch_ddp", tmp_path, monkeypatch))
     files = [tmp_path / "results" / f"rank-{rank}" / f"epoch-{epoch}.json" for rank in range(2) for epoch in range(2)]
     assert [json.loads(file.read_text()) for file in files] == [{"epoch": 0, "ranks": 2}, {"epoch": 1, "ranks": 2}] * 2
-
-
-def test_the_page_names_the_right_defaults() -> None:
-    assert Gang().max_restarts == 3

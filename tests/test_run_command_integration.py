@@ -94,14 +94,10 @@ def test_the_exit_code_is_that_of_the_guilty_rank() -> None:
     assert "rank 1 of 2 failed" in done.stderr
 
 
-def test_an_exit_code_below_0_is_what_the_shell_has(folder: Path) -> None:
-    (folder / "minus.py").write_text("import sys; sys.exit(-1)")
-    assert run("minus.py").returncode == 255
-
-
-def test_a_killed_rank_gives_128_and_its_signal(folder: Path) -> None:
-    (folder / "die.py").write_text("import os; os.kill(os.getpid(), 9)")
-    assert run("--max-restarts", "0", "die.py").returncode == 128 + signal.SIGKILL
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(-1)", 255), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)])
+def test_an_end_without_an_exit_code_has_that_of_a_shell(folder: Path, end: str, code: int) -> None:
+    (folder / "ends.py").write_text(f"import os, sys; {end}")
+    assert run("--max-restarts", "0", "ends.py").returncode == code
 
 
 @pytest.mark.parametrize("is_own", [False, True])
