@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -20,6 +19,7 @@ from flytekitplugins.daskpytorch.display.training import gang_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
+from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.settings import Wandb
@@ -112,19 +112,10 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], Run
     """
     needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
     key = current_execution().secret(wandb.secret) if needs_key else None
-    asking: Future[dict[str, Any]] = Future()
     # An executor's thread would delay the exit of a driver that fails early.
-    threading.Thread(target=_settle, args=(asking, _ask, wandb.mode), name="daskpytorch-wandb", daemon=True).start()
+    asking = in_thread(functools.partial(_ask, wandb.mode), "daskpytorch-wandb")
     notes = os.environ.get("FLYTE_EXECUTION_URL")
     return functools.cache(functools.partial(_settled, wandb, asking, key, task, execution, notes))
-
-
-def _settle(future: Future[dict[str, Any]], ask: Callable[[str | None], dict[str, Any]], mode: str | None) -> None:
-    """Give the future wandb's settings as `ask` returns them, or the error that `ask` raises."""
-    try:
-        future.set_result(ask(mode))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _settled(

@@ -1,7 +1,7 @@
-"""Thread for slow work, such as requests to storage and to trackers. Runs in the driver and in rank 0.
+"""Threads for slow work, such as requests to storage, to trackers and to a GPU's driver. Runs in the driver and ranks.
 
-Each job belongs to a queue (lane), whose jobs run in order. A failed job is retried after a pause. During this pause,
-its lane waits, while other lanes continue.
+Each job of a `Worker` belongs to a queue (lane), whose jobs run in order. A failed job is retried after a pause. During
+this pause, its lane waits, while other lanes continue.
 """
 
 import logging
@@ -9,7 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 RETRY_AFTER = 2.0
 """Seconds before the first retry of a failed job. Each further retry doubles the pause, up to 60 seconds."""
@@ -21,6 +23,21 @@ DEFAULT_LANE = ""
 """Name of the queue (lane) of jobs that are submitted without a lane."""
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def in_thread(act: Callable[[], T], name: str) -> Future[T]:
+    """Call a function in a new thread with this name, which no exit of the process waits for. Return its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # for the thread that waits for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _give_up(error: Exception, *_: float) -> bool:

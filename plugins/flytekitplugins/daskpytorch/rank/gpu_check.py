@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import psutil
 
+from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.code import name_of, unpack_call
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
@@ -45,8 +44,8 @@ KERNEL_LOG = "/dev/kmsg"
 XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:]+)[^)]*\): (\d+)", re.IGNORECASE)
 """Pattern of the kernel's log lines about a GPU's errors: the GPU's PCI address, and the error's number."""
 MAX_XIDS = 5
-
-T = TypeVar("T")
+THREAD = "daskpytorch-gpu-check"
+"""Name of the threads that call the GPU's driver, in which code that hangs cannot be ended."""
 
 
 class GpuCheck:
@@ -57,7 +56,7 @@ class GpuCheck:
         self._place, self._function = order.place, order.job.gpu_check
         self._is_on = order.place.gpu is not None and order.job.settings.gpu_check != "off"
         uuid = order.place.gpu_uuid
-        self._faults = in_thread(lambda: faults_of(uuid)) if self._is_on and uuid else None
+        self._faults = in_thread(lambda: faults_of(uuid), THREAD) if self._is_on and uuid else None
 
     def await_nvml(self) -> None:
         """Wait for NVML's answers. Called before the rank initialises CUDA, which a broken GPU may block.
@@ -87,7 +86,7 @@ class GpuCheck:
             return
         if device is not None:
             try:
-                found = in_thread(lambda: fault_of_kernel(device)).result(KERNEL_TIMEOUT)
+                found = in_thread(lambda: fault_of_kernel(device), THREAD).result(KERNEL_TIMEOUT)
             except TimeoutError:
                 found = f"a small kernel did not end within {KERNEL_TIMEOUT:g} s"
             if found:
@@ -237,17 +236,3 @@ def _computed(device: torch.device) -> torch.Tensor:
 
     numbers = torch.arange(NUM_NUMBERS, dtype=torch.int32, device=device)
     return ((numbers * 3 + 1) ^ numbers).cpu()
-
-
-def in_thread(act: Callable[[], T]) -> Future[T]:
-    """Call a function in a thread that no exit waits for. Code that hangs in a GPU's driver cannot be ended."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:  # for the waiting thread
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="daskpytorch-gpu-check", daemon=True).start()
-    return future

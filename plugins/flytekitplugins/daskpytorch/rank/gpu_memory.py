@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.failure import OURS, STANDARD
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml
-from flytekitplugins.daskpytorch.rank.gpu_check import in_thread
+from flytekitplugins.daskpytorch.rank.gpu_check import THREAD
 
 HISTORY_VARIABLE = "DASKPYTORCH_MEMORY_HISTORY"
 """Environment variable that makes torch record the line of each allocation on the GPU, if its value is 1."""
@@ -144,7 +145,7 @@ def _others(uuid: str) -> list[str]:
         return (gpu.memory(), gpu.processes()) if gpu is not None else (None, {})
 
     try:
-        memory, processes = in_thread(asked).result(NVML_TIMEOUT)
+        memory, processes = in_thread(asked, THREAD).result(NVML_TIMEOUT)
     except (TimeoutError, nvml.NvmlError) as error:
         return [f"NVML gives no list of the GPU's processes ({str(error) or 'no answer'})."]
     if memory is None:
