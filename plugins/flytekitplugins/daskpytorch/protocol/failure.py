@@ -163,7 +163,7 @@ class Failure:
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         lines = traceback.format_exception(type(error), error, without_ours(trace) or trace)
         shown = "" if gpu_faults.is_of_check(error) else "".join(lines)
-        gpu_fault = next(filter(None, map(gpu_faults.fault_of, _with_causes(error))), "")
+        gpu_fault = next(filter(None, map(gpu_faults.fault_of, with_causes(error))), "")
         return cls(
             type_name=name,
             message=text,
@@ -171,11 +171,11 @@ class Failure:
             place=_place_of(error),
             pickled=_pickled(error),
             time=time,
-            is_consequence=not gpu_fault and any(map(_is_of_group, _with_causes(error))),
+            is_consequence=not gpu_fault and any(map(_is_of_group, with_causes(error))),
             gpu_fault=gpu_fault,
             position=position,
             exit_code=exit_code_of(error),
-            is_of_memory=any(map(_is_of_memory, _with_causes(error))),
+            is_of_memory=any(map(_is_of_memory, with_causes(error))),
             is_final=is_final or isinstance(error, CERTAIN_TYPES),
         )
 
@@ -310,7 +310,7 @@ def is_of_watchdog(line: str) -> bool:
     return ("atchdog " in line or "Aborting process" in line) and WATCHDOG.search(line) is not None
 
 
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
+def with_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and its chain of explicit causes (`raise ... from ...`)."""
     seen: set[int] = set()
     cause: BaseException | None = error

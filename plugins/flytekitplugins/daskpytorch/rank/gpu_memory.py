@@ -16,7 +16,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.failure import OURS, STANDARD
+from flytekitplugins.daskpytorch.protocol.failure import OURS, STANDARD, with_causes
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml
 from flytekitplugins.daskpytorch.rank.gpu_check import THREAD
@@ -83,12 +83,7 @@ def _out_of_memory(error: BaseException) -> BaseException | None:
     torch = sys.modules.get("torch")  # not imported here: a failed import of torch may be the error
     if torch is None:
         return None
-    cause: BaseException | None = error
-    for _ in range(10):  # a chain of causes may be a circle
-        if cause is None or isinstance(cause, torch.OutOfMemoryError):
-            return cause
-        cause = cause.__cause__
-    return None
+    return next((each for each in with_causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
 
 
 # ---- Torch's snapshot
