@@ -96,18 +96,6 @@ def shrunk(world: World, *lost: str) -> Agent:
     return world.agent(W1)
 
 
-def test_sources_travel_once_to_each_agent(world_of: MakeWorld) -> None:
-    world = world_of(min_workers=1)
-    shrunk(world)
-    newcomer = world.join(world.new_worker())
-    world.train()
-    world.obey_all()
-    world.form()
-    assert newcomer.has_sources
-    assert world.complaints == []
-    assert [start.code.archive for start in world.starts] == [b"sources", b"", b""]
-
-
 # ---- Growing --------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +230,20 @@ def test_a_gang_settles_from_the_loss_and_not_from_the_end_of_its_ranks(gang_of:
     assert len(world.starts) == 2
 
 
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_end_of_a_rank_that_has_delivered_counts_only_if_another_misses_it(
+    gang_of: MakeWorld, *, is_missed: bool
+) -> None:
+    world = gang_of(max_restarts=0)
+    world.deliver(world.agent(W1))
+    world.leave(world.agent(W1), 0, -signal.SIGSEGV)
+    if is_missed:
+        world.fail(world.agent(W2), 1, PeerLostError("Connection reset by peer"))
+    world.finish()
+    assert world.results == (None if is_missed else [0, 1])
+    assert not is_missed or "rank 0 of 2 failed" in str(raised(world))
+
+
 def test_losses_that_come_together_cost_one_start(gang_of: MakeWorld) -> None:
     world = gang_of(3, min_workers=1)
     world.kill_worker(W2)
@@ -335,6 +337,7 @@ def test_request_to_end_survives_whatever_else_happens(
     error = raised(world)
     assert isinstance(error, PreemptedError)
     assert REASON in str(error)
+    assert ("while it was failing" in str(error)) is (happens is fail_alone)  # the request explains a lost worker
     assert len(world.starts) == num_starts
     if world.committed is not None:
         assert f"the newest checkpoint (step {world.committed}) is deleted" in str(error)

@@ -59,7 +59,3 @@ def test_a_failure_is_forgiven_or_the_reason_is_said(
         policy.note(each)
     for _ in range(2):  # asking costs nothing
         assert policy.refusal(failure) == refusal
-
-
-def test_exception_without_a_checkpoint_since_the_start_is_not_tried_again() -> None:
-    assert (FailurePolicy(3).refusal(RAISED) or "").startswith("no checkpoint had been saved")

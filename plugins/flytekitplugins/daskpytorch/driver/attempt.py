@@ -162,6 +162,7 @@ class Attempt:
     checkpoint's commit that delayed ranks."""
     prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
+    """Exits without a result. After a rank's result, its exit counts as good."""
     _has_independent_failure: bool = False
 
     def __post_init__(self) -> None:
@@ -206,20 +207,6 @@ class Attempt:
         return [rank for rank in self.places if rank not in ended]
 
     @property
-    def bad_exits(self) -> list[RankExit]:
-        """Exits without a result. After a rank's result, its exit counts as good."""
-        return list(self._bad_exits.values())
-
-    @property
-    def unclean_exits(self) -> list[RankExit]:
-        """Exits in which the root failure is searched: all but exits with a result, exit code 0 and no hang."""
-        return [
-            exit_
-            for rank, exit_ in self.exits.items()
-            if rank not in self.results or exit_.exitcode != 0 or exit_.hang is not None
-        ]
-
-    @property
     def is_failing(self) -> bool:
         """True if a rank has failed, hung or ended without a result."""
         return bool(self.failures or self._bad_exits or self.hang)
@@ -237,7 +224,7 @@ class Attempt:
     @property
     def faulty_gpus(self) -> set[GpuKey]:
         """GPUs whose fault ended their rank."""
-        placed = [self.places[exit_.rank] for exit_ in self.bad_exits if exit_.gpu_fault]
+        placed = [self.places[exit_.rank] for exit_ in self._bad_exits.values() if exit_.gpu_fault]
         return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
 
     def tell(self, message: ToAgent) -> None:
@@ -354,12 +341,9 @@ class Attempt:
 
     def root_failure(self) -> RankExit:
         """Return the exit that, as far as known, caused the others."""
-        here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
-        for rank in {
-            *self.failures,
-            *self.call_failures,
-            *([self.hang[0]] if self.hang else []),
-        } - here.keys():  # not ended yet
+        here = {rank: exit_ for rank, exit_ in self.exits.items() if rank not in self.results or exit_.exitcode != 0}
+        failed = {*self.failures, *self.call_failures, *([self.hang[0]] if self.hang else [])}
+        for rank in failed - here.keys():  # not ended yet
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
         root_failure = find_root_failure(here.values())
         return replace(root_failure, difference=self.difference) if root_failure.may_be_of_collective else root_failure
