@@ -4,17 +4,12 @@ Process groups number their collectives. All ranks of a group must call the same
 module is free of state and I/O.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Recalled
 
-NOT_THE_USERS = re.compile(
-    r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'
-)
-"""Matches frames of Python, of installed packages, of this package, and of `python -c` text."""
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
@@ -212,4 +207,4 @@ def _called_from(collective: Collective) -> str:
 
 def users_frames(frames: Iterable[str]) -> list[str]:
     """Return the stack frames of the user's own files."""
-    return [frame for frame in frames if not NOT_THE_USERS.search(frame)]
+    return [frame for frame in frames if not NOT_THE_USERS.match(frame)]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.collectives import (
-    NOT_THE_USERS,
     Difference,
     compare,
     essence,
@@ -22,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.collectives import (
     named,
     users_frames,
 )
-from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, NOT_THE_USERS, Collective, Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Matches the stack frames of a rank that waits for other ranks. During `backward`, these frames are hooks of
@@ -274,7 +273,7 @@ def _has_other_threads(stacks: str) -> bool:
     frames = other_frames(stacks)
     if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
         return True
-    return any(COLLECTIVE_FILES.search(frame) or not NOT_THE_USERS.search(frame) for frame in frames)
+    return any(COLLECTIVE_FILES.search(frame) or not NOT_THE_USERS.match(frame) for frame in frames)
 
 
 def _wait_of(state: RankState) -> Collective | str | None:

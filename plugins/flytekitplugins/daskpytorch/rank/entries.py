@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
+from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES, NOT_THE_USERS
 from flytekitplugins.daskpytorch.protocol.reports import Entered, Timed
 from flytekitplugins.daskpytorch.rank import flight_recorder, nvml
 from flytekitplugins.daskpytorch.rank.usage import INTERVAL, Ledger
@@ -27,7 +27,6 @@ MAX_WORLD_SIZE = 500
 """Maximum number of ranks of a gang whose ranks report. Larger gangs read what their ranks use at different times."""
 MIN_SAMPLES = 0.5
 """Minimum share of a window's samples at a line, for a report that names the line."""
-LIBRARIES = ("site-packages", "dist-packages", "/lib/python3", "<")
 
 
 class Entries:
@@ -115,7 +114,7 @@ def _line_of(frame: FrameType | None) -> str:
     """Return file, line and function of the innermost frame that is the user's own. Empty without such a frame."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not any(part in file for part in LIBRARIES) and "/flytekitplugins/" not in file:
+        if not NOT_THE_USERS.match(file):
             return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return ""

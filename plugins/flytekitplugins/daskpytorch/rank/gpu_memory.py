@@ -16,7 +16,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.failure import OURS, STANDARD, with_causes
+from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, with_causes
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml
 from flytekitplugins.daskpytorch.rank.gpu_check import THREAD
@@ -123,8 +123,7 @@ def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
     """Return the user's innermost line in a stack of torch, whose first frame is the innermost. Return "" without."""
     for frame in frames:
         file = str(frame.get("filename", ""))
-        is_installed = "-packages/" in file or OURS in file or file.startswith(STANDARD)
-        if file.endswith(".py") and not is_installed:
+        if file.endswith(".py") and not NOT_THE_USERS.match(file):
             return f"{file}:{frame.get('line')} in {frame.get('name')}"
     return ""
 
