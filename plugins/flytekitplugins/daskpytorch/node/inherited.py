@@ -127,11 +127,8 @@ def import_quietly(name: str) -> None:
 
 def _settle() -> None:
     """Make the imported modules cheap for forked ranks, as a rank copies each page of memory that it writes to."""
-    from flytekitplugins.daskpytorch.protocol import program
-
     # Otherwise a rank's first full garbage collection takes 0.33 s, and copies 90 MiB of shared pages (2026-11-23).
     gc.freeze()
-    program.forget_levels()
 
 
 # ---- Environment

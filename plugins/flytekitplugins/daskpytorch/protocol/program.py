@@ -203,8 +203,7 @@ def enter(program: Program, script: Path | None) -> None:
     for name, logger in program.loggers.items():
         if "TORCH_LOGS" not in os.environ or name.partition(".")[0] != "torch":  # torch has set the levels in this rank
             _set_up(logging.getLogger(name), logger)
-    if os.getppid() != _forgotten_by:
-        forget_levels()
+    logging.root.setLevel(logging.root.level)  # clears the loggers' caches of effective levels
 
 
 def enter_torch(settings: TorchSettings) -> None:
@@ -223,16 +222,6 @@ def enter_torch(settings: TorchSettings) -> None:
         torch.backends.cudnn.benchmark = True
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-
-
-def forget_levels() -> None:
-    """Clear the loggers' caches of effective levels.
-
-    The fork server calls this function for its ranks. Otherwise each rank would copy a page of memory for every logger.
-    """
-    global _forgotten_by
-    logging.root.setLevel(logging.root.level)
-    _forgotten_by = os.getpid()
 
 
 @dataclass(frozen=True)
@@ -261,7 +250,3 @@ def _set_up(logger: logging.Logger, asked: _Logger) -> None:
         if handler.formatter is not None:
             made.setFormatter(pickling.loads(handler.formatter))
         logger.addHandler(made)
-
-
-_forgotten_by: int | None = None
-"""Process ID of the fork server that has cleared the loggers' caches for its ranks. None before `forget_levels`."""
