@@ -228,6 +228,13 @@ def test_what_is_no_program_is_refused_before_a_gang_starts(
         script_of(name)
 
 
+def test_of_a_module_and_a_folder_of_its_name_pythons_choice_runs(project: Path) -> None:
+    (project / "both").mkdir()
+    for name in ("both/__main__.py", "both.py"):
+        (project / name).touch()
+    assert module_of("both").file == str(project / "both.py")
+
+
 def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
     for name in ("nowhere", "nowhere.train", "torch.nowhere"):
         with pytest.raises(ModuleNotFoundError, match=name.partition(".")[0]):

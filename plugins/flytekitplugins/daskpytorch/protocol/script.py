@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -86,29 +86,34 @@ def module_of(name: str, *args: object) -> Script:
         SyntaxError: The module's file is not a Python program.
     """
     top, *inner = name.split(".")
+    importlib.invalidate_caches()  # the module's file may be new
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(top)
     finally:
         sys.path.pop(0)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if spec is None or (spec.origin is None and not folders):
+    for part in inner:
+        spec = _part_of(spec, part)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    if is_package:
+        spec = _part_of(spec, "__main__")
+    file = Path(spec.origin or "").absolute() if spec is not None else None
+    if file is None or file.suffix != ".py" or not file.is_file():
         raise ModuleNotFoundError(
-            f"no module {top!r} in {Path.cwd()} or on sys.path. Start in the folder that has {top}, install it, or "
-            "give the path of a script.",
-            name=top,
+            f"no module {name!r} that can be run, in {Path.cwd()} or on sys.path. Start in the folder that has {top}, "
+            "install it, or give the path of a script.",
+            name=name,
         )
-    text = tuple(map(str, args))
-    places = [Path(folder, *inner) for folder in folders] or [Path(str(spec.origin).removesuffix(".py"))]
-    for place in map(Path.absolute, places):
-        is_package = (place / "__init__.py").is_file()
-        for file in (place / "__main__.py", *(() if is_package else (place.with_suffix(".py"),))):
-            if file.is_file():
-                _check(file)
-                root = place.parents[len(inner)]
-                return Script(given=name, is_module=True, args=text, file=str(file), folder=str(root))
-    looked = " nor ".join(f"{place}.py nor {place / '__main__.py'}" for place in places)
-    raise ModuleNotFoundError(f"no module {name!r} that can be run: there is neither {looked}", name=name)
+    _check(file)
+    root = file.parents[len(inner) + is_package]
+    return Script(given=name, is_module=True, args=tuple(map(str, args)), file=str(file), folder=str(root))
+
+
+def _part_of(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+    """Return a package's module of this name, without an import. None: no package has the module."""
+    if package is None or package.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(name, package.submodule_search_locations)
 
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
