@@ -10,7 +10,7 @@ The machine needs Python and torch with CUDA. The wheels have everything else, a
 Without a folder of wheels, the packages of this Python are used.
 
 checks  `tests/test_gpu_integration.py`, with a rank for each GPU: contexts, devices, process groups, kills,
-        checkpoints, errors, CUDA graphs, returned tensors, usage, pictures. Without GPUs, those that can run on the CPU
+        checkpoints, errors, CUDA graphs, returned tensors, usage. Without GPUs, those that can run on the CPU
 speed   launch, recovery and throughput beside `torchrun`, checkpoints beside torch's, the pet-names recipe beside the
         usual one. Without GPUs, small sizes on the CPU with gloo
 

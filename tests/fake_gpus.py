@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from distributed import Client
 
+from flytekitplugins.daskpytorch.rank import nvml
 from processes import PRELOAD, dask_cluster, nothing_left_behind
 
 SOUND = {
@@ -46,6 +47,14 @@ def build(folder: Path) -> Path:
     source = Path(__file__).with_name("fake_nvml.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", library, source], check=True)
     return library
+
+
+def install(folder: Path, patch: pytest.MonkeyPatch, gpus: Mapping[str, Mapping[str, int]]) -> Path:
+    """Have this process use a library in place of NVML, with these answers. Return the file with the answers."""
+    patch.setattr(nvml, "LIBRARY", str(build(folder)))
+    patch.setenv("FAKE_NVML", str(folder / "gpus"))
+    describe(folder / "gpus", gpus)
+    return folder / "gpus"
 
 
 def describe(file: Path, gpus: Mapping[str, Mapping[str, int]]) -> None:

@@ -58,7 +58,7 @@ from flytekitplugins.daskpytorch.protocol.reports import (
     ShortReport,
 )
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, StoredPart, WrittenShards, folder_name
-from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -246,7 +246,15 @@ class Watcher(Observer):
         """Kinds of the failures after which the gang restarted."""
         self.evaluated: list[tuple[int, Mapping[str, Any]]] = []
         """Steps and metrics of evaluations."""
+        self.accounts: list[Goodput] = []
+        self.usages: list[RankUsage] = []
         self.wish: StoppedEarlyError | None = None
+
+    def accounted(self, goodput: Goodput) -> None:
+        self.accounts.append(goodput)
+
+    def used(self, usage: RankUsage) -> None:
+        self.usages.append(usage)
 
     def noted(self, text: str) -> None:
         self.notes.append(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,24 +16,9 @@ from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.orders import Accounted
 from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent
-from simulated_gang import Agent, OwnError, Watcher, World, raised
+from simulated_gang import Agent, OwnError, World, raised
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
-
-
-class Told(Watcher):
-    """Remembers accounts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.accounts: list[Goodput] = []
-        self.usages: list[RankUsage] = []
-
-    def accounted(self, goodput: Goodput) -> None:
-        self.accounts.append(goodput)
-
-    def used(self, usage: RankUsage) -> None:
-        self.usages.append(usage)
 
 
 class Trained(World):
@@ -117,12 +101,18 @@ MakeTrained = Callable[..., Trained]
 
 @pytest.fixture
 def world_of(tmp_path: Path) -> MakeTrained:
-    return functools.partial(Trained, tmp_path)
+    """Makes a gang whose ranks have met after so many seconds."""
+
+    def make(seconds: float = 10.0, **settings: Any) -> Trained:
+        world = Trained(tmp_path, **settings)
+        world.go(seconds)
+        return world
+
+    return make
 
 
 def test_undisturbed(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(10.0)
+    world = world_of(10.0)
     world.spend(preparing=3.0, data=1.0, stepping=20.0, evaluation=4.0)
     world.keep(5, seconds=2.0)
     world.clock.now += 0.5  # the last step, of which the driver has not heard
@@ -143,8 +133,7 @@ def test_undisturbed(world_of: MakeTrained) -> None:
 
 
 def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(10.0)
+    world = world_of(10.0)
     world.spend(preparing=3.0, stepping=20.0)
     world.keep(5)
     world.spend(stepping=4.0, data=2.0, evaluation=1.0)
@@ -164,8 +153,7 @@ def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_o
 
 
 def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(10.0)
+    world = world_of(10.0)
     world.spend(preparing=3.0, stepping=20.0, data=2.0)
     world.kill_worker(W2)
     world.obey_all()
@@ -182,7 +170,6 @@ def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: M
 
 def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of: MakeTrained) -> None:
     world = world_of()
-    world.go()
     world.spend(stepping=20.0)
     world.keep(5)
     world.spend(stepping=5.0)
@@ -195,7 +182,6 @@ def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of
 
 def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_of: MakeTrained) -> None:
     world = world_of()
-    world.go()
     world.spend(stepping=20.0)
     world.say_spent(5)
     world.save(world.main, 5)
@@ -213,8 +199,7 @@ def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_o
 
 
 def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(world_of: MakeTrained) -> None:
-    world = world_of(min_workers=1)
-    world.go(5.0)
+    world = world_of(5.0, min_workers=1)
     world.keep(5)
     world.kill_worker(W2)
     world.go_again(4.0)
@@ -232,8 +217,7 @@ def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(worl
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: MakeTrained, saves: bool) -> None:
-    world = world_of(max_restarts=0)
-    world.go(5.0)
+    world = world_of(5.0, max_restarts=0)
     world.spend(stepping=8.0)
     world.feed(world.state.request_stop, "the node is taken away")
     if saves:
@@ -248,8 +232,7 @@ def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: MakeTrained
 
 
 def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(5.0)
+    world = world_of(5.0)
     world.spend(stepping=8.0)
     world.watcher.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
     world.step(world.main, saves=False)
@@ -258,8 +241,8 @@ def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: MakeTrained) 
     assert parts(world.end()) == {"starting": 5.0, "stepping": 8.0}
 
 
-def test_a_gang_that_never_forms_has_only_started(world_of: MakeTrained) -> None:
-    world = world_of(start_timeout=60.0)
+def test_a_gang_that_never_forms_has_only_started(tmp_path: Path) -> None:
+    world = Trained(tmp_path, start_timeout=60.0)
     world.wait(100.0)
     assert isinstance(raised(world), GangStartError)
     goodput = world.end()
@@ -268,30 +251,26 @@ def test_a_gang_that_never_forms_has_only_started(world_of: MakeTrained) -> None
 
 
 def test_observers_hear_every_two_seconds(world_of: MakeTrained) -> None:
-    world = world_of()
-    told = Told()
-    world.state.observers._observers.append(told)
-    world.go(1.0)
+    world = world_of(1.0)
     for _ in range(20):
         world.spend(stepping=0.5)
-    assert 4 <= len(told.accounts) <= 6
-    assert [goodput.total for goodput in told.accounts] == sorted({goodput.total for goodput in told.accounts})
+    assert 4 <= len(world.watcher.accounts) <= 6
+    assert [goodput.total for goodput in world.watcher.accounts] == sorted(
+        {goodput.total for goodput in world.watcher.accounts}
+    )
 
 
 def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
     world_of: MakeTrained,
 ) -> None:
-    world = world_of()
-    told = Told()
-    world.state.observers._observers.append(told)
-    world.go(1.0)
+    world = world_of(1.0)
     world.clock.now += 4.0
     for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):
         seconds = {"preparing": 1.0, "data": 3.0 - rank}
         how: dict[str, Any] = {"time": 0.0, "num_steps": 7, "cpu": 1.0, "memory": 5, "seconds": seconds}
         usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
         world.report(agent, rank, usage)
-    assert [usage.rank for usage in told.usages] == [0, 1]
+    assert [usage.rank for usage in world.watcher.usages] == [0, 1]
     assert parts(world.state.accountant.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 
@@ -302,8 +281,7 @@ def answers(world: Trained, worker: str) -> list[tuple[int, float]]:
 
 
 def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(1.0)
+    world = world_of(1.0)
     world.spend(stepping=5.0)
     world.report(world.agent(W1), 0, GoodputWanted(1))
     world.spend(stepping=7.0)
@@ -313,8 +291,7 @@ def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: MakeTrained
 
 
 def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(1.0)
+    world = world_of(1.0)
     world.report(world.agent(W2), 1, GoodputWanted(1))
     assert answers(world, W2) == []
     world.spend(stepping=5.0)  # as rank 0 says before it asks itself, and now and then in any case
@@ -323,12 +300,23 @@ def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: Mak
 
 
 def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: MakeTrained) -> None:
-    world = world_of()
-    world.go(1.0)
+    world = world_of(1.0)
     world.spend(stepping=5.0)
     world.report(world.agent(W1), 0, Spent({"stepping": 5.0}, is_last=True))
     world.report(world.agent(W2), 1, GoodputWanted(1))
     assert answers(world, W2) == [(1, 5.0)]
+
+
+# ---- The record
+
+
+def test_a_line_names_the_share_of_the_steps_and_all_that_took_time() -> None:
+    goodput = Goodput(total=144.31, starting=1.2, preparing=5.0, stepping=120.1, data=18.0, lost=0.01)
+    assert str(goodput) == ("goodput 83 %: 120.1 s of 144.3 s stepping; starting 1.2 s, preparing 5.0 s, data 18.0 s")
+    assert str(Goodput(total=2.0, stepping=2.0)) == "goodput 100 %: 2.0 s of 2.0 s stepping"
+    assert Goodput().share == 0.0
+    names = ["total", "starting", "preparing", "stepping", "data", "evaluation", "saving", "waiting", "lost"]
+    assert list(Goodput().as_dict()) == names
 
 
 # ---- The accountant alone -------------------------------------------------------------------------------------------

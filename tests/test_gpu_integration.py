@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -576,7 +574,7 @@ def test_the_deck_has_each_ranks_use_of_its_gpu(
         assert max(usage.gpu_utilization or 0.0 for usage in usages) > 0.5
 
 
-# ---- What comes back, shared GPUs, pictures
+# ---- What comes back, shared GPUs
 
 
 def return_from_device(device: str) -> dict[str, Any]:
@@ -609,29 +607,3 @@ def test_two_ranks_share_a_gpu_by_gloo(run: Run) -> None:
     results = run(share, num_ranks=num_ranks).result()
     assert {(backend, total) for backend, _, total in results} == {("gloo", num_ranks * (num_ranks + 1) / 2)}
     assert sorted(uuid for _, uuid, _ in results) == sorted(2 * FOUND.uuids)
-
-
-def decode_on(device: str, body: bytes) -> tuple[str, Any]:
-    """The decoder's module and its picture: torchcodec's, or torchvision's where that is not there."""
-    try:
-        from torchcodec.decoders import decode_jpeg
-    except (ImportError, OSError, RuntimeError):
-        from torchvision.io import decode_jpeg
-    [picture] = decode_jpeg([torch.frombuffer(bytearray(body), dtype=torch.uint8)], device=device)
-    assert picture.device.type == device
-    return decode_jpeg.__module__, picture.permute(1, 2, 0).cpu().numpy()
-
-
-def test_a_jpeg_decoded_on_the_device_is_as_pils(
-    run: Run, device: str, record_property: Callable[[str, object], None]
-) -> None:
-    image = pytest.importorskip("PIL.Image")
-    jpegs = pytest.importorskip("jpegs")
-    if find_spec("torchcodec") is None and find_spec("torchvision") is None:
-        pytest.skip("needs torchcodec or torchvision")
-    body = jpegs.encoded(jpegs.photo(0, (640, 480)))
-    module, picture = run(decode_on, body, num_ranks=1).result()[0]
-    record_property("decoder", module)
-    wanted = image.open(io.BytesIO(body)).convert("RGB")
-    assert picture.shape == (480, 640, 3)
-    assert abs(picture.astype(float) - wanted).mean() < 2.0

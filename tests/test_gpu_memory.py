@@ -21,7 +21,7 @@ import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
-from flytekitplugins.daskpytorch.rank import gpu_memory, main, nvml
+from flytekitplugins.daskpytorch.rank import gpu_memory, main
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from gangs import order_for
 from processes import SCRIPTS, nothing_left_behind, run_program
@@ -36,23 +36,11 @@ MESSAGE = (
 
 
 def block(size: int, *frames: dict[str, Any], state: str = "active_allocated") -> dict[str, Any]:
-    return {"size": size, "requested_size": size, "address": 0, "state": state, "frames": list(frames)}
+    return {"size": size, "state": state, "frames": list(frames)}
 
 
 def segment(device: int, *blocks: dict[str, Any]) -> dict[str, Any]:
-    total, live = sum(each["size"] for each in blocks), [each for each in blocks if each["state"] != "inactive"]
-    size = sum(each["size"] for each in live)
-    return {
-        "device": device,
-        "address": 0,
-        "total_size": total,
-        "allocated_size": size,
-        "active_size": size,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "blocks": list(blocks),
-    }
+    return {"device": device, "total_size": sum(each["size"] for each in blocks), "blocks": list(blocks)}
 
 
 def segments() -> list[dict[str, Any]]:
@@ -108,11 +96,8 @@ def order() -> RankOrder:
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(nvml, "LIBRARY", str(fake_gpus.build(tmp_path)))
-    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
     process = {"pid": 812, "pid_memory": 20 * GIB}
-    fake_gpus.describe(tmp_path / "gpus", {"GPU-1": SOUND | {"used": 78 * GIB} | process})
-    return tmp_path / "gpus"
+    return fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": SOUND | {"used": 78 * GIB} | process})
 
 
 def explained(error: BaseException, order: RankOrder) -> tuple[list[str], dict[str, bytes]]:

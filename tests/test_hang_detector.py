@@ -9,9 +9,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     Stillness,
     find_hung,
     report_hang,
-    waits_of,
 )
-from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):
@@ -124,43 +122,18 @@ def test_report_has_ten_lines_of_a_deep_stack_and_what_there_is_without_frames()
     assert "rank 1, it did not answer" in report
 
 
-def waiting_in(number: int, *, is_done: bool = False) -> Recalled:
-    collective = Collective(
-        group="g", number=number, operation="barrier", inputs=[], outputs=[], dtypes=[], is_done=is_done
-    )
-    return Recalled(groups=["g"], collectives=[collective])
-
-
-def test_ranks_wait_if_none_of_them_is_at_work_or_silent() -> None:
-    def of(recalled: Recalled | None, *, is_done: bool = False) -> RankState:
-        return RankState(is_done=is_done, num_collectives=1, still_for=1.0, stacks="", recalled=recalled)
-
-    waits = {0: of(waiting_in(1)), 1: of(waiting_in(2))}
-    assert waits_of(waits) == {0: {("g", 1)}, 1: {("g", 2)}}
-    assert waits_of(waits | {2: of(None, is_done=True)}) == waits_of(waits)
-    assert waits_of(waits | {2: of(None)}) is None
-    assert waits_of(waits | {2: of(waiting_in(2, is_done=True))}) is None
-
-
 # ---- Inside a collective?
 
 
-def is_outside(stacks: str) -> bool:
-    """Return True if the rank with these stacks, of two, is said to wait for no other rank."""
+@pytest.mark.parametrize(
+    ("stacks", "is_outside"),
+    [
+        *((stacks, False) for stacks in (IN_BARRIER, IN_BACKWARD, IN_DDP_INIT)),
+        # Other threads and outer frames do not count, nor do missing stacks.
+        *((stacks, True) for stacks in (IN_DATA_LOADING, CALLED_BY_TORCH, "", "it did not answer", "(no stacks)")),
+        *((IN_BARRIER + IN_DATA_LOADING, True), (IN_DATA_LOADING + IN_BARRIER, False)),  # the newest of several dumps
+    ],
+)
+def test_main_thread_that_waits_for_other_ranks_is_inside(stacks: str, *, is_outside: bool) -> None:
     rank, why = find_hung({0: state(still_for=99.0), 1: state(stacks=stacks)})
-    return rank == 1 and why == "it is not inside a collective"
-
-
-@pytest.mark.parametrize("stacks", [IN_BARRIER, IN_BACKWARD, IN_DDP_INIT])
-def test_main_thread_that_waits_for_other_ranks_is_inside(stacks: str) -> None:
-    assert not is_outside(stacks)
-
-
-@pytest.mark.parametrize("stacks", [IN_DATA_LOADING, CALLED_BY_TORCH, "", "it did not answer", "(no stacks)"])
-def test_other_threads_outer_frames_and_no_stacks_do_not_count(stacks: str) -> None:
-    assert is_outside(stacks)
-
-
-def test_newest_dump_counts_where_a_file_has_several() -> None:
-    assert is_outside(IN_BARRIER + IN_DATA_LOADING)
-    assert not is_outside(IN_DATA_LOADING + IN_BARRIER)
+    assert (rank == 1 and why == "it is not inside a collective") is is_outside

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from multiprocessing import Pipe
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
+from flytekitplugins.daskpytorch.protocol.reports import Hint
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_seed, of_variables, watching_samplers
-from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.usage import Ledger, watched
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import order_for
 
 
 def record(**metrics: object) -> LogRecord:
@@ -125,18 +122,3 @@ def test_a_seed_of_the_script_is_told_where_the_rank_draws_with_another() -> Non
     torch.manual_seed(8)
     torch.rand(1)
     assert of_seed(7, state) is None
-
-
-def test_each_kind_is_reported_once_however_often_it_is_seen() -> None:
-    ours, theirs = Pipe()
-    with ours, theirs:
-        link = GangLink(ours, order_for())
-        for step in range(20):  # a loss stays no number
-            link.log(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
-            link.hint(of_exchange(0, 2, has_trained=True))
-            link.hint(None)
-            link.send_records()
-        said = []
-        while theirs.poll():
-            said += [report.kind for report in unpack(theirs.recv_bytes()) if isinstance(report, Hint)]
-    assert said == ["loss", "exchange"]

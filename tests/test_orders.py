@@ -12,8 +12,8 @@ import pytest
 from flytekitplugins.daskpytorch.protocol import start_variables
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.settings import Gang
+from gangs import JOB, order_for
 
 NODE = Node(worker="w", host="h", num_cores=8, gpus=(), gpu_names=(), interface="lo", versions={})
 WITH_GPUS = replace(NODE, gpus=("4", "5", "6"))
@@ -27,15 +27,7 @@ def variables(
     devices: Literal["own", "all"] = "own",
     **given: Any,
 ) -> dict[str, str]:
-    job = Job(
-        sharding=Sharding(base="", nonce=""),
-        gang="g",
-        attempt=0,
-        call=b"",
-        backend="gloo",
-        settings=Gang(devices=devices),
-        **given,
-    )
+    job = Job(**JOB | {"settings": Gang(devices=devices)} | given)
     [here] = place_ranks([node], 2, job.settings.devices)
     return environment(base, here[local_rank], job, interface, Path("/scratch"))
 
@@ -98,12 +90,4 @@ def test_the_flight_recorder_remembers_what_is_asked_of_it_unless_the_user_wants
 
 @pytest.mark.parametrize(("setting", "pulse"), [(None, None), ("auto", 10.0), (300.0, 1.0), (2.0, 0.4)])
 def test_ranks_report_often_enough_for_what_is_asked(setting: float | str | None, pulse: float | None) -> None:
-    job = Job(
-        gang="g",
-        attempt=0,
-        call=b"",
-        backend="gloo",
-        sharding=Sharding(base="", nonce=""),
-        settings=Gang(hang_timeout=setting),
-    )
-    assert job.pulse == pulse
+    assert order_for(Gang(hang_timeout=setting)).job.pulse == pulse

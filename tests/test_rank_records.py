@@ -87,6 +87,7 @@ def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[Ga
     assert isinstance(hint, Hint)
     assert "step 1" in hint.text
     assert [report.step for report in (first, *others) if isinstance(report, LogRecord)] == [1, 2, 3]
+    assert len(others) == 2
 
 
 @pytest.mark.parametrize(

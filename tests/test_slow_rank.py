@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +16,14 @@ from distributed import Client
 from torch import distributed as dist
 
 import fake_gpus
-from flytekitplugins.daskpytorch import Gang, Observer, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver.slow_rank import MAX_TIMINGS, MIN_TIMED, SlowRankWatch
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.reports import Entered, Timed
-from flytekitplugins.daskpytorch.rank import entries, flight_recorder, nvml
+from flytekitplugins.daskpytorch.rank import entries, flight_recorder
 from flytekitplugins.daskpytorch.rank.entries import Entries
 from flytekitplugins.daskpytorch.rank.usage import Ledger
-from processes import until
+from gangs import Notes
 
 pytestmark = pytest.mark.timeout(300)
 STEP = 0.1
@@ -281,9 +280,7 @@ def test_a_rank_reports_clock_and_temperature_of_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_cuda: bool
 ) -> None:
     """Torch's CUDA, the recorder and NVML are simulated."""
-    monkeypatch.setattr(nvml, "LIBRARY", str(fake_gpus.build(tmp_path)))
-    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
-    fake_gpus.describe(tmp_path / "gpus", {"GPU-1": {"is": 1, "clock": 1005, "degrees": 91}})
+    fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": {"is": 1, "clock": 1005, "degrees": 91}})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_cuda)
     monkeypatch.setattr(flight_recorder, "newest", lambda: flight_recorder.Newest({1: 0.0}, {1}, is_partial=False))
     monkeypatch.setattr(time, "time", lambda: 1000.0)
@@ -354,38 +351,9 @@ def test_ranks_read_the_times_of_their_newest_collectives(client: Client) -> Non
             assert each.seen_out > max(timed[number].entered, timed_there[number].entered)
 
 
-PIECE = 32 * 1024
-
-
-@pytest.fixture
-def slow_disk(tmp_path: Path) -> Iterator[Path]:
-    """Folder of a control group whose processes read 5 MB/s from the disk of `tmp_path`."""
-    group, device = Path(f"/sys/fs/cgroup/blkio/dp{os.getpid()}"), tmp_path.stat().st_dev
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group limits a disk here: {error}")
-    try:
-        limit = f"{os.major(device)}:{os.minor(device)} 5000000"
-        (group / "blkio.throttle.read_bps_device").write_text(limit)
-        yield group
-    except OSError as error:  # no whole disk
-        pytest.skip(f"the disk of {tmp_path} cannot be limited: {error}")
-    finally:
-        until(lambda: not (group / "cgroup.procs").read_text(), "the rank to end")
-        group.rmdir()
-
-
-def train(guilty: int, folder: Path, slow_disk: Path | None) -> None:
-    """Train for 60 s. One rank is slow in its backward, or in reading its data from the disk."""
-    from flytekitplugins.daskpytorch import current_rank
-
-    rank = current_rank().rank
-    is_guilty = rank == guilty
-    file = os.open(folder / "data", os.O_RDONLY)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-    if is_guilty and slow_disk is not None:
-        (slow_disk / "cgroup.procs").write_text("0")  # this process
+def train(guilty: int, where: str) -> None:
+    """Train for 60 s. One rank is slow in its backward, or in reading its data."""
+    is_guilty = current_rank().rank == guilty
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -394,7 +362,7 @@ def train(guilty: int, folder: Path, slow_disk: Path | None) -> None:
 
         @staticmethod
         def backward(_: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            if is_guilty and slow_disk is None:
+            if is_guilty and where == "backward":
                 time.sleep(0.1)  # most samples of its line are here, on a busy machine, too
             return gradient
 
@@ -403,15 +371,14 @@ def train(guilty: int, folder: Path, slow_disk: Path | None) -> None:
             return 1_000_000
 
         def __getitem__(self, index: int) -> torch.Tensor:
-            if slow_disk is not None:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # not from memory
-                os.pread(file, PIECE, (2 * index + rank) % 1000 * PIECE)  # no two ranks wait for one page
+            if is_guilty and where == "data":
+                time.sleep(0.1)
             return torch.randn(64)
 
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ends_at, stop = time.time() + 60, torch.zeros(1)
-    for batch in torch.utils.data.DataLoader(Data(), batch_size=8):
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=1):
         optimizer.zero_grad()
         Slow.apply(model(batch)).square().mean().backward()
         optimizer.step()
@@ -421,32 +388,11 @@ def train(guilty: int, folder: Path, slow_disk: Path | None) -> None:
             break
 
 
-def hint_of(client: Client, tmp_path: Path, guilty: int, slow_disk: Path | None = None) -> str:
-    """Hint about the slow rank of a real gang."""
-    notes = tmp_path / "notes"
-    with (tmp_path / "data").open("wb") as file:
-        file.write(os.urandom(1000 * PIECE))
-        os.fsync(file.fileno())
-
-    class Notes(Observer):
-        def noted(self, text: str) -> None:
-            with notes.open("a") as file:
-                file.write(f"{text}\n")
-
-    dispatch.run(client, train, guilty, tmp_path, slow_disk, gang=Gang(observers=(Notes,))).result()
-    [hint] = [line for line in notes.read_text().splitlines() if "is slow" in line]
-    return hint
-
-
 @pytest.mark.slow
-def test_a_rank_that_is_slow_in_its_backward_is_named(client: Client, tmp_path: Path) -> None:
-    hint = hint_of(client, tmp_path, 1)
-    assert "rank 1 (" in hint
-    assert "(backward)" in hint
-
-
-@pytest.mark.slow
-def test_a_rank_with_a_slow_disk_is_named_with_its_data(client: Client, tmp_path: Path, slow_disk: Path) -> None:
-    hint = hint_of(client, tmp_path, 0, slow_disk)
-    assert "rank 0 (" in hint
-    assert "It waits for its data loader" in hint
+@pytest.mark.parametrize(("guilty", "where", "told"), [(1, "backward", "(backward)"), (0, "data", "its data loader")])
+def test_a_real_rank_that_is_slow_is_named_with_the_cause(client: Client, guilty: int, where: str, told: str) -> None:
+    notes = Notes()
+    dispatch.run(client, train, guilty, where, gang=Gang(observers=(lambda: notes,))).result()
+    [hint] = [text for text in notes.texts if "is slow" in text]
+    assert f"rank {guilty} (" in hint
+    assert told in hint

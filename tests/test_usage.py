@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fake_gpus
 from clock import Clock
-from flytekitplugins.daskpytorch.rank import nvml, usage
+from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 from flytekitplugins.daskpytorch.records import RankUsage
 
@@ -207,9 +207,7 @@ def test_of_a_gpu_it_reads_off_what_there_is_to_know(
     expected: tuple[Any, Any],
 ) -> None:
     """Torch and NVML are simulated."""
-    monkeypatch.setattr(nvml, "LIBRARY", str(fake_gpus.build(tmp_path)))
-    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
-    fake_gpus.describe(tmp_path / "gpus", {"GPU-1": {"is": 1, **answers}})
+    fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": {"is": 1, **answers}})
     monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[by_cuda]))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     read = Gauge(0, ledger, 2, "1").read()
