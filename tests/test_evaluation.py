@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE
 from flytekitplugins.daskpytorch.driver.evaluation import MAX_LACK, Agenda
 from flytekitplugins.daskpytorch.driver.evaluation_request import arguments_of, names_of_evaluation
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
@@ -94,30 +95,6 @@ def file(step: int, **more: Any) -> CheckpointFile:
     return CheckpointFile(attempt=0, step=step, size=1, digest=f"{step:064}", **more)
 
 
-def test_the_newest_wins_and_the_skipped_are_counted() -> None:
-    agenda = Agenda()
-    agenda.note_kept(file(1))
-    assert agenda.begin().step == 1
-    for step in (2, 3, 4):
-        agenda.note_kept(file(step))
-    assert agenda.held == {file(1).identity, file(4).identity}
-    assert not agenda.can_begin
-    agenda.note_end(has_failed=False)
-    assert agenda.begin().step == 4
-    assert agenda.num_skipped == 2
-
-
-def test_each_nth_is_due_and_one_that_is_saved_again_counts_once() -> None:
-    agenda = Agenda(every=3)
-    due = []
-    for step in (1, 2, 2, 3, 3, 4, 5, 6, 7):
-        agenda.note_kept(file(step))
-        if agenda.can_begin:
-            due.append(agenda.begin().step)
-            agenda.note_end(has_failed=False)
-    assert due == [3, 6]
-
-
 def test_the_next_attempt_does_not_evaluate_again() -> None:
     agenda = Agenda(every=5)
     agenda.note_found(file(7, is_evaluated=True))
@@ -125,7 +102,7 @@ def test_the_next_attempt_does_not_evaluate_again() -> None:
     assert not agenda.is_outstanding
     agenda = Agenda(every=5)
     agenda.note_found(file(7))
-    assert agenda.begin().step == 7
+    assert agenda.next == file(7)
 
 
 # ---- In a gang
@@ -144,6 +121,33 @@ def test_metrics_arrive_under_the_checkpoints_step_and_rank_it_though_newer_ones
     assert world.watcher.checkpoints[-1][0].metrics == {"held_out": 1.0}
     world.obey_all()
     assert world.agent(W1).kept == [1, 5]
+    world.end_evaluation()
+    deliver(world)
+    world.finish()
+    assert world.watcher.notes[-1] == "3 of 5 checkpoints evaluated; 2 skipped, since newer ones had come"
+
+
+def test_each_nth_is_due_and_one_that_is_saved_again_counts_once(world_of: MakeWorld) -> None:
+    world = world_of(Evaluate(evaluate, every=3))
+    for step in (1, 2, 2, 3, 3, 4, 5, 6, 7):
+        save(world, step)
+        world.end_evaluation()
+    assert steps(world) == [3, 6]
+
+
+def test_a_thread_that_cannot_start_costs_one_evaluation(world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world = world_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        save(world, 1)
+    world.evaluations.clear()  # it never ran
+    assert "step 1 failed, and the training goes on: RuntimeError: can't start new" in world.watcher.notes[-1]
+    save(world, 2)
+    world.end_evaluation()
+    assert world.watcher.evaluated == [(2, {"held_out": 2.0})]
 
 
 def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> None:
@@ -271,47 +275,35 @@ def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
     assert world.watcher.reasons == []
 
 
-def test_sigterm_ends_the_evaluation_too(world_of: MakeWorld) -> None:
-    world = world_of()
-    save(world, 1)
-    world.feed(world.state.request_stop, "the task was told to end")
-    assert world.evaluations[0].is_cancelled
-    world.end_evaluation()
-    save(world, 2)
-    assert steps(world) == [1]
-
-
-def test_sigterm_ends_the_wait_for_an_evaluation(world_of: MakeWorld) -> None:
-    world = world_of()
-    save(world, 1)
-    deliver(world)
-    assert not left(world)
-    world.feed(world.state.request_stop, "the task was told to end")
-    assert left(world)
-
-
-def test_sigterm_ends_the_wait_for_a_checkpoint_that_would_be_evaluated(world_of: MakeWorld) -> None:
-    world = world_of()
-    world.save(world.agent(W1), 1)
-    deliver(world)
-    assert not left(world)
-    world.feed(world.state.request_stop, "the task was told to end")
-    assert left(world)
-
-
-def test_ctrl_c_ends_the_evaluation_and_begins_no_other(world_of: MakeWorld) -> None:
+@pytest.mark.parametrize("end", [lambda state: state.request_stop("the task was told to end"), GangState.cancel])
+def test_sigterm_and_ctrl_c_end_the_evaluation_and_begin_no_other(world_of: MakeWorld, end: Any) -> None:
     world = world_of()
     save(world, 1, 2)
-    world.feed(world.state.cancel)
+    world.feed(end, world.state)
     assert world.evaluations[0].is_cancelled
+    world.end_evaluation()
+    save(world, 3)
     assert steps(world) == [1]
+
+
+@pytest.mark.parametrize("has_arrived", [True, False])
+def test_sigterm_ends_the_wait_for_a_checkpoints_evaluation(world_of: MakeWorld, has_arrived: bool) -> None:
+    world = world_of()
+    if has_arrived:
+        save(world, 1)
+    else:
+        world.save(world.agent(W1), 1)
+    deliver(world)
+    assert not left(world)
+    world.feed(world.state.request_stop, "the task was told to end")
+    assert left(world)
 
 
 def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWorld) -> None:
     world = world_of(Evaluate(evaluate, timeout=30.0), keep=Keep(last=1))
     save(world, 1, 2, 3)
     assert files(world) == [1, 3]
-    world.evaluator.release()
+    world.evaluator.close()
     assert files(world) == [3]
 
 
@@ -329,26 +321,31 @@ def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None
     assert "no checkpoint was kept, so none was evaluated" in world.watcher.notes[-1]
 
 
-def test_the_metrics_reach_storage(tmp_path: Path) -> None:
-    own = str(tmp_path / "own")
-    paths = StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own)
-    world = World(tmp_path, evaluate=Evaluate(evaluate), keep=BEST, storage=paths)
-    world.form()
+@pytest.fixture
+def paths(tmp_path: Path) -> StoragePaths:
+    return StoragePaths(files=MoodyFiles(LocalFileSystem()), previous=None, own=str(tmp_path / "own"))
+
+
+def named(paths: StoragePaths) -> manifest.Named:
+    """The checkpoints that the manifest in storage names."""
+    found = manifest.read(paths.files, paths.own)
+    assert found is not None
+    return found
+
+
+def test_the_metrics_reach_storage(world_of: MakeWorld, paths: StoragePaths) -> None:
+    world = world_of(storage=paths)
     save(world, 1)
     world.work()
     world.end_evaluation()
     world.work()
-    named = manifest.read(paths.files, own)
-    assert named is not None
-    [stored] = named[0]
+    [stored] = named(paths)[0]
     assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
 
 
-def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(tmp_path: Path) -> None:
-    own, files = str(tmp_path / "own"), MoodyFiles(LocalFileSystem())
-    paths = StoragePaths(files=files, previous=None, own=own)
-    world = World(tmp_path, evaluate=Evaluate(evaluate), keep=BEST, storage=paths)
-    world.form()
+def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(world_of: MakeWorld, paths: StoragePaths) -> None:
+    world, files = world_of(storage=paths), paths.files
+    assert isinstance(files, MoodyFiles)
     world.save_shards()
     world.end_evaluation()
     files.fails = True
@@ -358,34 +355,24 @@ def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(tmp_path: Pa
     files.fails = False
     while jobs := world.jobs.jobs(LANE):
         world.jobs.do(jobs[0])
-    named = manifest.read(files, own)
-    assert named is not None
-    assert [(entry.is_evaluated, entry.metrics["held_out"]) for entry in named[1]] == [(True, 0.0)]
+    assert [(entry.is_evaluated, entry.metrics["held_out"]) for entry in named(paths)[1]] == [(True, 0.0)]
 
 
-def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_judged(tmp_path: Path) -> None:
-    own = str(tmp_path / "own")
-    paths = StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own)
-    world = World(tmp_path, evaluate=Evaluate(evaluate), keep=Keep(last=1), storage=paths)
-    world.form()
-
-    def stored() -> list[tuple[int, bool]]:
-        named = manifest.read(paths.files, own)
-        assert named is not None
-        return [(entry.step % 100, entry.is_evaluated) for entry in named[1]]
-
+def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_judged(
+    world_of: MakeWorld, paths: StoragePaths
+) -> None:
+    world = world_of(keep=Keep(last=1), storage=paths)
     world.save_shards()
-    assert stored() == [(0, False)]
-    [first] = world.checkpoints.sharded
+    [first] = named(paths)[1]
     for _ in range(2):
         world.save_shards()
-    assert len(stored()) == 2  # the last, and the one that is judged
+    assert len(named(paths)[1]) == 2  # the last, and the one that is judged
     assert Path(first.uri, "layout.json").exists()
     world.end_evaluation()
     assert world.state.saving.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
     world.end_evaluation()
     world.work()
-    assert [is_evaluated for _, is_evaluated in stored()] == [True]
+    assert [entry.is_evaluated for entry in named(paths)[1]] == [True]
     world.save_shards()
     world.work()
     assert not Path(first.uri, "layout.json").exists()

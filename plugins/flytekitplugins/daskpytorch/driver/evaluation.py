@@ -7,6 +7,7 @@ Runs in the driver. All but the evaluation's gang runs in the thread of the trai
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -83,20 +84,13 @@ class Agenda:
             self.waiting = entry
 
     @property
-    def can_begin(self) -> bool:
-        """True if a checkpoint waits, and none is being evaluated."""
-        return self.waiting is not None and self.running is None
+    def next(self) -> Entry | None:
+        """The waiting checkpoint if its evaluation can begin. None: no checkpoint waits, or one is being evaluated."""
+        return self.waiting if self.running is None else None
 
-    def begin(self) -> Entry:
-        """Begin to evaluate the waiting checkpoint, and return it.
-
-        Raises:
-            RuntimeError: No checkpoint can be evaluated now.
-        """
-        if self.waiting is None or self.running is not None:
-            raise RuntimeError("no evaluation can begin")
-        self.running, self.waiting = self.waiting, None
-        return self.running
+    def note_begun(self) -> None:
+        """Record that the evaluation of `next` has begun."""
+        self.running, self.waiting = self.next, None
 
     def note_end(self, *, has_failed: bool) -> None:
         """Record that the running evaluation has ended."""
@@ -166,10 +160,8 @@ class Evaluator:
         self._now = clock
         self._agenda = Agenda(self._settings.every if self._settings is not None else 1)
         self._code: Code | None = None
-        self.on_record: Callable[[], object] = lambda: None
-        """Called when `records` has a new record."""
         self.on_metrics: Callable[[], object] = lambda: None
-        """Called when a checkpoint's description has got the metrics of its evaluation."""
+        """Called when `records` has a new record, and a checkpoint's description has got its metrics."""
         self.records: list[LogRecord] = []
         """Metrics that rank 0 has yet to get for its trackers."""
         self._gang: Supervisor | None = None
@@ -183,14 +175,9 @@ class Evaluator:
         """True if the last look found no worker that can evaluate."""
 
     @property
-    def is_on(self) -> bool:
-        """True with `Gang(evaluate=...)`."""
-        return self._settings is not None
-
-    @property
-    def has_metrics(self) -> bool:
-        """True once an evaluation has succeeded."""
-        return self._agenda.num_done > 0
+    def may_bring_metrics(self) -> bool:
+        """True with `Gang(evaluate=...)` until an evaluation has succeeded, as metrics may yet have new names."""
+        return self._settings is not None and self._agenda.num_done == 0
 
     # ---- what the training's gang tells
 
@@ -202,13 +189,13 @@ class Evaluator:
             start: The checkpoint. None: the training starts afresh.
         """
         self._code = code
-        if self.is_on and start is not None:
+        if self._settings is not None and start is not None:
             self._agenda.note_found(start)
             self._hold()
 
     def note_kept(self, entry: Entry) -> None:
         """Record that the training has kept a checkpoint."""
-        if self.is_on:
+        if self._settings is not None:
             self._agenda.note_kept(entry)
             self._hold()
 
@@ -217,8 +204,8 @@ class Evaluator:
         if self._gang is not None and self._now() >= self._deadline:
             self._deadline = math.inf
             self._gang.cancel()
-        if self._agenda.can_begin and self._now() >= self._try_at:
-            self._begin()
+        if (entry := self._agenda.next) is not None and self._now() >= self._try_at:
+            self._begin(entry)
 
     def is_awaited(self, since: float, *, more_come: bool = False) -> bool:
         """Return True while evaluations are outstanding, and for at most `Evaluate.timeout` seconds.
@@ -236,15 +223,11 @@ class Evaluator:
         return rest > 0
 
     def close(self) -> None:
-        """Cancel the running evaluation, and begin no other."""
+        """Cancel the running evaluation, begin no other, and let the retention policy decide about all checkpoints."""
         self._agenda.close()
         if self._gang is not None:
             self._gang.cancel()
-
-    def release(self) -> None:
-        """Begin no other evaluation, and let the retention policy decide about the checkpoints of evaluations."""
-        self.close()
-        if self.is_on:
+        if self._settings is not None:
             self._committer.vault.hold(())
 
     def end(self) -> None:
@@ -288,27 +271,30 @@ class Evaluator:
     def _hold(self) -> None:
         self._committer.vault.hold(self._agenda.held)
 
-    def _begin(self) -> None:
-        try:
+    def _begin(self, entry: Entry) -> None:
+        assert self._template is not None  # noqa: S101 - without `Gang(evaluate=...)`, no checkpoint waits
+        assert self._settings is not None  # noqa: S101
+        launcher = None
+        with contextlib.suppress(OSError):  # a busy scheduler. The training's gang itself notices a lost one
             launcher = self._agents.launcher.beside()
-        except OSError:  # a busy scheduler. The training's gang itself notices a lost one
-            launcher = None
-        if launcher is None or self._template is None or self._settings is None:
+        self._lacks_worker = launcher is None
+        if launcher is None:
             self._try_at = self._now() + RETRY_INTERVAL
-            self._lacks_worker = True
             self._observers.remind("a checkpoint waits for a worker to be evaluated on")
             return
-        self._lacks_worker = False
-        entry = self._agenda.begin()
+        self._agenda.note_begun()
         start = entry if isinstance(entry, ShardedCheckpoint) else (entry, self._committer.vault.path_of(entry))
         request = replace(self._template, start=start, code=self._code)
         relay = Relay(f"evaluation of step {entry.step}", self._tell_later)
         self._gang = gang = self._make(request, launcher, [relay])
         self._deadline = self._now() + self._settings.timeout
-        self._thread = threading.Thread(
-            target=self._run, args=(gang, entry), name="daskpytorch-evaluation", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(gang, entry), name="daskpytorch-evaluation", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process cannot start another thread
+            self._note_end(entry, error)
+        else:
+            self._thread = thread
 
     def _tell_later(self, method: str, *args: object) -> None:
         self._agents.post(functools.partial(self._observers.tell, method, *args))
@@ -335,11 +321,11 @@ class Evaluator:
             self._tell_failure(entry, metrics)
             self._hold()
             return
-        values = {"rank": 0, "step": entry.step, "num_steps": None, "time": time.time(), "metrics": metrics}
-        record = LogRecord(**values, is_evaluation=True)  # type: ignore[arg-type]
+        record = LogRecord(
+            rank=0, step=entry.step, num_steps=None, time=time.time(), metrics=metrics, is_evaluation=True
+        )
         self.records.append(record)
         self._observers.tell("logged", record)
-        self.on_record()
         self._committer.vault.note_evaluated(entry.identity, metrics)
         self._hold()  # afterwards, as the metrics may be the best
         self.on_metrics()

@@ -101,11 +101,6 @@ def evaluated(entry: K, identity: str, metrics: Mapping[str, float]) -> K:
     return replace(entry, metrics={**entry.metrics, **metrics}, is_evaluated=True)
 
 
-def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
-    """Return the whole and the sharded checkpoints in one tuple, sorted by step."""
-    return tuple(sorted((saved for kind in kinds for saved in kind), key=lambda saved: saved.step))
-
-
 def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
     """Return a hint for the user if checkpoints have metrics, but all lack the one of `keep`. Otherwise None."""
     names = {name for one in kept for name in one.metrics}

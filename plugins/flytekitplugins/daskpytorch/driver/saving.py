@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, listed, retained
+from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, retained
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -127,10 +127,9 @@ class Saving:
         """Tell observers and ranks about the kept checkpoints and their metrics, which have changed."""
         kept = self.saved()
         self._observers.tell("keeps", kept)
-        if not self._evaluator.is_on or self._evaluator.has_metrics:  # an evaluation may yet bring the metric
-            hint = hint_of_metric(kept, self.vault.keep)
-            if hint is not None:
-                self._observers.hint("metric", hint)
+        hint = hint_of_metric(kept, self.vault.keep)
+        if hint is not None and not self._evaluator.may_bring_metrics:
+            self._observers.hint("metric", hint)
         if attempt is not None and not attempt.is_over:
             attempt.tell(messages.Tell(orders.Kept(kept)))
 
@@ -153,10 +152,9 @@ class Saving:
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
-        return listed(
-            (file.saved(self.vault.own) for file in self.vault.entries()),
-            (entry.saved for entry in self.vault.sharded),
-        )
+        kept = [file.saved(self.vault.own) for file in self.vault.entries()]
+        kept += [entry.saved for entry in self.vault.sharded]
+        return tuple(sorted(kept, key=lambda saved: saved.step))
 
     @property
     def newest_step(self) -> int | None:

@@ -87,8 +87,7 @@ class GangState:
         self.evaluator = Evaluator(request, agents, committer, observers, make, self.now)
         self.terminals = Terminals(request.name, agents, observers, self.now)
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
-        self.evaluator.on_record = self._tell_trackers
-        self.evaluator.on_metrics = lambda: self.saving.tell_kept(self.attempt)
+        self.evaluator.on_metrics = self._tell_metrics
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
@@ -347,6 +346,11 @@ class GangState:
             attempt.delivered_at = self.now()
         is_awaited = self.evaluator.is_awaited(attempt.delivered_at, more_come=self.saving.is_busy)
         return is_awaited and not attempt.has_stopped_early
+
+    def _tell_metrics(self) -> None:
+        """Tell trackers, observers and ranks about an evaluation's metrics, which may be the best."""
+        self._tell_trackers()
+        self.saving.tell_kept(self.attempt)
 
     def _tell_trackers(self) -> None:
         """Send the metrics of evaluations to rank 0's trackers, or keep them until rank 0 is ready."""

@@ -158,7 +158,7 @@ class Supervisor:
                 except Exception as failure:  # the next attempt or call begins from the newest checkpoint
                     # After cancellation a user waits. After preemption, `Brain` has waited for storage.
                     is_short = isinstance(failure, (GangCancelledError, PreemptedError))
-                    state.evaluator.release()
+                    state.evaluator.close()
                     _flush([vault, committer], ends.cancelled if is_short else ends.storage)
                     raise
                 _flush([vault, committer] if vault.is_users_folder else [committer], ends.storage)
@@ -242,7 +242,7 @@ class Supervisor:
             self._take(brain.patience)
             state.look_for_silence()
         state.evaluator.conclude()
-        state.evaluator.release()
+        state.evaluator.close()
         return results
 
     def _take(self, timeout: float) -> None:
