@@ -206,12 +206,12 @@ def test_37_a_worker_is_killed_while_it_sends(
     with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
         killed_at: list[float] = []
 
-        def take(connection: Any, wanted: Any, folder: Path) -> Path:
+        def take(connection: Any, wanted: Any, folder: Path) -> None:
             if wanted.step == SAVED_NEXT and not killed_at:
                 killed_at.append(time.time())
                 ft._leave(str(tmp_path / "traces"), "broken", "")
                 cluster.kill_worker(0)
-            return take_file(connection, wanted, folder)
+            take_file(connection, wanted, folder)
 
         take_file = vault.take_file
         monkeypatch.setattr(vault, "take_file", take)

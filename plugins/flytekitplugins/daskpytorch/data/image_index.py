@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.process.folders import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,8 @@ class ImageIndex:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically, by a temporary file and a rename. Readers see the old or the new content."""
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path, path.with_name(f".{path.name}-{uuid.uuid4().hex}")) as unfinished:
+        unfinished.write_bytes(content)
 
 
 def _kind(key: str, folder: str) -> str:

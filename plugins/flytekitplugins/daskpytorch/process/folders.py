@@ -83,6 +83,19 @@ def _remove(folder: Path) -> None:
         time.sleep(wait_for)
 
 
+@contextlib.contextmanager
+def replacing(target: Path, unfinished: Path) -> Iterator[Path]:
+    """Yield the path `unfinished` for a new file, and rename the file to `target` at the end of the context.
+
+    Readers see the old file or the complete new one. After an error in the context, neither path has a new file.
+    """
+    try:
+        yield unfinished
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 """Mode bits that let other users write to a file or folder."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.process.folders import replacing
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
@@ -93,7 +94,7 @@ def link_file(file: Path, folder: Path) -> bool:
     return True
 
 
-def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> Path:
+def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> None:
     """Receive a checkpoint file into a folder, atomically.
 
     Args:
@@ -101,23 +102,14 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> P
         wanted: Description of the file.
         folder: Folder for the file.
 
-    Returns:
-        Path of the file.
-
     Raises:
         EOFError: The connection ended before the file was complete.
         OSError: The file cannot be written.
         ValueError: The received bytes have a wrong digest.
     """
     unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
-    digest = hashlib.sha256()
-    try:
-        with unfinished.open("wb") as file:
-            for piece in connection.pieces(wanted.size, f"the checkpoint of step {wanted.step}"):
-                digest.update(piece)
-                file.write(piece)
-        if digest.hexdigest() != wanted.digest:
+    with replacing(folder / wanted.name, unfinished), HashedFile(io.FileIO(unfinished, "w")) as file:
+        for piece in connection.pieces(wanted.size, f"the checkpoint of step {wanted.step}"):
+            file.write(piece)
+        if file.digest.hexdigest() != wanted.digest:
             raise ValueError(f"the checkpoint of step {wanted.step} was damaged during its transfer")
-        return unfinished.rename(folder / wanted.name)
-    finally:
-        unfinished.unlink(missing_ok=True)

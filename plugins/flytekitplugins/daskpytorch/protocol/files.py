@@ -11,7 +11,7 @@ from typing import Any
 from fsspec.core import strip_protocol
 from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch.process.folders import WRITABLE, refuse_foreign
+from flytekitplugins.daskpytorch.process.folders import WRITABLE, refuse_foreign, replacing
 
 CHUNK = 25 << 20
 """Bytes per request of an upload to S3 or Google Cloud Storage, about half of the clients' default.
@@ -184,12 +184,8 @@ def _rename_into(path: str, write: Callable[[Path], object]) -> None:
     """
     target = Path(path)
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
-    try:
+    with replacing(target, target.with_name(f"{target.name}.{uuid.uuid4().hex}")) as unfinished:
         write(unfinished)
         with unfinished.open("rb") as file:
             unfinished.chmod(os.fstat(file.fileno()).st_mode & ~WRITABLE)  # whatever the umask is
             os.fsync(file)
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.process.folders import replacing
+
 MAX_FOLDERS = 100
 """Maximum number of folders in the path of a submitted file. Functions that upload and remove folders recurse once per
 folder, at most 1,000 times."""
@@ -80,15 +82,10 @@ class ResultFolder:
         return Path(target)
 
     def _write(self, target: Path, pieces: Iterable[bytes]) -> None:
-        unfinished = target.with_name(self._unfinished)
-        try:
+        with replacing(target, target.with_name(self._unfinished)) as unfinished:
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
                 file.writelines(pieces)
-            unfinished.replace(target)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
 
 
 def _objection(path: str) -> str | None:
