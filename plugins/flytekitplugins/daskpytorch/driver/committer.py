@@ -111,7 +111,7 @@ class Committer:
             OSError: The folder that the user has named cannot be written.
         """
         self._leave_token()
-        saves = (save_of(_name_of(entry)) for entry in self.vault.sharded)
+        saves = (save_of(entry.name) for entry in self.vault.sharded)
         self._earlier = {save[1] for save in saves if save is not None}
         if self.vault.is_known and (previous := self.previous) is not None:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
@@ -227,7 +227,7 @@ class Committer:
         """
         if self.vault.is_in_doubt:  # storage may hold the new or the old manifest: a later removal will know
             return
-        named = set(map(_name_of, self.vault.sharded))
+        named = {entry.name for entry in self.vault.sharded}
         with self.vault.removing(base):
             for name, save, nonce in self._saves(base):
                 if name not in named and is_over(save, nonce):
@@ -239,11 +239,6 @@ class Committer:
             for save in self.files.folders(f"{base}/{step}"):
                 if (found := save_of(name := f"{step}/{save}")) is not None:
                     yield name, *found
-
-
-def _name_of(entry: ShardedCheckpoint) -> str:
-    """Return the last two parts of the path of a sharded checkpoint's folder, unique among all drivers' saves."""
-    return "/".join(entry.uri.split("/")[-2:])
 
 
 def _metadata_of(layout: bytes, step: int) -> bytes | None:

@@ -198,8 +198,8 @@ class Address:
             return mapped(file, self.segments)
 
 
-class SharedMemory:
-    """Shared memory that this process has made and keeps for others.
+class SharedMemory(Segments):
+    """Shared memory that this process has made and keeps for others. `add` copies some bytes to its end.
 
     Deletion of this object frees the memory, unless other processes map the memory.
     """
@@ -210,9 +210,8 @@ class SharedMemory:
         Raises:
             OSError: This process may open no more files.
         """
-        self._file = os.fdopen(os.memfd_create(f"daskpytorch-{uuid.uuid4().hex}"), "wb")
-        self._parts = Segments(self._file)
-        self.close = weakref.finalize(self, self._file.close)
+        super().__init__(os.fdopen(os.memfd_create(f"daskpytorch-{uuid.uuid4().hex}"), "wb"))
+        self.close = weakref.finalize(self, self.file.close)
         """Function that closes the memory's file before the deletion of this object."""
 
     @classmethod
@@ -229,22 +228,18 @@ class SharedMemory:
         """
         memory = cls()
         for piece in connection.pieces(original.size, "the call's large arguments"):
-            memory._file.write(piece)
-        memory._file.flush()
-        memory._parts.added = list(original.segments)
+            memory.file.write(piece)
+        memory.file.flush()
+        memory.added = list(original.segments)
         return memory
-
-    def add(self, data: bytes | memoryview) -> None:
-        """Copy some bytes to a new segment at the end of the memory."""
-        self._parts.add(data)
 
     @property
     def address(self) -> Address:
         """Address of the memory, with the segments so far."""
-        descriptor = self._file.fileno()
+        descriptor = self.file.fileno()
         link = Path(f"/proc/self/fd/{descriptor}").readlink()  # /memfd:NAME (deleted)
         name = str(link).removeprefix("/memfd:").removesuffix(" (deleted)")
-        return Address(name, os.getpid(), descriptor, tuple(self._parts.added))
+        return Address(name, os.getpid(), descriptor, tuple(self.added))
 
 
 # ---- Of a return value

@@ -98,6 +98,11 @@ class ShardedCheckpoint:
     """True if `metrics` includes those of `Gang(evaluate=...)`."""
 
     @property
+    def name(self) -> str:
+        """Last two parts of the folder's path, unique among all drivers' saves."""
+        return "/".join(self.uri.split("/")[-2:])
+
+    @property
     def identity(self) -> str:
         """Text that no other checkpoint of the gang has: the path or URL of the folder."""
         return self.uri

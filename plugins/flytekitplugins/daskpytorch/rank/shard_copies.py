@@ -95,8 +95,8 @@ class ShardCopies:
             if found is not None and found[1] == self._nonce and is_over(found[0]):
                 _remove(folder)
         for start in self._before:
-            if save_of("/".join(start.uri.split("/")[-2:])) is not None:
-                _remove(self._of(f"{start.uri}/_").parent)
+            if save_of(start.name) is not None:
+                _remove(self._folder / start.name)
 
     def _of(self, path: str) -> Path:
         """Return the path of an object's copy, in folders named as in storage. No other gang uses these names."""
