@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,12 +17,10 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file
-from flytekitplugins.daskpytorch.protocol.framing import MAX_PIECE, Connection
 from flytekitplugins.daskpytorch.protocol.messages import Upload
-from processes import ends
+from test_vault import flip_a_byte
 
-NUM_KEPT = Keep().last
-SIZE = 3 * MAX_PIECE + 17
+SIZE = 5_000
 
 
 @pytest.fixture
@@ -44,57 +42,31 @@ def checkpoints(folder: Path) -> Vault:
     return Vault(None, Keep(), folder)
 
 
-def write(agent: Path, step: int, attempt: int = 0, size: int = SIZE) -> CheckpointFile:
+def write(agent: Path, step: int, attempt: int = 0) -> CheckpointFile:
     """A checkpoint as a rank leaves it with its agent."""
-    data = hashlib.shake_128(str(step).encode()).digest(size)
-    file = CheckpointFile(attempt=attempt, step=step, size=size, digest=hashlib.sha256(data).hexdigest())
+    data = hashlib.shake_128(str(step).encode()).digest(SIZE)
+    file = CheckpointFile(attempt=attempt, step=step, size=SIZE, digest=hashlib.sha256(data).hexdigest())
     (agent / file.name).write_bytes(data)
     return file
 
 
-@contextlib.contextmanager
-def sending(path: Path) -> Iterator[Connection]:
-    """The receiving end of a connection over which a file comes."""
-    ours, theirs = ends()
+def upload(checkpoints: Vault, agent: Path, file: CheckpointFile, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """A checkpoint comes over a connection, in two pieces, between which something may happen."""
+    data = (agent / file.name).read_bytes()
 
-    def send() -> None:
-        with contextlib.closing(theirs), contextlib.suppress(OSError):
-            theirs.send_file(path)
+    def pieces(size: int, what: str) -> Iterator[bytes]:
+        yield data[:10]
+        meanwhile()
+        if len(data) < size:
+            raise EOFError(what)
+        yield data[10:]
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        with contextlib.closing(ours):
-            yield ours
-    finally:
-        thread.join()
-    assert not thread.is_alive()
-
-
-def upload(checkpoints: Vault, agent: Path, file: CheckpointFile) -> None:
-    with sending(agent / file.name) as connection:
-        checkpoints.serve(connection, Upload(file))
+    connection: Any = SimpleNamespace(pieces=pieces)
+    checkpoints.serve(connection, Upload(file))
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-
-
-# ---- Keeping --------------------------------------------------------------------------------------------------------
-
-
-def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Vault, agent: Path, folder: Path) -> None:
-    first, second = write(agent, 1, size=100), write(agent, 2, size=100)
-    for file in (first, second, *[first] * NUM_KEPT):
-        upload(checkpoints, agent, file)
-    assert checkpoints.newest() == first
-    assert names(folder) == sorted([first.name, second.name])
 
 
 # ---- The best --------------------------------------------------------------------------------------------------------
@@ -102,20 +74,11 @@ def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Vault, age
 BEST = Keep(last=1, best=1, metric="loss")
 
 
-def keep_all(checkpoints: Vault, agent: Path, **losses: float) -> list[CheckpointFile]:
-    files = []
-    for number, loss in losses.items():
-        file = write(agent, int(number.removeprefix("step")), size=100)
-        files.append(replace(file, metrics={"loss": loss}))
-        upload(checkpoints, agent, files[-1])
-    return files
-
-
 def test_the_same_again_without_metrics_is_as_good_as_it_was(agent: Path, folder: Path) -> None:
     checkpoints = Vault(None, BEST, folder)
-    [best] = keep_all(checkpoints, agent, step1=0.1)
-    upload(checkpoints, agent, write(agent, 1, size=100))
-    keep_all(checkpoints, agent, step2=0.2)
+    best, newest = (replace(write(agent, step), metrics={"loss": step / 10}) for step in (1, 2))
+    for file in (best, replace(best, metrics={}), newest):
+        upload(checkpoints, agent, file)
     assert [(file.step, file.metrics) for file in checkpoints.entries()] == [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
     assert find(checkpoints.intact(), BEST, None) == best
 
@@ -169,36 +132,19 @@ def test_when_all_are_damaged_there_is_none_until_the_next_comes(checkpoints: Va
 # ---- Older attempts ----------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_of_an_older_attempt_is_refused(checkpoints: Vault, agent: Path, folder: Path) -> None:
-    kept = write(agent, 1, attempt=0)
-    upload(checkpoints, agent, kept)
+def test_checkpoint_of_an_older_attempt_takes_no_space(checkpoints: Vault, agent: Path) -> None:
     checkpoints.fence(1)
     with pytest.raises(ValueError, match="of attempt 0 came when attempt 1 was running"):
-        upload(checkpoints, agent, write(agent, 2, attempt=0))
+        upload(checkpoints, agent, write(agent, 1), pytest.fail)
+
+
+def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, agent: Path, folder: Path) -> None:
+    kept, file = write(agent, 1, attempt=0), write(agent, 2, attempt=0)
+    upload(checkpoints, agent, kept)
+    with pytest.raises(ValueError, match="of attempt 0 came when attempt 1 was running"):
+        upload(checkpoints, agent, file, lambda: checkpoints.fence(1))
     assert checkpoints.newest() == kept  # what was taken before stays good
     assert names(folder) == [kept.name]
-
-
-def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, agent: Path) -> None:
-    file = write(agent, 1, attempt=0)
-    data = (agent / file.name).read_bytes()
-    errors: list[Exception] = []
-    ours, theirs = ends()
-
-    def take() -> None:
-        try:
-            checkpoints.serve(theirs, Upload(file))
-        except ValueError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    ours._sock.sendall(data[:100])
-    checkpoints.fence(1)
-    ours._sock.sendall(data[100:])
-    thread.join()
-    assert "of attempt 0 came when attempt 1 was running" in str(errors[0])
-    assert checkpoints.newest() is None
 
 
 # ---- On the agent's machine: the same file under a second name ------------------------------------------------------

@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import string
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.protocol.payload import (
     PIECE_SIZE,
     SMALL_SIZE,
-    Address,
     MappedReturn,
     Piece,
     Reader,
@@ -36,7 +34,6 @@ from flytekitplugins.daskpytorch.protocol.payload import (
 )
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from flytekitplugins.daskpytorch.settings import Gang
-from processes import ends
 
 # ---- A call's arguments in shared memory
 
@@ -101,34 +98,6 @@ def test_a_large_pickle_stands_there_too() -> None:
     assert data == b""
     assert len(memory.address.segments) == 2
     assert unpacked(data, memory).args[0] == rows
-
-
-def come(original: SharedMemory, announced: Address) -> SharedMemory:
-    """What comes by a connection, at whose other end all of the original is sent."""
-    mine, theirs = ends()
-
-    def send() -> None:
-        theirs.send_file(original.address.path)
-        theirs.close()
-
-    sending = threading.Thread(target=send)
-    sending.start()
-    try:
-        return SharedMemory.received(mine, announced)
-    finally:
-        sending.join()
-        mine.close()
-
-
-def test_it_comes_by_a_connection_whole_or_not_at_all() -> None:
-    original = SharedMemory()
-    for data in (b"one", bytes(range(256)) * 10_000):
-        original.add(data)
-    copy = come(original, original.address)
-    assert copy.address.path != original.address.path
-    assert [bytes(segment) for segment in copy.address.mapped()] == [b"one", bytes(range(256)) * 10_000]
-    with pytest.raises(EOFError, match="bytes of the call's large arguments"):
-        come(original, replace(original.address, segments=((0, original.address.size + 1),)))
 
 
 def test_it_is_found_by_its_name_alone_and_goes_with_its_keeper() -> None:

@@ -17,16 +17,14 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import Link, RankContext
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
-from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
+from flytekitplugins.daskpytorch.protocol.payload import cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 
 
-def submit(
-    received: ReceivedResults, path: str, data: bytes, *, rank: int = 0, key: str = "", pieces: slice = slice(None)
-) -> None:
-    """What the driver does with a rank's result; of the pieces only these, should it be cut short."""
-    for piece in list(cut(key, path, data))[pieces]:
+def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0, key: str = "") -> None:
+    """What the driver does with a rank's result."""
+    for piece in cut(key, path, data):
         received.add(received.keep(rank, piece))
 
 
@@ -111,25 +109,6 @@ def test_results_are_written_in_order_per_rank_and_once(tmp_path: Path) -> None:
     (tmp_path / "own").unlink()
     handler.process_results(tmp_path, [ended(received)])
     assert "own" not in files(tmp_path)
-
-
-def test_pieces_of_several_ranks_may_mix(tmp_path: Path) -> None:
-    received = ReceivedResults()
-    data = [os.urandom(2 * PIECE_SIZE + 5) for _ in range(3)]
-    for number in range(3):
-        for rank in range(3):
-            submit(received, str(rank), data[rank], rank=rank, pieces=slice(number, number + 1))
-    DaskResultsHandler().process_results(tmp_path, [ended(received)])
-    assert files(tmp_path) == {str(rank): data[rank] for rank in range(3)}
-
-
-def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
-    received = ReceivedResults()
-    submit(received, "a", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
-    submit(received, "b", b"of the next attempt")
-    submit(received, "c", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
-    DaskResultsHandler().process_results(tmp_path, [ended(received)])
-    assert files(tmp_path) == {"b": b"of the next attempt"}
 
 
 def test_several_gangs_at_once_each_inbox_once(tmp_path: Path) -> None:

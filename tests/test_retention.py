@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ class Kept:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+INF, NAN = float("inf"), float("nan")
 BY_LOSS = Keep(last=1, best=1, metric="loss")
 
 
@@ -27,43 +27,27 @@ def kept(*losses: float | None) -> list[Kept]:
     return [Kept(step, {} if loss is None else {"loss": loss}) for step, loss in enumerate(losses)]
 
 
-def steps(entries: list[Kept], keep: Keep) -> list[int]:
-    return [entry.step for entry in retained(entries, keep)]
+BY_ACCURACY = Keep(last=1, best=1, metric="loss", mode="max")
+TWO_BEST = [Keep(last=1, best=2, metric="loss", mode=mode) for mode in ("min", "max")]  # type: ignore[arg-type]
 
 
-def test_the_last_two_stay_by_default() -> None:
-    assert steps(kept(*range(5)), Keep()) == [3, 4]
-    assert steps(kept(1.0), Keep()) == [0]
-    assert steps([], Keep()) == []
-
-
-@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
-def test_the_best_stays_beside_the_last(mode: str, best: int) -> None:
-    keep = Keep(last=1, best=1, metric="loss", mode=mode)  # type: ignore[arg-type]
-    assert steps(kept(0.5, 0.1, 0.9, 0.4, 0.3), keep) == [best, 4]
-
-
-def test_one_that_is_both_is_not_counted_twice_and_takes_no_place_of_another() -> None:
-    assert steps(kept(0.5, 0.4, 0.3), Keep(last=2, best=2, metric="loss")) == [1, 2]
-
-
-def test_the_newest_stays_however_bad() -> None:
-    for loss in (9.0, math.nan, math.inf, None):
-        assert steps(kept(0.1, 0.2, loss), BY_LOSS) == [0, 2]
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-@pytest.mark.parametrize("missing", [math.nan, None])
-def test_what_is_no_number_is_never_among_the_best(missing: float | None, mode: str) -> None:
-    keep = Keep(last=1, best=2, metric="loss", mode=mode)  # type: ignore[arg-type]
-    assert steps(kept(missing, 0.5, missing, missing), keep) == [1, 3]
-    assert steps(kept(missing, missing), keep) == [1]
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_of_equal_ones_the_earlier_stays(mode: str) -> None:
-    keep = Keep(last=1, best=1, metric="loss", mode=mode)  # type: ignore[arg-type]
-    assert steps(kept(0.5, 0.5, 0.5), keep) == [0, 2]
+@pytest.mark.parametrize(
+    ("keep", "losses", "staying"),
+    [
+        pytest.param(Keep(), [0, 1, 2, 3, 4], [3, 4], id="the last two by default"),
+        pytest.param(Keep(), [1.0], [0], id="the only one"),
+        pytest.param(Keep(), [], [], id="none"),
+        pytest.param(BY_LOSS, [0.5, 0.1, 0.9, 0.4, 0.3], [1, 4], id="the lowest beside the last"),
+        pytest.param(BY_ACCURACY, [0.5, 0.1, 0.9, 0.4, 0.3], [2, 4], id="the highest beside the last"),
+        pytest.param(Keep(last=2, best=2, metric="loss"), [0.5, 0.4, 0.3], [1, 2], id="one that is both"),
+        *(pytest.param(BY_LOSS, [0.1, 0.2, loss], [0, 2], id=f"the newest: {loss}") for loss in (9.0, NAN, INF, None)),
+        *((keep, [missing, 0.5, missing, missing], [1, 3]) for keep in TWO_BEST for missing in (NAN, None)),
+        *((keep, [missing, missing], [1]) for keep in TWO_BEST for missing in (NAN, None)),
+        *(pytest.param(keep, [0.5, 0.5, 0.5], [0, 2], id="the earlier equal") for keep in (BY_LOSS, BY_ACCURACY)),
+    ],
+)
+def test_the_last_and_the_best_stay(keep: Keep, losses: list[float | None], staying: list[int]) -> None:
+    assert [entry.step for entry in retained(kept(*losses), keep)] == staying
 
 
 def test_a_step_that_was_saved_again_takes_one_place_among_the_best() -> None:
@@ -77,7 +61,7 @@ def test_what_stays_of_each_new_one_is_what_stays_of_all() -> None:
     """So that what was removed is never missed."""
     random_numbers = random.Random(0)
     for keep in (BY_LOSS, Keep(last=3, best=2, metric="loss", mode="max")):
-        entries = kept(*(random_numbers.choice([0.1, 0.2, 0.3, 0.4, math.nan, None]) for _ in range(200)))
+        entries = kept(*(random_numbers.choice([0.1, 0.2, 0.3, 0.4, NAN, None]) for _ in range(200)))
         staying: list[Kept] = []
         for count, entry in enumerate(entries, 1):
             staying = retained([*staying, entry], keep)
@@ -85,7 +69,7 @@ def test_what_stays_of_each_new_one_is_what_stays_of_all() -> None:
 
 
 def test_the_best_come_first() -> None:
-    entries = kept(0.3, None, 0.1, math.nan, 0.2)
+    entries = kept(0.3, None, 0.1, NAN, 0.2)
     assert [entry.step for entry in best_first(entries, BY_LOSS)] == [2, 4, 0]
     assert best_first(entries, Keep()) == []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -48,7 +50,15 @@ class Gang:
     settled: list[int] = field(default_factory=list)
 
     def save(self) -> None:
-        with _all_placing(self.ranks) as views:
+        with self.meeting():
+            pass
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """All ranks exchange their progress, before the block, and place the next save, after it."""
+        with contextlib.ExitStack() as stack:
+            views = [stack.enter_context(rank.slots.placing()) for rank in self.ranks]
+            yield
             for rank in self.ranks:
                 rank.slots.catch_up(views)
                 rank.slots.put(Save(self.num_saves, rank.dropped))
@@ -73,18 +83,6 @@ class Gang:
                     rank.hear()
             if self.can_settle() is not None:
                 self.settle()
-
-
-class _all_placing:  # noqa: N801 - reads as the method does
-    def __init__(self, ranks: list[Rank]) -> None:
-        self.contexts = [rank.slots.placing() for rank in ranks]
-
-    def __enter__(self):
-        return [each.__enter__() for each in self.contexts]
-
-    def __exit__(self, *error) -> None:
-        for each in self.contexts:
-            each.__exit__(*error)
 
 
 def possible(gang: Gang) -> list[str | int]:
@@ -129,36 +127,19 @@ def test_in_every_order_all_ranks_write_the_same_saves_and_the_newest_is_one_of_
     assert num_played > 1000
 
 
-def test_what_is_settled_while_the_ranks_meet_counts_when_they_have_met() -> None:
+@pytest.mark.parametrize("newest", [1, 2])
+def test_what_is_settled_while_the_ranks_meet_counts_when_they_have_met(newest: int) -> None:
     gang = Gang([Rank(), Rank()])
-    gang.save()
+    for _ in range(newest):  # of two, the second waits
+        gang.save()
     gang.settle()
-    with _all_placing(gang.ranks) as views:
+    with gang.meeting():
         gang.ranks[0].hear()  # after it has told the others that its save is in flight
-        for rank in gang.ranks:
-            rank.slots.catch_up(views)
-            rank.slots.put(Save(1, rank.dropped))
         assert [rank.started for rank in gang.ranks] == [[0], [0]]
-    assert [rank.started for rank in gang.ranks] == [[0, 1], [0]]
-    gang.num_saves = 2
+    assert [rank.started for rank in gang.ranks] == [[0, newest], [0]]
     gang.finish()
-    assert [rank.started for rank in gang.ranks] == [[0, 1], [0, 1]]
-
-
-def test_a_save_that_waits_does_not_begin_while_the_ranks_meet() -> None:
-    gang = Gang([Rank(), Rank()])
-    gang.save()
-    gang.save()
-    gang.settle()
-    with _all_placing(gang.ranks) as views:
-        gang.ranks[0].hear()
-        for rank in gang.ranks:
-            rank.slots.catch_up(views)
-            rank.slots.put(Save(2, rank.dropped))
-    assert [rank.dropped for rank in gang.ranks] == [[1], [1]]
-    gang.num_saves = 3
-    gang.finish()
-    assert [rank.started for rank in gang.ranks] == [[0, 2], [0, 2]]
+    assert [rank.started for rank in gang.ranks] == [[0, newest]] * 2
+    assert [rank.dropped for rank in gang.ranks] == [[*range(1, newest)]] * 2
 
 
 def test_a_meeting_that_fails_leaves_what_waits_waiting() -> None:

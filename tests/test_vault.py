@@ -353,21 +353,6 @@ def test_storage_that_cannot_be_read_is_asked_again_and_then_gone_without(
 # ---- From attempt to attempt, through storage -----------------------------------------------------------------------
 
 
-def test_what_was_restored_is_carried_forward_at_once_and_backs_up_the_first_checkpoint(task: Task) -> None:
-    task.ran(0, 7)
-    for number in (1, 2):  # attempts that save nothing themselves
-        checkpoints = task.attempt(number, previous=number - 1)
-        restored = checkpoints.restore()
-        assert restored == checkpoint(7, attempt=0)[0]
-        assert checkpoints.newest() == restored
-        assert checkpoints.flush(PATIENCE)
-        shutil.rmtree(task.stored(number - 1))
-    assert task.listed(2) == [7]
-    task.save(checkpoints, 8)
-    assert checkpoints.flush(PATIENCE)
-    assert task.listed(2) == [8, 7]
-
-
 def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
     checkpoints = first = task.attempt(0)
     first.worker.submit(lambda: first.name(SHARDED), lane=LANE)
@@ -381,16 +366,6 @@ def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
         checkpoints.restore()
         assert checkpoints.sharded == [SHARDED]
         assert checkpoints.flush(PATIENCE)
-
-
-def test_the_best_stay_in_storage_beside_the_last_with_their_metrics(task: Task) -> None:
-    task.keep = BEST
-    task.ran(0, *LOSSES)
-    assert task.listed(0) == [7, 4, 2]
-    names = [path.name for path in task.stored(0).iterdir()]
-    assert sorted(names) == sorted([MANIFEST, *(checkpoint(step)[0].name for step in (7, 4, 2))])
-    entries = json.loads((task.stored(0) / MANIFEST).read_text())["checkpoints"]
-    assert [entry["metrics"] for entry in entries] == [{"loss": 0.8}, {"loss": 0.2}, {"loss": 0.1}]
 
 
 def test_the_best_are_copied_though_there_is_a_newer_one_each_time_that_one_has_been(
