@@ -93,13 +93,6 @@ def test_it_travels_without_its_client_and_hides_its_secret(index: Path) -> None
     assert "hush" not in repr(folder._source.here.bucket.access)
 
 
-def test_an_unreachable_server_is_no_broken_picture(index: Path) -> None:
-    folder = data.S3ImageFolder("b", "p", index=index, on_error="skip", **NOWHERE)
-    with pytest.raises(ConnectionError):
-        folder.__getitems__([0, 1])
-    assert folder.num_broken == 0
-
-
 def test_an_unknown_profile_is_named(index: Path) -> None:
     with pytest.raises(ValueError, match=r"\(nope\) could not be found: add the profile to ~/.aws/config"):
         data.S3ImageFolder("b", "p", storage_options={"profile": "nope"}, endpoint_url="http://127.0.0.1:1")

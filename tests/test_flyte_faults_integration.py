@@ -137,10 +137,7 @@ class Execution:
 
     def mirrored(self, number: int, kind: str = "checkpoints") -> list[int]:
         """The epochs whose checkpoints the attempt has in storage."""
-        try:
-            return [entry["step"] for entry in json.loads((self.stored(number) / MANIFEST).read_text()).get(kind, ())]
-        except (OSError, ValueError):
-            return []
+        return steps_in(self.stored(number) / MANIFEST, kind)
 
     def stored(self, number: int) -> Path:
         """Where the attempt keeps its checkpoints."""
@@ -416,9 +413,9 @@ def stands_still(process: Process) -> bool:
     return True
 
 
-def steps_in(manifest: Path) -> list[int]:
+def steps_in(manifest: Path, kind: str = "checkpoints") -> list[int]:
     try:
-        return [entry["step"] for entry in json.loads(manifest.read_text())["checkpoints"]]
+        return [entry["step"] for entry in json.loads(manifest.read_text()).get(kind, ())]
     except (OSError, ValueError):
         return []
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import fault_proxy as faults
 from fault_proxy import FaultProxy
 from flytekitplugins.daskpytorch import data
-from jpegs import ODD, UNDECODABLE, encoded, photo
+from jpegs import encoded, photo
 from processes import nothing_left_behind, run_program
 from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
 
@@ -28,22 +28,20 @@ PATIENCE = 20.0
 """Seconds that an answer may take where nothing stalls: a busy host shall not be taken for a fault."""
 TIMEOUT = 0.5
 """Where something stalls."""
-LOSS = 8
-"""Of 255: by how much a decoded picture may differ on average from what was encoded."""
-FEW = {
-    f"few/{name}/{number}.jpg": encoded(photo(number, (96, 64))) for name, number in zip("aabb", range(4), strict=True)
-}
+NAMES = ("a/0.jpg", "a/with space and +%.jpeg", "b/2.jpg", "b/größe-犬.JPG")
+FEW = {f"few/{name}": encoded(photo(number, (96, 64))) for number, name in enumerate(NAMES)}
 VICTIM = "few/b/2.jpg"
 URI = f"s3://{BUCKET}/{VICTIM}"
 JPEG = FEW[VICTIM]
+BROKEN = {"empty.jpg": b"", "text.jpg": b"<html>not a picture</html>\n" * 50, "truncated.jpg": JPEG[: len(JPEG) // 2]}
+"""Files named like pictures that arrive whole, and are none."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def pictures(weed: Weed) -> None:
     """What most tests read."""
-    odd = {f"odd/thing/{key}": odd.body for key, odd in ODD.items()}
-    broken = {f"broken/thing/{key}": odd.body for key, odd in UNDECODABLE.items()}
-    weed.put_all(BUCKET, {**FEW, **odd, **broken, "broken/thing/whole.jpg": JPEG})
+    broken = {f"broken/thing/{name}": body for name, body in BROKEN.items()}
+    weed.put_all(BUCKET, {**FEW, "few-others/c/1.jpg": JPEG, **broken, "broken/thing/whole.jpg": JPEG})
 
 
 @pytest.fixture(scope="module")
@@ -96,57 +94,17 @@ def test_pictures_and_labels_are_those_of_the_bucket(folder: Make) -> None:
         assert dataset.classes[label] == key.split("/")[1]
 
 
-@pytest.mark.parametrize("decoder", ["pil", "tensor"])
-def test_odd_pictures_show_what_they_should(folder: Make, decoder: str) -> None:
-    dataset = folder("odd", decoder=decoder)
-    assert dataset.all_files == sorted(f"odd/thing/{key}" for key in ODD)
-    for key, (picture, _) in zip(dataset.all_files, dataset.__getitems__(range(len(dataset))), strict=True):
-        pixels = np.asarray(picture) if decoder == "pil" else picture.permute(1, 2, 0).numpy()
-        expected = np.asarray(ODD[key.removeprefix("odd/thing/")].looks_like.convert("RGB"))  # type: ignore[union-attr]
-        assert pixels.shape == expected.shape, key
-        assert np.abs(pixels.astype(int) - expected).mean() < LOSS, key
+def test_what_is_no_picture_is_named_and_asked_for_once(folder: Make, proxy: FaultProxy) -> None:
+    with pytest.raises(data.BrokenImageError, match=r"/broken/thing/empty.jpg cannot be decoded: .*on_error"):
+        read(folder("broken"), "broken/thing/empty.jpg")
+    assert proxy.num_requests("empty.jpg") == 1
 
 
-@pytest.mark.parametrize("decoder", ["pil", "tensor"])
-@pytest.mark.parametrize("name", UNDECODABLE)
-def test_what_is_no_picture_is_named_and_asked_for_once(
-    folder: Make, proxy: FaultProxy, name: str, decoder: str
-) -> None:
-    dataset = folder("broken", decoder=decoder)
-    with pytest.raises(
-        data.BrokenImageError, match=rf"^s3://{BUCKET}/broken/thing/{name} cannot be decoded: .*on_error"
-    ):
-        read(dataset, f"broken/thing/{name}")
-    assert proxy.num_requests(name) == 1
-
-
-@pytest.mark.parametrize("decoder", ["pil", "tensor"])
-def test_a_picture_that_is_too_large_is_named_or_skipped(folder: Make, decoder: str) -> None:
-    key = min(FEW)
-    width, height = Image.open(io.BytesIO(FEW[key])).size
-    limit = width * height - 1
-    with pytest.raises(
-        data.ImageTooLargeError,
-        match=rf"^s3://{BUCKET}/{key} is not decoded: it has {width} x {height} = .* max_pixels={limit:,} .*on_error",
-    ):
-        read(folder(decoder=decoder, max_pixels=limit), key)
-    dataset = folder(decoder=decoder, max_pixels=limit, on_error="skip")
-    with pytest.raises(data.BrokenImageError, match="all 1 pictures of a batch were skipped"):
-        dataset.__getitems__([dataset.all_files.index(key)])
-    assert dataset.num_broken == 1
-
-
-def test_markers_and_other_files_are_no_items_and_make_no_classes(
-    folder: Make, weed: Weed, caplog: pytest.LogCaptureFixture
-) -> None:
-    others = ["", "dog/", "none/", "notes/readme.txt", "dog/.hidden.jpg", "dog/labels.csv"]
-    pictures = {"mixed/dog/1.jpg": JPEG, "mixed/cat/1.JPEG": JPEG}
-    weed.put_all(BUCKET, {f"mixed/{key}": b"" for key in others} | pictures)
-    weed.put(BUCKET, "mixed-not/dog/1.jpg", JPEG)
-    dataset = folder("mixed")
-    assert dataset.all_files == ["mixed/cat/1.JPEG", "mixed/dog/1.jpg"]
-    assert dataset.classes == ["cat", "dog"]
-    assert "left out 3 x file that is no picture by its name, such as mixed/dog/.hidden.jpg" in caplog.text
+def test_pictures_that_are_too_large_can_be_left_out(folder: Make) -> None:
+    dataset = folder(max_pixels=96 * 64 - 1, on_error="skip")
+    with pytest.raises(data.BrokenImageError, match="all 2 pictures of a batch were skipped"):
+        dataset.__getitems__([0, 1])
+    assert dataset.num_broken == 2
 
 
 def test_more_keys_than_a_page_are_listed_and_the_index_needs_no_listing(
@@ -178,12 +136,6 @@ def test_anybody_reads_a_public_bucket_and_no_other(folder: Make, weed: Weed) ->
     assert np.array_equal(read(folder("free", PUBLIC, anon=True), "free/dog/1.jpg"), shown(JPEG))
     with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*Check the credentials"):
         folder(anon=True)
-
-
-def test_credentials_come_from_the_environment(weed: Weed, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in weed.env(READER, proxy.endpoint).items():
-        monkeypatch.setenv(name, value)
-    assert np.array_equal(read(data.S3ImageFolder(f"s3://{BUCKET}/few"), VICTIM), shown(JPEG))
 
 
 @pytest.mark.parametrize(
@@ -331,9 +283,6 @@ def test_a_listing_that_cannot_be_had_is_an_error(
 # ---- What `on_error` does
 
 
-BROKEN = sorted(["truncated.jpg", "empty.jpg", "text.jpg"])
-
-
 def test_broken_pictures_are_left_out_named_and_counted(folder: Make, caplog: pytest.LogCaptureFixture) -> None:
     dataset = folder("broken", on_error="skip")
     items = dataset.__getitems__(range(len(dataset)))
@@ -392,7 +341,7 @@ def test_cached_pictures_are_not_asked_for_again_unless_they_are_damaged(
     dataset.__getitems__(range(4))
     proxy.heal()
     assert np.array_equal(read(folder(cache_dir=tmp_path), VICTIM), shown(JPEG))
-    assert proxy.num_requests(".jpg") == 0
+    assert proxy.num_requests("/few/") == 0
     for file in tmp_path.rglob("*"):
         if file.is_file():
             content = bytearray(file.read_bytes())
@@ -400,19 +349,7 @@ def test_cached_pictures_are_not_asked_for_again_unless_they_are_damaged(
             file.write_bytes(content)
     for key, (picture, _) in zip(dataset.all_files, dataset.__getitems__(range(4)), strict=True):
         assert np.array_equal(np.asarray(picture), shown(FEW[key]))
-    assert proxy.num_requests(".jpg") == 4
-
-
-def test_workers_that_cache_at_once_give_right_pictures_and_keep_the_bound(folder: Make, tmp_path: Path) -> None:
-    bound = 3 * max(map(len, FEW.values()))
-    dataset = folder(cache_dir=tmp_path, cache_bytes=bound, transform=np.asarray)
-    for _ in range(3):
-        indices = [0, 1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0]
-        images = [image for batch, _ in DataLoader(dataset, 2, sampler=indices, num_workers=2) for image in batch]
-        for index, image in zip(indices, images, strict=True):
-            assert np.array_equal(image.numpy(), shown(FEW[dataset.all_files[index]]))
-    kept = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
-    assert 0 < sum(kept) <= bound
+    assert proxy.num_requests("/few/") == 4
 
 
 # ---- Processes

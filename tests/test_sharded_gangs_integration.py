@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -272,26 +273,17 @@ def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that
 def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_checkpoints(tmp_path: Path) -> None:
     notes = Notes()
     first = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path), observers=[notes])
-    ended: list[BaseException] = []
-
-    def see_through() -> None:
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(first.run)
         try:
-            first.run()
-        except PreemptedError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=see_through)
-    thread.start()
-    try:
-        until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
-        second = driver_of(train, 3, checkpoint_uri=str(tmp_path))
-        with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began \d+ s ago"):
-            second.run()
-        kept = max(notes.kept_steps)
-        until(lambda: max(notes.kept_steps) > kept, "the first to go on")
-    finally:
-        first.preempt("that is enough")
-        thread.join()
+            until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
+            second = driver_of(train, 3, checkpoint_uri=str(tmp_path))
+            with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began \d+ s"):
+                second.run()
+            kept = max(notes.kept_steps)
+            until(lambda: max(notes.kept_steps) > kept, "the first to go on")
+        finally:
+            first.preempt("that is enough")
+    assert isinstance(running.exception(), PreemptedError)
     [again, _], resumed = run(notes.kept_steps[-1], checkpoint_uri=str(tmp_path))
-    assert len(ended) == 1
     assert [again["first"], *resumed.resumed_steps] == [notes.kept_steps[-1]] * 2
