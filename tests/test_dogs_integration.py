@@ -6,8 +6,7 @@ import json
 import os
 import re
 import runpy
-import subprocess
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,12 @@ from torchvision.datasets import ImageFolder
 from browser import Shown, open_deck
 from conftest import REPOSITORY
 from pages import command
-from processes import SCRIPTS, nothing_left_behind, run_program
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
 from tasks.photos import BREEDS, write_photos
 from tasks.records import TRAINING, Record, read_records
 from tasks.transfer import Hyperparameters, split, transform
+from workflow_runs import Run
 from workflows.dogs import index
 
 if TYPE_CHECKING:
@@ -38,12 +37,8 @@ BLUE, ORANGE = (47, 111, 222), (217, 115, 13)
 SMALL_HP = {"backbone": "small", "resize": 64, "crop": 60, "batch_size": 16, "epochs": 1, "num_loader_workers": 1}
 
 
-@dataclass
-class Run:
+class Dogs(Run):
     """One run of the workflow, with what it left in its folder."""
-
-    done: subprocess.CompletedProcess[str]
-    folder: Path
 
     def output(self, name: str) -> str:
         """As the script printed it."""
@@ -61,25 +56,12 @@ class Run:
         return read_records(self.output("records"))
 
     @property
-    def has_trained(self) -> bool:
-        """Whether ranks were started, or Flyte's cache had the result."""
-        assert self.accuracies
-        return "train: starting" in self.done.stderr
-
-    @property
     def deck(self) -> Path:
         """The Decks of all tasks, which in a local run come together in the last one's."""
         return max(self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html"), key=os.path.getmtime)
 
 
-def dogs(folder: Path, name: str, *flags: str) -> Run:
-    """Run the workflow, with the home directory that all runs of the folder share, and so Flyte's cache."""
-    own = folder / name
-    (own / "tmp").mkdir(parents=True)
-    folders = {"HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp"), "WANDB_MODE": "offline"}
-    with nothing_left_behind():
-        done = run_program([SCRIPTS / "pyflyte", "run", WORKFLOW, "dogs", *flags], cwd=own, env=folders)
-    return Run(done=done, folder=own)
+dogs = partial(Dogs.of, "dogs")
 
 
 @pytest.fixture
@@ -89,12 +71,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Dogs:
     """Without a flag."""
     return dogs(tmp_path_factory.mktemp("usual"), "first")
 
 
-def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Run) -> None:
+def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Dogs) -> None:
     assert "600 images of 20 classes: generated photographs, since no bucket was given" in usual.done.stdout
     assert "train: starting 2 ranks on 2 workers" in usual.done.stderr
     assert len(usual.accuracies) == Hyperparameters().epochs
@@ -105,7 +87,7 @@ def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Run) ->
     assert said in usual.output("summary")
 
 
-def test_the_state_is_that_of_the_accuracy(usual: Run, tmp_path: Path) -> None:
+def test_the_state_is_that_of_the_accuracy(usual: Dogs, tmp_path: Path) -> None:
     classifier = Classifier.load(usual.output("model_state"))
     assert (classifier.backbone, classifier.classes) == ("small", sorted(BREEDS))
     hp = Hyperparameters().settled(has_bucket=False)
@@ -116,7 +98,7 @@ def test_the_state_is_that_of_the_accuracy(usual: Run, tmp_path: Path) -> None:
     assert (guesses == torch.tensor(labels)).double().mean().item() == pytest.approx(usual.accuracies[-1], abs=0.01)
 
 
-def test_the_deck_shows_pictures_with_names_and_both_curves(usual: Run, tmp_path: Path) -> None:
+def test_the_deck_shows_pictures_with_names_and_both_curves(usual: Dogs, tmp_path: Path) -> None:
     html = usual.deck.read_text()
     captions = re.findall(r"<figcaption>([\w-]+) (\d+)%, [\w-]+ \d+%, [\w-]+ \d+%; it is ([\w-]+)</figcaption>", html)
     assert len(captions) == 24

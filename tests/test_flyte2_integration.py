@@ -40,7 +40,7 @@ from flyteplugins.daskpytorch import (
     dispatch,
     results,
 )
-from processes import SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
+from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
 from seaweed import Weed
 from warm import warm_python
 
@@ -245,16 +245,7 @@ class Flow:
             *("--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"),
             *("mod", "flyte2_flow", "instance", self.task),
         ]
-        env = {
-            "_U_ORG_NAME": "org",
-            "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
-            "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
-            "_U_EP_OVERRIDE": "127.0.0.1:1",
-            "_UNION_EAGER_API_KEY": "",
-            "FLYTE_CLUSTERED_WORKER": "1",  # without a controller, which would want a backend
-            **({"DASK_SCHEDULER_ADDRESS": self.scheduler} if self.scheduler else {}),
-            **self.env,
-        }
+        env = OF_FLYTE2 | ({"DASK_SCHEDULER_ADDRESS": self.scheduler} if self.scheduler else {}) | self.env
         said = self.folder / f"output-{number}.txt"
         where = {"cwd": self.folder / "project", "env": os.environ | env}
         with said.open("wb") as log:

@@ -237,10 +237,11 @@ def saves_when_it_is_to_stop() -> int:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_it_saves_and_stops_where_the_task_is_to_end(tmp_path: Path) -> None:
+def test_it_saves_and_stops_where_the_task_is_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     client, gang = mock.create_autospec(Client, instance=True), Gang(checkpoint_uri=str(tmp_path))
     error = dispatch.run(client, saves_when_it_is_to_stop, gang=gang).exception()
     assert isinstance(error, PreemptedError)
+    assert str(error) in capsys.readouterr().err.splitlines()
     saved = dispatch.run(client, saves_when_it_is_to_stop, gang=gang).result()[0]
     assert f"checkpoint of step {saved}" in str(error)
 

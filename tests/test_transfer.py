@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
@@ -12,10 +13,9 @@ import pytest
 import torch
 from torchvision.datasets import ImageFolder
 
-from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import StopSignal, current_rank
+from flytekitplugins.daskpytorch.context import StopSignal
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import FakeCheckpoint, KilledError, Logged, run_ranks
+from gangs import FakeCheckpoint, KilledError, logging_to, run_ranks
 from tasks.backbones import Start, build
 from tasks.photos import BREEDS, write_photos
 from tasks.records import EVALUATION, TRAINING, Record
@@ -89,15 +89,9 @@ def train_once(
     trained, pictures, signal = Trained(), Watched(folder, hp), StopSignal()
     if stop_after is not None:
         signal.release(stop_after)
-    outside = current_rank()
-    inside = replace(outside, link=Logged(trained.log), stop_signal=signal)
-    context.enter(inside if checkpoint is None else replace(inside, checkpoint=checkpoint))
-    try:
+    own = {} if checkpoint is None else {"checkpoint": checkpoint}
+    with contextlib.suppress(KilledError), logging_to(trained.log, stop_signal=signal, **own):
         trained.result = train(pictures, hp, start)
-    except KilledError:
-        pass
-    finally:
-        context.enter(outside)
     trained.seen = pictures.seen
     trained.steps = checkpoint.steps if checkpoint is not None else []
     return trained
