@@ -133,6 +133,17 @@ def leave_work_behind(folder: str) -> str:
     return "returned"
 
 
+def leave_files_open(folder: str, how: str) -> None:
+    """End in one of several ways with text in the buffers of open files."""
+    rank = current_rank().rank
+    KEPT.append(file := Path(folder, str(rank)).open("w"))  # noqa: SIM115 - never closed
+    file.write("all of it")
+    if how == "raise" and rank == 1:
+        raise ValueError("with a file open")
+    while how == "raise":
+        time.sleep(0.1)
+
+
 def touch_later(path: Path) -> None:
     """Need some time for it."""
     time.sleep(0.5)
@@ -260,6 +271,13 @@ def test_what_python_waits_for_at_its_end_is_done_in_a_rank(
     assert {path.name for path in tmp_path.iterdir()} == names
     told = capfd.readouterr()
     assert "had not ended by then" not in told.out + told.err
+
+
+@pytest.mark.parametrize("how", ["return", "raise"])
+def test_what_open_files_hold_is_written_at_each_end(client: Client, tmp_path: Path, how: str) -> None:
+    error = dispatch.run(client, leave_files_open, str(tmp_path), how, gang=ONCE).exception(MAX_WAIT)
+    assert isinstance(error, ValueError) == (how == "raise")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["all of it"] * 2
 
 
 @pytest.mark.parametrize(

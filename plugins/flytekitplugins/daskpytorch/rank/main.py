@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -160,6 +162,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
+    _flush_files()
     os._exit(STOPPED)
 
 
@@ -339,8 +342,9 @@ def _is_of_storage(error: BaseException) -> bool:
 def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1) -> None:
     """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
 
-    Waits for threads and executors, calls the exit functions, and flushes the output. The fork server's ranks exit by
-    `os._exit`, which skips these steps. If the steps take longer than `END_GRACE`, the rank ends with `exit_code`.
+    Waits for threads and executors, calls the exit functions, and flushes open files and the output. The fork server's
+    ranks exit by `os._exit`, which skips these steps. If the steps take longer than `END_GRACE`, the rank ends with
+    `exit_code`.
     """
     link.observers.tell("close", outcome)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
@@ -349,9 +353,20 @@ def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1)
     watch.start()
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors first, then other threads: 3.11 to 3.14
     atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
+    _flush_files()
     watch.cancel()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _flush_files() -> None:
+    """Write the buffers of all open files, such as a log that the program never closes."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    for each in objects:
+        if type(each) in kinds:
+            with contextlib.suppress(Exception):  # a closed file, a full disk, a pipe without a reader
+                each.flush()
 
 
 def _end_late(rank: int, exit_code: int) -> None:
