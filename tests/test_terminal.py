@@ -65,6 +65,14 @@ def test_plain_lines_show_every_epoch_but_not_every_step() -> None:
     assert "[rank 1] [brackets] stay" in lines
 
 
+@pytest.mark.parametrize(("is_terminal", "tab"), [(False, "\t"), (True, "      ")])
+def test_a_ranks_output_stays_as_it_is(*, is_terminal: bool, tab: str) -> None:
+    text = io.StringIO()
+    board = Board(Console(file=text, force_terminal=is_terminal, width=40, highlight=False))
+    Display(board).wrote(1, ["step:100:\tloss :x: " + "=" * 60])
+    assert text.getvalue() == f"[rank 1] step:100:{tab}loss :x: {'=' * 60}\n"
+
+
 def test_plain_lines_come_now_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_display, "PLAIN_INTERVAL", 0.0)
     assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step ") == 4

@@ -107,8 +107,11 @@ class Board:
         with self._lock:
             if self._held is not None:
                 self._held.append(text)
-            else:
-                self._console.print(text, markup=False, soft_wrap=True)
+            elif self.is_live:
+                self._console.print(text, markup=False, emoji=False, soft_wrap=True)
+            else:  # rich would replace tabs by spaces
+                self._console.file.write(f"{text}\n")
+                self._console.file.flush()
 
     def hold(self, *, is_held: bool) -> None:
         """Hide live lines and hold back all others if `is_held` is True, else write the held lines and go on."""
