@@ -334,7 +334,7 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
         (rank_exit(0, -signal.SIGKILL), WorkerLostError, "SIGKILL"),
         (rank_exit(0, -signal.SIGTERM), WorkerLostError, "SIGTERM"),
         (rank_exit(0, None), WorkerLostError, "its worker was lost"),
-        (rank_exit(0, -signal.SIGKILL, hang=HANG), GangHungError, "it hangs"),
+        (rank_exit(0, -signal.SIGKILL, stopped=True, hang=HANG), GangHungError, "it hangs"),
     ],
 )
 def test_each_kind_of_end_has_its_error(exit_: RankExit, kind: type[GangError], said: str) -> None:
@@ -342,6 +342,22 @@ def test_each_kind_of_end_has_its_error(exit_: RankExit, kind: type[GangError], 
     assert type(error) is kind
     assert said in str(error)
     assert exit_.log_tail in str(error)
+
+
+@pytest.mark.parametrize(
+    ("exit_", "code"),
+    [
+        (rank_exit(0, error=SystemExit(3)), 3),
+        (rank_exit(0, -signal.SIGSEGV), -signal.SIGSEGV),
+        (rank_exit(0, None), None),
+        (rank_exit(0, -signal.SIGKILL, stopped=True, hang=HANG), None),
+        (rank_exit(0, 143, stopped=True, hang=HANG), None),
+    ],
+)
+def test_the_gangs_way_to_end_a_hung_rank_is_no_exit_code_of_that_rank(exit_: RankExit, code: int | None) -> None:
+    error = error_of(exit_, 2)
+    assert isinstance(error, GangError)
+    assert error.exit_code == code
 
 
 class OutOfMemoryError(RuntimeError):

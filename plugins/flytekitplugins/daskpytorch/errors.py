@@ -88,7 +88,8 @@ class GangError(RuntimeError):
         """True if the previous failure was the same error at the same step. A retry of the task would fail again."""
         self.exit_code = exit_code
         """Exit code that the failed rank would have as a program of its own. 1 after an exception, the code of
-        `sys.exit`, or the negative number of the signal that ended the rank. None: unknown, or no rank failed."""
+        `sys.exit`, or the negative number of the signal that ended the rank. None: unknown, the rank hung, or no rank
+        failed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))

@@ -130,7 +130,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         rank_traceback=rank_traceback,
         log_tail=root_failure.log_tail,
         is_repeated=refusal == REPEATED,
-        exit_code=root_failure.failure.exit_code if root_failure.failure else root_failure.exitcode,
+        exit_code=root_failure.own_exit_code,
         kind=kind_of(root_failure),
     )
     original = root_failure.failure.rebuilt() if root_failure.failure else None

@@ -263,6 +263,13 @@ class RankExit:
         return gpu_faults.fault_in(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
 
     @property
+    def own_exit_code(self) -> int | None:
+        """Exit code by the rank's own exception, exit or signal. None if its worker was lost, or the gang ended it."""
+        if self.failure is not None:
+            return self.failure.exit_code
+        return None if self.stopped or self.hang is not None else self.exitcode
+
+    @property
     def is_consequence(self) -> bool:
         """True if the rank has probably ended because another rank did."""
         if self.hang is not None or self.gpu_fault:
