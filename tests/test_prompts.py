@@ -75,8 +75,8 @@ def test_a_rank_that_has_gone_holds_up_nobody(prompts: Prompts) -> None:
     for rank in (2, 1, 0):
         prompts.ask(rank)
     assert prompts.turn() == 2
-    prompts.forget(1)
-    prompts.forget(2)
+    prompts.leave(1, steps=False)
+    prompts.leave(2, steps=False)
     assert prompts.turn() == 0
     assert prompts.debugged == {0}
 

@@ -48,7 +48,7 @@ class Prompts:
         self._waiting.append(rank)
 
     def leave(self, rank: int, *, steps: bool) -> None:
-        """Record that a rank's debugger has left its prompt, so that the rank's function goes on.
+        """Record that a rank's debugger has left its prompt: the rank's function goes on, or the rank has ended.
 
         Args:
             rank: The rank.
@@ -61,10 +61,6 @@ class Prompts:
             self.shown = None
             if steps:
                 self._kept_for, self._kept_until = rank, self.clock() + KEPT_FOR
-
-    def forget(self, rank: int) -> None:
-        """Record that a rank has ended or failed."""
-        self.leave(rank, steps=False)
 
     @property
     def due(self) -> float | None:
@@ -275,7 +271,7 @@ class Attempt:
         """Record that a rank's function has raised an exception."""
         self.failures[rank] = failure
         self.remembered[rank] = self.final[rank] = failure.recalled
-        self.prompts.forget(rank)
+        self.prompts.leave(rank, steps=False)
         self._has_independent_failure |= not failure.is_consequence
 
     def begin_call(self) -> None:
@@ -362,7 +358,7 @@ class Attempt:
         return self.exits[rank].log_tail if rank in self.exits else ""
 
     def _note(self, rank: int, **how: Any) -> None:
-        self.prompts.forget(rank)
+        self.prompts.leave(rank, steps=False)
         self.exits[rank] = exit_ = self._exit(rank, **how)
         if rank not in self.results:
             self._bad_exits[rank] = exit_
