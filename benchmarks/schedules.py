@@ -52,6 +52,7 @@ from verdicts import (
     Schedule,
     Story,
     judge,
+    must_end,
 )
 
 PACE = 0.03
@@ -502,7 +503,7 @@ def _replace_pod(gang: Watched, fault: Fault, nanny: int) -> None:
 
 
 def disturb(gang: Watched, schedule: Schedule) -> None:
-    """Make all faults, then order the training to finish."""
+    """Make all faults, then order the training to finish, unless a fault has to end the gang."""
     since, faults = 0.0, schedule.faults
     for index, fault in enumerate(faults):
         if not reach(gang, fault, since):
@@ -518,6 +519,8 @@ def disturb(gang: Watched, schedule: Schedule) -> None:
             _watch_recovery(gang, made, schedule)
     if any(fault.moment == "end" for fault in faults):
         return
+    if any(must_end(made.fault, schedule.setting) for made in gang.story.made):
+        return  # the few steps to the end could be over before the driver hears of the fault
     if recovered(gang, since):
         finish(gang)
 

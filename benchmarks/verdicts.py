@@ -328,10 +328,9 @@ def _allowed(schedule: Schedule, story: Story) -> set[tuple[str, str]]:
     certain: set[tuple[str, str]] = set()
     possible: set[tuple[str, str]] = set()
     for made in story.made:
-        endings, may_go_on = _endings(made.fault, setting)
-        possible |= endings
-        if endings and not may_go_on and not may_be_late:
-            certain |= endings
+        possible |= _endings(made.fault, setting)[0]
+        if must_end(made.fault, setting) and not may_be_late:
+            certain |= _endings(made.fault, setting)[0]
     num_gone = sum(made.fault.loses_pod and made.fault.comes_back is None for made in story.made)
     if num_gone > setting.num_workers - (setting.min_workers or setting.num_workers):
         too_few = {("WorkerLostError", "are needed"), ("GangStartError", "")}
@@ -342,6 +341,12 @@ def _allowed(schedule: Schedule, story: Story) -> set[tuple[str, str]]:
     if certain:  # of two faults at once, either may end the gang
         return certain | {ending for ending in possible if len(story.made) > 1}
     return budget if is_spent else possible | {("finished", "")}
+
+
+def must_end(fault: Fault, setting: Setting) -> bool:
+    """Return True if a gang that trains cannot go on after this fault."""
+    endings, goes_on = _endings(fault, setting)
+    return bool(endings) and not goes_on
 
 
 def _endings(fault: Fault, setting: Setting) -> tuple[set[tuple[str, str]], bool]:
