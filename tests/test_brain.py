@@ -694,6 +694,14 @@ def test_suspended_worker_that_comes_back_is_used_again(gang_of: MakeWorld) -> N
     assert world.results == [0, 1]
 
 
+def test_gang_of_this_node_waits_for_no_workers(world_of: MakeWorld) -> None:
+    """The user of `dispatch.run(None)` or `SpawnDDP` has asked for none."""
+    world = world_of(num_workers=1)
+    world.wait(15.0)
+    assert any("waiting until this node can start the ranks" in text for text in world.watcher.notes)
+    assert not any("workers" in text for text in world.watcher.notes)
+
+
 def test_gang_that_waits_says_what_keeps_workers_away_while_it_waits_and_at_the_end(world_of: MakeWorld) -> None:
     world = world_of(start_timeout=30.0)
     world.cluster.hindered_by = "; Dask has paused tcp://10.0.0.2:1"
@@ -1628,9 +1636,10 @@ def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_e
         world.form()
         assert bool(world.starts[-1].job.observers) is has_part
         world.train()
-        agent = world.connected()[0]
-        world.fail(agent, 0, OwnError(f"at step {step}"))
+        main, agent = world.connected()
+        world.fail(agent, 1, OwnError(f"at step {step}"))
         world.wait(1.0)
-        graces += [order.main_grace for order in world.connected()[1].orders if isinstance(order, messages.Stop)]
+        stops = [order for order in main.orders if isinstance(order, messages.Stop)]
+        graces += [(stop.longer.get(0, stop.grace), stop.longer.get(1, stop.grace)) for stop in stops]
         world.obey_all()
-    assert graces == ([1.0, 10.0] if has_part else [0.5, 0.5])
+    assert graces == ([(1.0, 1.0), (10.0, 1.0)] if has_part else [(0.5, 1.0)] * 2)  # rank 1 calls its exit functions

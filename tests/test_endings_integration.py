@@ -51,6 +51,19 @@ def end_by(ways: list[str]) -> str:
     return "not reached"
 
 
+def fail_with_exit_function(folder: str) -> None:
+    """Fail in rank 1, with an exit function that takes longer than the driver needs to end the other rank."""
+
+    def leave() -> None:
+        time.sleep(0.2)
+        Path(folder, "ended").touch()
+
+    if current_rank().rank == 1:
+        atexit.register(leave)
+        raise ValueError
+    time.sleep(MAX_WAIT)
+
+
 def _end(how: str) -> None:
     import click
 
@@ -278,6 +291,12 @@ def test_what_open_files_hold_is_written_at_each_end(client: Client, tmp_path: P
     error = dispatch.run(client, leave_files_open, str(tmp_path), how, gang=ONCE).exception(MAX_WAIT)
     assert isinstance(error, ValueError) == (how == "raise")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["all of it"] * 2
+
+
+def test_the_exit_functions_of_a_rank_that_fails_run_to_their_end(client: Client, tmp_path: Path) -> None:
+    """The rank removes its temporary folders, although the driver ends all ranks meanwhile."""
+    assert isinstance(dispatch.run(client, fail_with_exit_function, str(tmp_path), gang=ONCE).exception(), ValueError)
+    assert [path.name for path in tmp_path.iterdir()] == ["ended"]
 
 
 @pytest.mark.parametrize(

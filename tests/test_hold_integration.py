@@ -102,6 +102,8 @@ def test_gang_that_stays_goes_on_after_a_held_call() -> None:
         return current_rank().rank
 
     with dispatch.gang(nproc=2, gang=Gang(on_error="hold", attach_timeout=4.0, hang_timeout=2.0)) as gang:
+        with pytest.raises(TypeError, match="cannot be called with the arguments given"):  # holds no rank
+            gang.call(call)
         with pytest.raises(ValueError, match="bad value"):
             gang.call(call, 1).result(timeout=200)
         assert gang.call(call, 7).result(timeout=200) == [0, 1]

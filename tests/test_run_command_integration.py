@@ -64,7 +64,9 @@ def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: 
         files = ("--deck", "deck.html", "--checkpoints", "kept", "--log_dir=logs")
         done = run("--nproc_per_node=2", "--standalone", *files, "train.py", "die")
     assert done.returncode == 0, done.stderr
-    assert "[rank 0] from 3 0 2 2" in done.stderr
+    assert "[rank 0] from 3 0 2 2\n" in done.stdout  # so that `| tee train.log` has it, as with torchrun
+    assert "starting 2 ranks" in done.stderr
+    assert "starting 2 ranks" not in done.stdout
     assert "--standalone of torchrun has no effect" in done.stderr
     assert "loss" in (folder / "deck.html").read_text()
     [log] = folder.glob("logs/*/attempt_1/0/stdout.log")
@@ -85,7 +87,26 @@ def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path,
         (folder / "go").touch()
         again = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)
     assert again.returncode == 0, again.stderr
-    assert "[rank 0] from 3 0 2 2" in again.stderr
+    assert "[rank 0] from 3 0 2 2" in again.stdout
+
+
+def test_a_reader_of_the_output_may_leave(folder: Path) -> None:
+    """As with `daskpytorch run train.py | head`."""
+    (folder / "writes.py").write_text("for number in range(100_000): print(number)")
+    command = subprocess.Popen([*RUN, "writes.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "[rank 0] 0\n"
+    command.stdout.close()
+    _, said = command.communicate(timeout=200)
+    assert command.returncode == 0, said
+    assert "BrokenPipe" not in said
+
+
+def test_output_and_messages_for_one_file_keep_their_order(folder: Path) -> None:
+    words = [*RUN, "--nproc", "1", "train.py"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=200)
+    places = [done.stdout.index(text) for text in ("starting 1 rank", "[rank 0] from", "done after")]
+    assert places == sorted(places)
 
 
 def test_the_exit_code_is_that_of_the_guilty_rank() -> None:
@@ -108,7 +129,7 @@ def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
         with dask_cluster(folder, 3) as cluster, Client(cluster.address):
             done = run("--scheduler", cluster.address, "--workers", "2", "--nproc", "1", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "from 1 0 1 2" in done.stderr
+    assert "from 1 0 1 2" in done.stdout
 
 
 @pytest.mark.parametrize(

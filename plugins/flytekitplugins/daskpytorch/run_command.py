@@ -11,15 +11,17 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
 from flytekitplugins.daskpytorch.command_line import CONNECT_TIMEOUT, scheduler_option
+from flytekitplugins.daskpytorch.display.terminal import Board
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
+from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.script import Script, module_of, script_of
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 from flytekitplugins.daskpytorch.task import process
@@ -185,6 +187,8 @@ def run(
         raise click.UsageError(f"{type(error).__name__}: {error}") from error
     if script.args in (("--help",), ("-h",)):  # of the program, without a gang
         os.execv(sys.executable, [sys.executable, *(["-m"] if script.is_module else []), script.given, *script.args])  # noqa: S606
+    if not _is_same_file(sys.stdout, sys.stderr):  # otherwise one stream keeps the order of all lines
+        Board.output = Screen(is_output=True)
     try:
         with process.heeding_sigterm(), _client_of(scheduler, workers, gang) as client:
             return _run(client, script, gang, deck)
@@ -195,6 +199,15 @@ def run(
         return 128 + signal.SIGTERM
     except (GangError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _is_same_file(*streams: IO[str] | None) -> bool:
+    """Return True if the streams write to one file or terminal. False if one of them is closed."""
+    try:
+        one, other = (os.fstat(stream.fileno()) for stream in streams if stream is not None)
+    except (OSError, ValueError):
+        return False
+    return os.path.samestat(one, other)
 
 
 def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) -> int:

@@ -51,6 +51,9 @@ MIN_CALL = 1.0
 class Board:
     """Lines on standard error that all gangs' displays share: permanent lines, and a terminal's live lines."""
 
+    output: Screen | None = None
+    """Stream of the ranks' output, which `daskpytorch run` sets. None: standard error, as for all other lines."""
+
     def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
         """Prepare the lines.
 
@@ -68,7 +71,7 @@ class Board:
         """True if the board has live lines."""
         is_wide = self._console.width >= WIDE
         self._shown = LIVE if is_wide else ("loss",)
-        self._held: deque[str] | None = None
+        self._held: deque[tuple[str, bool]] | None = None
         """Lines that wait until a rank's debugger leaves the terminal. None without a debugger."""
         self._lock = threading.RLock()
         name = TextColumn("{task.fields[name]}", style="bold", markup=False)
@@ -102,11 +105,19 @@ class Board:
             if not self.bars.tasks:
                 self.bars.stop()
 
-    def print(self, text: str) -> None:
-        """Write a permanent line, at once or after a rank's debugger has left the terminal."""
+    def print(self, text: str, *, is_output: bool = False) -> None:
+        """Write a permanent line, at once or after a rank's debugger has left the terminal.
+
+        Args:
+            text: The line.
+            is_output: True for a rank's output, which may have a stream of its own.
+        """
         with self._lock:
             if self._held is not None:
-                self._held.append(text)
+                self._held.append((text, is_output))
+            elif is_output and self.output is not None:
+                self.output.write(f"{text}\n")
+                self.output.flush()
             elif self.is_live:
                 self._console.print(text, markup=False, emoji=False, soft_wrap=True)
             else:  # rich would replace tabs by spaces
@@ -117,8 +128,8 @@ class Board:
         """Hide live lines and hold back all others if `is_held` is True, else write the held lines and go on."""
         with self._lock:
             held, self._held = self._held or (), deque(maxlen=MAX_HELD) if is_held else None
-            for text in held:
-                self.print(text)
+            for text, is_output in held:
+                self.print(text, is_output=is_output)
             if self.is_live:  # without a terminal, rich writes an empty line here
                 self.bars.stop()
                 if self.bars.tasks and not is_held:
@@ -168,7 +179,7 @@ class Display(GoodputObserver):
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Write a rank's output, each line marked with the rank."""
-        self._board.print("\n".join(f"[{self._mark}rank {rank}] {line}" for line in lines))
+        self._board.print("\n".join(f"[{self._mark}rank {rank}] {line}" for line in lines), is_output=True)
 
     def debugging(self, rank: int | None) -> None:
         """Hold all lines back while the debugger of `rank` has the terminal. None: write the held lines."""

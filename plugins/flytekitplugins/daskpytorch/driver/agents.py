@@ -291,6 +291,13 @@ class Agents:
         gone = self.refused.keys() | (set() if recruits else self.lost.keys())
         return self.num_wanted - len(gone) < self.num_least
 
+    def awaited(self) -> str:
+        """Return what a gang waits for that has too few workers."""
+        if self.launcher.scheduler is None and self.num_wanted == 1:
+            return "waiting until this node can start the ranks"
+        hindrance = self.launcher.hindrance()
+        return f"{self.num_nodes} of {self.num_wanted} workers are here, waiting for the others{hindrance}"
+
     def too_few_came(self, name: str, timeout: float) -> GangError:
         """Return the error of a gang that cannot start, with the missing workers and the reason."""
         if gone := self.refused or self.lost:

@@ -150,8 +150,7 @@ class Brain:
         if now >= self._deadline:
             failures = [failure.what for failure in self._policy.failures]
             raise agents.too_few_left(self._request.name, self._settings.start_timeout, failures)
-        hindrance = agents.launcher.hindrance()
-        self._observers.remind(f"{count} of {agents.num_wanted} workers are here, waiting for the others{hindrance}")
+        self._observers.remind(agents.awaited())
         return self._wait(self._deadline, self._settled_at if now < self._settled_at else now + SETTLE_TIME)
 
     def _look_for_workers(self, *, recruits: bool) -> None:
@@ -260,11 +259,12 @@ class Brain:
         wish = None if self._state.is_cancelled else self._observers.stopped_early
         self._watch.stop_looking()
         self._accountant.enter("waiting")
-        ends = self._deadlines
-        close = (ends.close if self._is_last() else ends.reopen) if self._attempt.has_observers else ends.stop
-        self._attempt.tell(
-            messages.Stop(grace=ends.stop, main_grace=close, reason=str(wish) if wish is not None else None)
-        )
+        ends, attempt = self._deadlines, self._attempt
+        longer = {rank: ends.reopen for rank, failure in attempt.failures.items() if not failure.is_consequence}
+        if attempt.has_observers:
+            longer[0] = ends.close if self._is_last() else ends.reopen
+        reason = str(wish) if wish is not None else None
+        attempt.tell(messages.Stop(grace=ends.stop, longer=longer, reason=reason))
         self._deadline = self._now() + ends.all_stopped
         return self._end_ranks
 

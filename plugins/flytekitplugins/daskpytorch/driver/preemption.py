@@ -31,7 +31,8 @@ class Deadlines:
         self.close = grace_period / 2
         """Timeout for rank 0 to end after the stop order, if its observers must close something."""
         self.reopen = grace_period / 20
-        """Timeout for rank 0 to end after the stop order, if the next attempt reopens its observers."""
+        """Timeout for rank 0 to end after the stop order, if the next attempt reopens its observers, and for the exit
+        functions of failed ranks."""
         self.all_stopped = grace_period * 0.75
         """Timeout for all ranks' exits. Then silent nodes count as lost. Longer than every rank's own timeout."""
         self.upload = grace_period / 2

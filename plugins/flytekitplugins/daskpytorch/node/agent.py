@@ -267,7 +267,7 @@ class _Agent:
 
     def _stop(self, asked: messages.Stop) -> None:
         for rank in self._ranks.values():
-            grace = asked.main_grace if rank.place.rank == 0 else asked.grace
+            grace = asked.longer.get(rank.place.rank, asked.grace)
             rank.kill_at = time.monotonic() + grace
             self._tell(orders.Quit(asked.reason, grace), rank)
 

@@ -44,29 +44,34 @@ def _nowhere(number: int, mode: str) -> object:
 
 
 class Screen:
-    """Standard error, but a write never fails: text for a closed stream, a full disk or a broken pipe is dropped.
+    """Standard error or output, but a write never fails: text for a closed stream or a full disk is dropped.
 
     No training fails because of its display.
     """
 
-    def __init__(self) -> None:
-        self._file: IO[str] | None = sys.stderr
+    def __init__(self, *, is_output: bool = False) -> None:
+        self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
 
     def write(self, text: str) -> int:
-        """Write a text to standard error. Drop the text if the stream fails."""
+        """Write a text to the stream. Drop the text if the stream fails."""
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush standard error, and ignore errors."""
-        with contextlib.suppress(OSError, ValueError):
+        """Flush the stream, and ignore errors."""
+        try:
             if self._file is not None:
                 self._file.flush()
+        except BrokenPipeError:  # as after `| head`: Python would try the rest again at its exit, and complain
+            if self._file is not None:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+        except (OSError, ValueError):
+            pass
 
     def __getattr__(self, name: str) -> object:
-        """Return an attribute of `sys.stderr`, such as `isatty` or `encoding`."""
+        """Return an attribute of the stream, such as `isatty` or `encoding`."""
         return getattr(self._file, name)
 
 

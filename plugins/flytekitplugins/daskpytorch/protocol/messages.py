@@ -1,6 +1,6 @@
 """Messages between driver and agents, with one connection per agent. Imports neither Dask nor torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -184,8 +184,8 @@ class Stop:
 
     grace: float
     """Grace period in seconds, after which the agent kills the ranks."""
-    main_grace: float
-    """Grace period of rank 0 in seconds. Rank 0 may have trackers to close."""
+    longer: Mapping[int, float] = field(default_factory=dict)
+    """Rank -> its longer grace period in seconds. Rank 0 may have trackers to close, failed ranks exit functions."""
     reason: str | None = None
     """Reason to stop a training that did not fail. None after a failure."""
 

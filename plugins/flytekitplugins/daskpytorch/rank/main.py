@@ -102,7 +102,9 @@ def main(channel: Connection) -> int:
             link.send(reports.Returned(value, stopped_early=is_stopped))
     except BaseException as error:
         is_final = has_returned and not _is_of_storage(error)
-        link.send(_explained(order, link, None if has_returned else prompt, error, is_final=is_final))
+        failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
+        link.has_failed = not failure.is_consequence
+        link.send(failure)
         _wind_up(order, link, 1)
         return 1
     session.see_out()
@@ -149,7 +151,10 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
-    """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread."""
+    """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread.
+
+    A rank that has failed ends by itself, with its exit functions. The agent kills it after the grace period.
+    """
     order: orders.Order
     try:
         while not isinstance(order := channel.recv(), orders.Quit):
@@ -161,6 +166,8 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     session.checkpoint.sharded.close()
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
+    if link.has_failed:
+        return
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
     _flush_files()
     os._exit(STOPPED)

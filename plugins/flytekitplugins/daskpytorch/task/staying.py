@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.driver.calls import Call, Calls, Outcome
 from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
-from flytekitplugins.daskpytorch.driver.request import check_function, packed
+from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
@@ -137,7 +137,7 @@ class StayingGang:
         self._pending = pending = _Pending()
         self._calls = pending.calls
         self._numbers = itertools.count(1)
-        self._uri = request.settings.checkpoint_uri
+        self._settings = request.settings
         self._sources = SourceFiles()
         asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
         run, self._supervisor = task_run.begin(call, asked, launcher)
@@ -251,6 +251,8 @@ class StayingGang:
         if function in (run_script, run_module):
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
+        if self._settings.on_error == "hold":  # a rank would wait in a debugger, for an error that is the caller's
+            check_arguments(function, *args, **kwargs)
         if not self.is_open:
             raise self._error_if_over()
         with _packed_for(self):
@@ -298,7 +300,11 @@ class StayingGang:
             text = "this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)"
             return GangError(text, kind="closed")
         cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
-        where = " It goes on from the newest checkpoint: current_rank().checkpoint.load()." if self._uri else ""
+        where = (
+            " It goes on from the newest checkpoint: current_rank().checkpoint.load()."
+            if self._settings.checkpoint_uri
+            else ""
+        )
         why = str(cause).partition("\n")[0]
         over = GangError(
             f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), "
