@@ -110,6 +110,14 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> N
         second = terminal("--scheduler", cluster.address, "1")
         second.expect_exact("\r\n101\r\n(Pdb rank 1) ")  # the prompt that the first terminal has left
         assert "\r\n42\r\n" in said(second, "p 7 * 6")
+        second.sendintr()  # at the prompt, as pdb does anywhere
+        second.expect_exact("--KeyboardInterrupt--")
+        second.expect_exact("(Pdb rank 1) ")
+        second.sendline("print('sle' + 'eps'); import time; time.sleep(600)")
+        second.expect_exact("sleeps")
+        second.sendintr()
+        second.expect_exact("KeyboardInterrupt")
+        second.expect_exact("(Pdb rank 1) ")
         second.sendline("continue")
         second.expect_exact("the rank has left the debugger")
         second.expect_exact("the gang has ended")

@@ -25,13 +25,15 @@ class Asked:
         self.pending = _Pending()
         self.thread = thread
         self.settler = thread.submit(threading.current_thread).result()
+        self.ended: list[str] = []
 
     def ask(self, number: int) -> CallFutures:
         futures = CallFutures(
             ReceivedResults(),
             2,
             self.settler,
-            end=lambda: None,
+            end=lambda: bool(self.ended.append("Ctrl-C")),
+            cancel=lambda: self.ended.append("cancel"),
             keep=None,
             show=None,
         )
@@ -86,6 +88,15 @@ def test_an_exit_in_a_callback_or_at_the_load_of_a_value_leaves_no_future_unsett
     assert first.result(timeout=WAIT) == ["value", "value"]
     assert isinstance(second.exception(timeout=WAIT), RuntimeError)
     assert third.result(timeout=WAIT) == ["value", "value"]
+
+
+def test_cancel_ends_the_call_although_a_debugger_would_get_the_ctrl_c(asked: Asked) -> None:
+    futures = asked.ask(1)
+    assert futures.cancel()
+    assert asked.ended == ["cancel"]
+    asked.settle(1)
+    futures.result(timeout=WAIT)
+    assert not futures.cancel()
 
 
 def test_waiting_in_another_thread_than_the_settler_is_allowed(asked: Asked) -> None:

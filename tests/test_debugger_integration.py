@@ -13,7 +13,6 @@ import pytest
 
 from dap import Editor
 from processes import SCRIPTS, end, nothing_left_behind, run_program
-from test_attach_integration import terminal as attached
 from warm import warm_python
 
 PROGRAM = """
@@ -113,26 +112,6 @@ def test_quitting_ends_the_run_once_and_leaves_the_terminal_as_it_was(terminal: 
     terminal.sendline("stty -a")
     terminal.expect_exact("shell> ")
     assert re.search(r"\sicanon\s.*\secho\s", terminal.before, re.DOTALL)
-
-
-def test_the_runs_terminal_can_leave_a_prompt_to_another_and_shows_the_next_one(
-    terminal: pexpect.spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (temporary := tmp_path / "temporary").mkdir()
-    terminal.sendline(f"export TMPDIR={temporary}")  # no other gang's agents are there
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    start(terminal, 1)
-    terminal.expect_exact("(Pdb rank 1) ")
-    terminal.sendcontrol("]")
-    other = attached("1")
-    other.expect_exact("(Pdb rank 1) ")
-    other.sendline("continue")
-    terminal.expect_exact("(Pdb rank 1) ")
-    terminal.sendline("continue")
-    other.expect_exact("the gang has ended")
-    other.expect(pexpect.EOF)
-    terminal.expect_exact("shell> ")
-    assert "train: done" in terminal.before
 
 
 def test_without_a_terminal_the_rank_waits_and_then_says_what_to_do(tmp_path: Path) -> None:

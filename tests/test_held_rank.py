@@ -50,7 +50,7 @@ RANK = """
     signal.signal(signal.SIGINT, usual := lambda *_: None)  # as between the calls of a gang that stays
     signal.signal(signal.SIGALRM, fail)
     settings = SimpleNamespace(attach_timeout=60.0)
-    job = SimpleNamespace(debugging=SimpleNamespace(has_terminal=True, attach="daskpytorch attach"), settings=settings)
+    job = SimpleNamespace(debugging=SimpleNamespace(terminal=None, attach="daskpytorch attach"), settings=settings)
     driver = Driver()
     prompt = Prompt(0, job, driver.send)
     watch_pdb(prompt)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from flytekitplugins.daskpytorch.driver.attempt import KEPT_FOR, Prompts
-from flytekitplugins.daskpytorch.driver.own_terminal import OwnTerminal
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
-from flytekitplugins.daskpytorch.protocol import debugging, messages
-from flytekitplugins.daskpytorch.protocol.attaching import Awaits
-from flytekitplugins.daskpytorch.protocol.reports import LeftPrompt, Noted
+from flytekitplugins.daskpytorch.protocol import debugging, messages, orders
+from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
 from simulated_gang import World, raised
-
-AT_PROMPT = Awaits("stops at train.py:31 (step)", math.inf)
-"""Report of a rank that waits for the driver's terminal."""
 
 
 @pytest.fixture
@@ -62,21 +56,12 @@ def test_a_rank_that_steps_in_an_attached_terminal_keeps_no_other_from_the_drive
     assert prompts.debugged == {0, 1}
 
 
-def test_a_rank_whose_prompt_is_left_at_another_terminal_waits_for_the_drivers_no_more(prompts: Prompts) -> None:
-    prompts.ask(1)
-    prompts.ask(0)
-    assert prompts.turn() == 1
-    prompts.leave(0, steps=False)
-    prompts.leave(1, steps=False)
-    assert prompts.turn() is None
-
-
 def test_a_rank_that_has_gone_holds_up_nobody(prompts: Prompts) -> None:
     for rank in (2, 1, 0):
         prompts.ask(rank)
     assert prompts.turn() == 2
-    prompts.leave(1, steps=False)
-    prompts.leave(2, steps=False)
+    prompts.forget(1)
+    prompts.forget(2)
     assert prompts.turn() == 0
     assert prompts.debugged == {0}
 
@@ -85,15 +70,7 @@ def test_a_rank_that_has_gone_holds_up_nobody(prompts: Prompts) -> None:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ranks that the driver's terminal has shown."""
-    shown: list[int] = []
-    monkeypatch.setattr(OwnTerminal, "show", lambda _, rank: shown.append(rank))
-    return shown
-
-
-@pytest.fixture
-def world(tmp_path: Path, shown: list[int]) -> World:
+def world(tmp_path: Path) -> World:
     world = World(tmp_path, hang_timeout=30.0)
     world.form()
     for agent in world.connected():
@@ -102,15 +79,19 @@ def world(tmp_path: Path, shown: list[int]) -> World:
     return world
 
 
+def told(world: World) -> list[object]:
+    """What each agent was told since it was last asked."""
+    return [order for agent in world.connected() for order in [*agent.orders] if not isinstance(order, messages.Dump)]
+
+
 def stopped(world: World) -> bool:
-    return any(isinstance(order, messages.Stop) for agent in world.connected() for order in agent.orders)
+    return any(isinstance(order, messages.Stop) for order in told(world))
 
 
-def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World, shown: list[int]) -> None:
+def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     debugged = world.connected()[1]
-    world.report(debugged, 1, AT_PROMPT)
-    assert shown == [1]
-    assert not any("attach" in note for note in world.watcher.notes)
+    world.report(debugged, 1, AtPrompt())
+    assert told(world) == 2 * [messages.Tell(orders.Prompt(1))]
     world.wait(1_000.0)
     assert not stopped(world)
     world.report(debugged, 1, LeftPrompt(steps=False))
@@ -120,17 +101,12 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World, shown: li
     assert stopped(world)
 
 
-def test_the_display_goes_on_after_a_rank_that_is_killed_at_its_prompt(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int | None] = []
-    monkeypatch.setattr(world.watcher, "debugging", told.append)
+def test_a_rank_that_is_gone_from_its_prompt_ends_the_attempt(world: World) -> None:
     debugged = world.connected()[1]
-    world.report(debugged, 1, AT_PROMPT)
-    world.leave(debugged, 1, -9)
+    world.report(debugged, 1, AtPrompt())
+    world.leave(debugged, 1, 1)
     world.wait(1.0)
     assert stopped(world)
-    assert told == [1, None]
 
 
 def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
@@ -140,13 +116,12 @@ def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
     assert any("rank 0 waits for a debugger" in note for note in world.watcher.notes)
 
 
-@pytest.mark.usefixtures("shown")
 def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
     world = World(tmp_path, start_timeout=60.0)
     world.join_all()
     world.obey_all()
     debugged = world.connected()[0]
-    world.report(debugged, 0, AT_PROMPT)
+    world.report(debugged, 0, AtPrompt())
     world.wait(1_000.0)
     assert not stopped(world)
     world.report(debugged, 0, LeftPrompt(steps=False))
@@ -154,6 +129,14 @@ def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
     assert not stopped(world)
     world.wait(2.0)
     assert stopped(world)
+
+
+def test_ctrl_c_is_for_the_rank_at_its_prompt(world: World) -> None:
+    world.feed(world.state.interrupt)
+    assert told(world) == []
+    world.report(world.connected()[0], 0, AtPrompt())
+    world.feed(world.state.interrupt)
+    assert told(world)[-1] == messages.Tell(orders.Interrupt(0))
 
 
 def test_a_call_of_a_debugger_that_nobody_can_talk_to_is_not_tried_again(world: World) -> None:

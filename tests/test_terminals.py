@@ -138,14 +138,9 @@ def test_terminal_gets_what_the_debugger_has_written_and_its_keys_go_to_that_age
     assert told(world) == [[], [ATTACH, Typed(1, b"c\r")]]
     world.report(world.connected()[1], 1, Shown(b"\r\n"))
     world.report(world.connected()[1], 1, LeftPrompt(steps=False))
-    assert terminal.shown[1:] == [Shown(b"\r\n"), Left(steps=False)]
+    assert terminal.shown[1:] == [Shown(b"\r\n"), Left()]
     world.feed(world.state.note_end, terminal)
     assert told(world) == [[], [Detach(1)]]
-
-
-def test_terminal_that_attaches_after_the_end_of_the_prompt_learns_so(world: World, terminal: Terminal) -> None:
-    say(world, terminal, ATTACH)
-    assert terminal.shown == [Left(steps=False)]
 
 
 def test_step_neither_ends_the_prompt_nor_is_it_news(world: World, terminal: Terminal) -> None:
@@ -154,7 +149,7 @@ def test_step_neither_ends_the_prompt_nor_is_it_news(world: World, terminal: Ter
     world.report(world.connected()[1], 1, LeftPrompt(steps=True))
     world.report(world.connected()[1], 1, Awaits("stops at train.py:32 (step)", 300.0))
     world.report(world.connected()[1], 1, Shown(b"(Pdb) "))
-    assert terminal.shown == [Shown(b""), Left(steps=True), Shown(b"(Pdb) ")]
+    assert terminal.shown == [Shown(b""), Shown(b"(Pdb) ")]
     assert sum("attach" in note for note in world.watcher.notes) == 1
     say(world, another := Terminal(), Look())
     world.obey_all()
@@ -167,7 +162,7 @@ def test_rank_of_the_next_attempt_learns_of_its_terminal(world: World, terminal:
     world.train()
     world.leave(world.connected()[1], 1, -9)
     world.wait(5.0)
-    assert terminal.shown[1:] == [Left(steps=False)]
+    assert terminal.shown[1:] == [Left()]
     world.obey_all()
     world.wait(5.0)
     world.form()

@@ -8,26 +8,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import select
+import shutil
+import socket
+import termios
+import tty
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import click
 
 from flytekitplugins.daskpytorch.command_line import call_on_each_host, scheduler_option
-from flytekitplugins.daskpytorch.driver.own_terminal import CONNECT_TIMEOUT, LEAVE, connect, raw_mode, relay, write
 from flytekitplugins.daskpytorch.protocol.attaching import (
+    Attach,
     DriverContact,
     Left,
     Listing,
     Look,
     RankPlace,
     Shown,
+    Typed,
     find_contacts,
 )
+from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Close
 
-INTERRUPT = b"\x03"
-"""Byte that a terminal in raw mode sends for Ctrl-C."""
+CONNECT_TIMEOUT = 10.0
+"""Timeout, in seconds, for each driver to answer."""
+LEAVE, INTERRUPT = b"\x1d", b"\x03"
+"""Bytes that a terminal in raw mode sends for Ctrl-] and Ctrl-C."""
+READ_SIZE = 1 << 12
 
 
 @dataclass
@@ -94,40 +104,76 @@ def _attach(gangs: Sequence[Gang], rank: int) -> None:
     if not (os.isatty(0) and os.isatty(1)):
         raise click.ClickException("the rank's debugger needs a terminal as standard input and output")
     print("Ctrl-] leaves the rank at its prompt. `continue` lets the rank go on.", flush=True)
-    with raw_mode(0):
+    with _raw_mode():
         farewell = _talk(gang.contact, rank)
     print(f"\n{farewell}")
 
 
 def _talk(contact: DriverContact, rank: int) -> str:
     """Pass keys to the rank's debugger, and show its output, until the user leaves. Return a text about the end."""
-    is_at_prompt = True
-    with contextlib.suppress(EOFError, OSError), contextlib.closing(connect(contact)) as connection:
-        for said in relay(0, 1, connection, rank):
-            match said:
-                case Shown():
+    try:
+        with contextlib.closing(_connect(contact)) as connection:
+            return _relay(connection, rank)
+    except (EOFError, OSError):
+        return "the gang's driver has ended"
+
+
+def _relay(connection: Connection, rank: int) -> str:
+    is_at_prompt, size = True, None
+    while True:
+        if (now := shutil.get_terminal_size()) != size:
+            size = now
+            connection.send(Attach(rank, (size.lines, size.columns)))
+        ready, _, _ = select.select([0, connection.fileno()], [], [])
+        if connection.fileno() in ready:
+            match connection.recv():
+                case Shown(data):
                     is_at_prompt = True
-                case Left(steps=False):
+                    _write(data)
+                case Left():
                     is_at_prompt = False
-                    write(
-                        1,
-                        b"\n(the rank has left the debugger. Its next prompt comes here; Ctrl-] or Ctrl-C leaves)\n",
+                    _write(
+                        b"\r\n(the rank has left the debugger. Its next prompt comes here; Ctrl-] or Ctrl-C leaves)\r\n"
                     )
                 case Close():
                     return "the gang has ended"
-                case bytes() if not said or LEAVE in said or (INTERRUPT in said and not is_at_prompt):
-                    return "detached; the rank waits on for a terminal" if is_at_prompt else "detached"
-    return "the gang's driver has ended"
+        if 0 in ready:
+            keys = os.read(0, READ_SIZE)
+            if not keys or LEAVE in keys or (INTERRUPT in keys and not is_at_prompt):
+                return "detached; the rank waits on for a terminal" if is_at_prompt else "detached"
+            connection.send(Typed(rank, keys))
+
+
+@contextlib.contextmanager
+def _raw_mode() -> Iterator[None]:
+    """Switch the terminal to raw mode in the block: the rank's pseudo-terminal does echo and line editing."""
+    settings = termios.tcgetattr(0)
+    tty.setraw(0)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, settings)
+
+
+def _write(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
 
 
 # ---- finding gangs
+
+
+def _connect(contact: DriverContact) -> Connection:
+    sock = socket.create_connection(contact.address, timeout=CONNECT_TIMEOUT)
+    watch_peer(sock)
+    return introduce(sock, contact.token)
 
 
 def _gangs(contacts: Iterable[DriverContact], look: Look) -> Iterator[Gang]:
     """Yield the gangs whose drivers answer."""
     for contact in sorted(contacts, key=lambda contact: contact.address):
         try:
-            with contextlib.closing(connect(contact)) as connection:
+            with contextlib.closing(_connect(contact)) as connection:
                 connection.limit_sends(CONNECT_TIMEOUT)
                 connection.send(look)
                 listing = connection.recv()

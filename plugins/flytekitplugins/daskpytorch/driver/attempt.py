@@ -48,7 +48,7 @@ class Prompts:
         self._waiting.append(rank)
 
     def leave(self, rank: int, *, steps: bool) -> None:
-        """Record that a rank's debugger has left its prompt: the rank's function goes on, or the rank has ended.
+        """Record that a rank's debugger has left its prompt, so that the rank's function goes on.
 
         Args:
             rank: The rank.
@@ -56,11 +56,15 @@ class Prompts:
         """
         if not steps:
             self.debugged.discard(rank)
-        self._waiting = [other for other in self._waiting if other != rank]
-        if rank == self.shown:  # else the rank has another terminal
+        if rank == self.shown:  # else the rank has an attached terminal
             self.shown = None
             if steps:
                 self._kept_for, self._kept_until = rank, self.clock() + KEPT_FOR
+
+    def forget(self, rank: int) -> None:
+        """Record that a rank has ended or failed."""
+        self._waiting = [other for other in self._waiting if other != rank]
+        self.leave(rank, steps=False)
 
     @property
     def due(self) -> float | None:
@@ -271,7 +275,7 @@ class Attempt:
         """Record that a rank's function has raised an exception."""
         self.failures[rank] = failure
         self.remembered[rank] = self.final[rank] = failure.recalled
-        self.prompts.leave(rank, steps=False)
+        self.prompts.forget(rank)
         self._has_independent_failure |= not failure.is_consequence
 
     def begin_call(self) -> None:
@@ -358,7 +362,7 @@ class Attempt:
         return self.exits[rank].log_tail if rank in self.exits else ""
 
     def _note(self, rank: int, **how: Any) -> None:
-        self.prompts.leave(rank, steps=False)
+        self.prompts.forget(rank)
         self.exits[rank] = exit_ = self._exit(rank, **how)
         if rank not in self.results:
             self._bad_exits[rank] = exit_

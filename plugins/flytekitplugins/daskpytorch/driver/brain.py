@@ -194,7 +194,8 @@ class Brain:
             return self._stop()
         self._saving.give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
-            self._state.terminals.show(rank)
+            self._observers.tell("debugging", rank)
+            attempt.tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
 
     def _is_understood(self, attempt: Attempt) -> bool:

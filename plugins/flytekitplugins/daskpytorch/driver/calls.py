@@ -134,7 +134,7 @@ class Calls:
             return
         call.ended[rank], call.received = said, received
         attempt.at_rest.add(rank)
-        attempt.prompts.leave(rank, steps=False)
+        attempt.prompts.forget(rank)
         failure = said.failure
         if failure is None:
             return

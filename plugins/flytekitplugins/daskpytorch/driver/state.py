@@ -85,11 +85,16 @@ class GangState:
         self.accountant = Accountant(asked_at, clock)
         self.observers = observers
         self.evaluator = Evaluator(request, agents, committer, observers, make, self.now)
-        self.terminals = Terminals(request.name, agents, observers, self.now)
+        self.terminals = Terminals(request.name, agents.launcher, observers, self.now)
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
         self.evaluator.on_metrics = self._tell_metrics
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
+
+    @property
+    def at_prompt(self) -> int | None:
+        """Rank whose debugger uses the terminal, or None."""
+        return self.attempt.prompts.shown if self.attempt is not None else None
 
     @property
     def has_lost_scheduler(self) -> bool:
@@ -105,6 +110,11 @@ class GangState:
         """Note that the caller has cancelled the gang."""
         self.is_cancelled = True
         self.evaluator.close()
+
+    def interrupt(self) -> None:
+        """Forward Ctrl-C to the rank whose debugger uses the terminal."""
+        if self.attempt is not None and self.attempt.prompts.shown is not None:
+            self.attempt.tell(messages.Tell(orders.Interrupt(self.attempt.prompts.shown)))
 
     def request_stop(
         self, reason: str, *, ends_gang: bool = True, is_workers: bool = False, is_awaited: bool = False
@@ -259,6 +269,8 @@ class GangState:
                 self.received.add(report)
             case reports.FolderWanted():
                 self.received.folder_is_wanted = True
+            case reports.AtPrompt():
+                attempt.prompts.ask(rank)
             case reports.LeftPrompt(steps):
                 self._note_left_prompt(attempt, rank, steps=steps)
             case Awaits() | Shown():
@@ -301,6 +313,8 @@ class GangState:
                     self.observers.hint(*found)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
+        if attempt.prompts.shown == rank:
+            self.observers.tell("debugging", None)
         attempt.prompts.leave(rank, steps=steps)
         attempt.note_sign_of_life()
         self.terminals.note_left(rank, steps=steps)

@@ -104,6 +104,16 @@ class Supervisor:
         """End the gang, from any thread. `run` raises `GangCancelledError`."""
         self._calls.put(lambda: self._state.cancel())  # noqa: PLW0108 - there may be no state yet
 
+    def interrupt(self) -> bool:
+        """Forward Ctrl-C to the rank whose debugger uses the terminal. Return False if no rank uses the terminal.
+
+        Signal handlers may call this method.
+        """
+        is_at_prompt = self._brain is not None and self._state.at_prompt is not None
+        if is_at_prompt:
+            self._calls.put(self._state.interrupt)
+        return is_at_prompt
+
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
         """Have the gang save a checkpoint and end, from any thread or signal handler. `run` raises `PreemptedError`.
 
@@ -168,6 +178,8 @@ class Supervisor:
             raise error  # noqa: B904 - the same, with fewer frames
         finally:
             running.discard(self)
+            if self._debugging.terminal is not None:
+                self._debugging.terminal.restore()
             if self._brain is not None:
                 self._observers.tell("accounted", self._state.accountant.final(error))
             self._observers.tell("ended", error)
@@ -195,7 +207,6 @@ class Supervisor:
             num_least=request.settings.min_workers or launcher.num_wanted,
         )
         state = self._begin(agents, committer)
-        stack.callback(state.terminals.own.close)
         listener.listen(state)
         stack.callback(listener.end)
         stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)

@@ -1,25 +1,21 @@
 """Terminals that are attached to a gang's ranks: lists of ranks, and the debuggers' input and output.
 
-Runs in the driver, in the gang's thread. The driver's own terminal is one of them, which one rank has at a time.
+Runs in the driver, in the gang's thread. A gang without terminals has no state here.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.collectives import users_frames
 from flytekitplugins.daskpytorch.driver.hang_detector import main_frames
-from flytekitplugins.daskpytorch.driver.own_terminal import OwnTerminal
 from flytekitplugins.daskpytorch.protocol.attaching import (
     LOOK,
     Attach,
     Awaits,
     Detach,
-    DriverContact,
     FromTerminal,
     Left,
     Listing,
@@ -29,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol.attaching import (
     TerminalOrder,
 )
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import Tell
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, Tell
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import Locate
 from flytekitplugins.daskpytorch.protocol.reports import Located
@@ -37,7 +33,7 @@ from flytekitplugins.daskpytorch.protocol.reports import Located
 ANSWER_TIME = 1.0
 """Seconds that a terminal's list of ranks waits for ranks that do not answer."""
 MAX_TAIL = 1 << 14
-"""Maximum number of bytes of a prompt's newest output that a terminal gets when it attaches."""
+"""Number of bytes of a debugger's newest output that a terminal gets when it attaches."""
 FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
@@ -48,19 +44,15 @@ class Prompt:
     attempt: Attempt
     state: str
     tail: bytes = b""
-    """Newest output of this prompt, which a terminal gets when it attaches."""
+    """Newest output, which a terminal gets when it attaches."""
 
 
 class Terminals:
     """The terminals that are attached to one gang, and the debuggers that wait for terminals."""
 
-    def __init__(self, gang: str, agents: Agents, observers: Observers, clock: Callable[[], float]) -> None:
+    def __init__(self, gang: str, launcher: AgentLauncher, observers: Observers, clock: Callable[[], float]) -> None:
         self._gang = gang
-        self._launcher = agents.launcher
-        self.own = OwnTerminal(DriverContact(agents.order.driver, agents.order.token))
-        """The driver's own terminal."""
-        self._shown: int | None = None
-        """Rank whose prompt the driver's own terminal shows. None: no rank."""
+        self._launcher = launcher
         self._observers = observers
         self._clock = clock
         self._prompts: dict[int, Prompt] = {}
@@ -69,12 +61,6 @@ class Terminals:
         self._looking: dict[Connection, tuple[Look, float]] = {}
         """Terminal that waits for the list of ranks -> request, and time at which the list is sent in any case."""
         self._located: dict[int, Located] = {}
-
-    def show(self, rank: int) -> None:
-        """Show a rank's prompt at the driver's own terminal until the prompt is over."""
-        self._shown = rank
-        self._observers.tell("debugging", rank)
-        self.own.show(rank)
 
     def hear(self, attempt: Attempt | None, connection: Connection, message: FromTerminal) -> None:
         """Follow a terminal's message."""
@@ -87,9 +73,8 @@ class Terminals:
         if isinstance(message, Attach):
             is_new = connection not in self._attached
             self._attached[connection] = message
-            if is_new:  # the prompt may have ended meanwhile
-                prompt = self._prompt_of(attempt, message.rank)
-                self._send(connection, Shown(prompt.tail) if prompt is not None else Left(steps=False))
+            if is_new and (prompt := self._prompt_of(attempt, message.rank)) is not None:
+                self._send(connection, Shown(prompt.tail))
         _tell(attempt, message)
 
     def forget(self, attempt: Attempt | None, connection: Connection) -> None:
@@ -102,16 +87,15 @@ class Terminals:
     def note(self, attempt: Attempt, rank: int, said: Awaits | Shown) -> None:
         """Record that a rank's debugger waits for a terminal, or has written something."""
         if isinstance(said, Awaits):
-            is_known = self._prompt_of(attempt, rank) is not None  # a step has led to this prompt
-            self._prompts[rank] = Prompt(attempt, said.state)
+            known = self._prompt_of(attempt, rank)
             attempt.prompts.debugged.add(rank)
-            if is_at_drivers := math.isinf(said.timeout):
-                attempt.prompts.ask(rank)
-            if is_known:
+            if known is not None:  # a step has led to this prompt
+                known.state = said.state
                 return
+            self._prompts[rank] = Prompt(attempt, said.state)
             for terminal in self._terminals_of(rank):
                 _tell(attempt, self._attached[terminal])  # a restarted rank does not know its terminals
-            if not is_at_drivers and not self._terminals_of(rank):
+            if not self._terminals_of(rank):
                 gpus = [place.gpu for place, _ in attempt.places.values() if place.gpu is not None]
                 held = f"{attempt.world_size} ranks" + (f" and {len(gpus)} GPUs" if gpus else "")
                 host = attempt.places[rank][1].host
@@ -125,13 +109,8 @@ class Terminals:
 
     def note_left(self, rank: int, *, steps: bool) -> None:
         """Record that a rank has left its debugger. `steps`: True if the rank shows its next prompt soon."""
-        if rank == self._shown:
-            self._shown = None
-            self._observers.tell("debugging", None)
-        if rank in self._prompts:
-            self._tell_terminals(rank, Left(steps))
-            if not steps:
-                del self._prompts[rank]
+        if not steps and self._prompts.pop(rank, None) is not None:
+            self._tell_terminals(rank, Left())
 
     def note_located(self, attempt: Attempt, rank: int, located: Located) -> None:
         """Record a rank's stacks, if a terminal has asked for them."""

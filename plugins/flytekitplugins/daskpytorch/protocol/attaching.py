@@ -1,7 +1,7 @@
 """Messages of terminals that attach to a gang's ranks, and the file by which a terminal finds the gang's driver.
 
-A terminal is a process of `daskpytorch attach`, or the driver's own terminal. Each agent leaves the driver's address
-and the gang's token in its own folder, which only this user can open.
+A terminal is a process of `daskpytorch attach`. Each agent leaves the driver's address and the gang's token in its own
+folder, which only this user can open.
 
     terminal                driver              agent               rank
       │ ─── Look ───────────▶ │ ─── Tell(Locate) ─▶ │ ─── Locate ───▶ │
@@ -96,9 +96,6 @@ class Shown:
 class Left:
     """Notice to a terminal: the rank has left its debugger, and goes on or ends."""
 
-    steps: bool
-    """True if the rank shows its next prompt soon."""
-
 
 FromTerminal = Look | Attach | Typed
 
@@ -120,7 +117,7 @@ class Awaits:
     state: str
     """Reason, which the driver shows after the words `rank N`."""
     timeout: float
-    """Seconds until the rank gives up without a terminal. Infinite: the driver's own terminal attaches in its turn."""
+    """Seconds without a terminal until the rank gives up."""
 
 
 TerminalOrder = Attach | Typed | Detach

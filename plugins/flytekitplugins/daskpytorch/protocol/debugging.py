@@ -1,11 +1,13 @@
-"""The driver's terminal for debuggers in ranks, and the ports for editors. The driver finds both."""
+"""The terminal of debuggers in ranks, and the ports for editors. The driver finds both."""
 
+import contextlib
 import os
 import re
+import termios
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 from flytekitplugins.daskpytorch.settings import Gang
 
@@ -21,11 +23,48 @@ IN_EDITOR = timedelta(days=7)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Debugging:
-    """The driver's terminal and the ports for debuggers in a gang's ranks."""
+class Terminal:
+    """The terminal of the driver. A rank on the same machine can open the terminal."""
 
-    has_terminal: bool = False
-    """True if the driver has a terminal, which one rank's debugger has at a time."""
+    path: str
+    identity: tuple[int, ...]
+    """Device numbers and inode of the terminal. Terminals of different containers differ in these numbers, even with
+    equal paths."""
+    settings: list[Any] = field(compare=False, repr=False)
+    """Mode settings of the terminal before the gang's start. A rank that ends at its debugger's prompt leaves the
+    terminal in another mode."""
+
+    @classmethod
+    def here(cls) -> Self | None:
+        """Return this process's terminal. None without a terminal, or if this process runs in the background."""
+        with contextlib.suppress(OSError, termios.error, ValueError):
+            if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
+                return cls(path=os.ttyname(0), identity=_identity(0), settings=termios.tcgetattr(0))
+        return None
+
+    def open(self) -> int | None:
+        """Open the terminal and return the file descriptor. None: it belongs to another machine or container."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if _identity(descriptor) == self.identity:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def restore(self) -> None:
+        """Restore the terminal's settings to those before the gang."""
+        with contextlib.suppress(OSError, termios.error):
+            if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != self.settings:
+                termios.tcsetattr(0, termios.TCSADRAIN, self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debugging:
+    """The terminal and ports for debuggers in a gang's ranks."""
+
+    terminal: Terminal | None = None
     ports: Mapping[int, int] = field(default_factory=dict)
     """Rank -> port at which the rank waits for an editor."""
     attach: str = "daskpytorch attach"
@@ -33,12 +72,12 @@ class Debugging:
 
     @classmethod
     def here(cls) -> Self:
-        """Find this process's terminal, and the editors' ports from the environment variable `DASKPYTORCH_DEBUGPY`.
+        """Return this process's terminal, and the editors' ports from the environment variable `DASKPYTORCH_DEBUGPY`.
 
         Raises:
             ValueError: `DASKPYTORCH_DEBUGPY` has a wrong format.
         """
-        return cls(has_terminal=_has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
+        return cls(terminal=Terminal.here(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     def patience(self, settings: Gang) -> timedelta | None:
         """Return the timeout of collectives while a person may debug a rank. None means the backend's own timeout.
@@ -50,15 +89,12 @@ class Debugging:
             return IN_EDITOR
         if settings.on_error == "hold":
             return AT_TERMINAL + timedelta(seconds=settings.attach_timeout)
-        return AT_TERMINAL if self.has_terminal else None
+        return AT_TERMINAL if self.terminal is not None else None
 
 
-def _has_terminal() -> bool:
-    """Return True if this process can open the terminal at its standard input, and does not run in the background."""
-    try:
-        return bool(os.ttyname(0)) and os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
+def _identity(descriptor: int) -> tuple[int, ...]:
+    stat = os.fstat(descriptor)
+    return (stat.st_dev, stat.st_ino, stat.st_rdev)
 
 
 def _ports(text: str) -> dict[int, int]:

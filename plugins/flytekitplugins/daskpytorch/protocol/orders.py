@@ -236,6 +236,20 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """Notice to ranks: the debugger of rank `rank` gets the terminal."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """Notice to ranks: the user pressed Ctrl-C at the debugger's prompt of rank `rank`."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Leave:
     """Order to a rank: end, since the functions of all ranks have returned."""
 
@@ -276,7 +290,20 @@ class Quit:
 
 OrderToEnd = Leave | CallOrder | EndCall | TerminalOrder
 """Order that ends the rank, is about a call in a gang that stays, or comes from an attached terminal."""
-OrderToAll = Hold | Release | Settled | Kept | Accounted | Evaluated | Locate | ShowStacks | TimeEnds | OrderToEnd
+OrderToAll = (
+    Hold
+    | Release
+    | Settled
+    | Kept
+    | Accounted
+    | Evaluated
+    | Locate
+    | ShowStacks
+    | TimeEnds
+    | Prompt
+    | Interrupt
+    | OrderToEnd
+)
 OrderToRank = OrderToAll | Arrived
 """All orders after which the rank goes on."""
 Order = OrderToRank | Quit

@@ -170,6 +170,11 @@ class FolderWanted:
 
 
 @dataclass(frozen=True)
+class AtPrompt:
+    """Request of a rank whose debugger waits for the driver's terminal."""
+
+
+@dataclass(frozen=True)
 class LeftPrompt:
     """Report that the rank's debugger has left its prompt."""
 
@@ -205,6 +210,7 @@ ShortReport = (
     | Remembered
     | Stands
     | FolderWanted
+    | AtPrompt
     | LeftPrompt
     | Awaits
     | Shown

@@ -1,7 +1,8 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-Ranks have no terminal. For each prompt a rank makes a pseudo-terminal, and uses it as standard input, output and error.
-The driver connects its own terminal to one rank at a time, and users attach others by `daskpytorch attach`.
+Ranks have no terminal. The driver grants its own terminal to one rank at a time. A rank that cannot open the driver's
+terminal makes a pseudo-terminal, to which users attach by `daskpytorch attach`. While the prompt is shown, the rank
+uses the terminal as standard input, output and error.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import contextlib
 import fcntl
 import functools
 import inspect
-import math
 import os
 import signal
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -25,7 +26,7 @@ from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.protocol import reports
+from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.attaching import Awaits, TerminalOrder
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE
 from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
@@ -44,15 +45,16 @@ HOST = "127.0.0.1"
 
 
 class Prompt:
-    """This rank's use of a pseudo-terminal for a debugger, to which terminals attach."""
+    """This rank's use of a terminal for a debugger: the driver's terminal, or terminals that attach."""
 
     def __init__(self, rank: int, job: Job, send: Callable[[reports.ShortReport], None]) -> None:
         self.rank = rank
-        self._has_drivers = job.debugging.has_terminal
+        self._terminal = job.debugging.terminal
         self._command = f"{job.debugging.attach} {rank}"
         self._timeout = job.settings.attach_timeout
         self._send = send
-        self._terminal = PseudoTerminal(send)
+        self._granted = threading.Event()
+        self._attached = PseudoTerminal(send)
         self._pid = os.getpid()
         self.failure: Failure | None = None
         """Report of the exception for which the rank is held. None: the rank is not held."""
@@ -85,12 +87,22 @@ class Prompt:
 
     def note_call(self, *, is_ending: bool) -> None:
         """Record the driver's newest order about a call. `is_ending`: True if the call ends, with its prompts."""
-        self._terminal.is_call_ending = is_ending
+        self._attached.is_call_ending = is_ending
 
-    def obey(self, order: TerminalOrder) -> None:
-        """Follow an order of an attached terminal. Ignore orders to other ranks."""
-        if order.rank == self.rank:
-            self._terminal.follow(order)
+    def obey(self, order: orders.Prompt | orders.Interrupt | TerminalOrder) -> None:
+        """Let this rank's waiting debugger open the driver's terminal, or interrupt the main thread as Ctrl-C does.
+
+        Also follow the orders of attached terminals. Ignore orders to other ranks.
+        """
+        if order.rank != self.rank:
+            return
+        match order:
+            case orders.Prompt():
+                self._granted.set()
+            case orders.Interrupt():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            case _:
+                self._attached.follow(order)
 
     def check(self) -> None:
         """Check that this process can have a debugger.
@@ -106,7 +118,7 @@ class Prompt:
 
     @contextlib.contextmanager
     def shown(self, where: str) -> Iterator[None]:
-        """Use a terminal as standard input, output and error in the block. Wait there until another one attaches.
+        """Wait for a terminal, and use it as standard input, output and error in the block.
 
         Args:
             where: Text about the rank for users, such as `stops at train.py:12 (train)`.
@@ -117,25 +129,41 @@ class Prompt:
         """
         self.check()
         _drain()
-        # A held rank waits for others, as the driver's terminal may have nobody in front of it.
-        timeout = math.inf if self._has_drivers and self.failure is None else self._timeout
-        self._send(Awaits(where, timeout))
-        with self._terminal.opened(timeout, self._timeout) as terminal:
+        terminal = self._terminal.open() if self._terminal is not None and self.failure is None else None
+        if terminal is None:  # also for a held rank: the driver's terminal may have nobody in front of it
+            with self._at_attached(where):
+                yield
+            return
+        self._granted.clear()
+        self._send(reports.AtPrompt())
+        self._granted.wait()
+        try:
+            fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
+            with _in_place(terminal):
+                yield
+        finally:
+            fcntl.flock(terminal, fcntl.LOCK_UN)  # a process forked at the prompt shares the lock, and may live on
+            os.close(terminal)
+
+    @contextlib.contextmanager
+    def _at_attached(self, where: str) -> Iterator[None]:
+        self._send(Awaits(where, self._timeout))
+        with self._attached.opened(self._timeout) as terminal:
             try:
                 with _in_place(terminal.slave):
                     yield
             except OSError:
                 if not terminal.is_given_up:
                     raise
-        if terminal.is_given_up and self._terminal.is_call_ending:
+        if terminal.is_given_up and self._attached.is_call_ending:
             raise KeyboardInterrupt
         if terminal.is_given_up:
             raise NoDebuggerError(
                 f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
-                f"attached to its debugger, as by {self._command}. Or start the run in a terminal; or with "
-                "DASKPYTORCH_DEBUG=1, which trains in one rank in the calling process; or with "
-                f"{PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port of its host for an editor "
-                "to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
+                f"attached to its debugger, as by {self._command}. Or start the run in a terminal of the rank's "
+                "machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank in the calling process; "
+                f"or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port of its host for "
+                "an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
             )
 
     def leave(self, *, steps: bool) -> None:
@@ -161,7 +189,7 @@ def _in_place(terminal: int) -> Iterator[None]:
 
 
 def watch_pdb(prompt: Prompt) -> None:
-    """Show each prompt of pdb, also that of `breakpoint()`, at the terminals that are attached to the rank."""
+    """Show each prompt of pdb, also that of `breakpoint()`, at the driver's terminal."""
     register_post_import_hook(functools.partial(_at_terminal, prompt), "pdb")
 
 

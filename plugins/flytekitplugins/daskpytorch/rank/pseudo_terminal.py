@@ -1,4 +1,4 @@
-"""Pseudo-terminal of a rank's debugger, to which terminals attach. Runs in a rank.
+"""Pseudo-terminal of a rank's debugger, for terminals that attach from elsewhere. Runs in a rank.
 
 pdb, readline and the user's own `input()` work as at any terminal. Output and keys travel as messages, by way of agent
 and driver.
@@ -65,27 +65,21 @@ class PseudoTerminal:
                 self._type(order.data)
 
     @contextlib.contextmanager
-    def opened(self, first_timeout: float, timeout: float) -> Iterator[OpenTerminal]:
+    def opened(self, timeout: float) -> Iterator[OpenTerminal]:
         """Yield a new terminal, and send the driver what is written there.
 
-        Without an attached terminal the new one hangs up in time: reads get the end of the file, and writes fail.
-
         Args:
-            first_timeout: Seconds until a terminal must have attached.
-            timeout: Seconds from the detachment of the last terminal until another one must have attached.
+            timeout: Seconds without an attached terminal after which this terminal hangs up: reads get the end of the
+                file, and writes fail.
         """
         master, slave = os.openpty()
         os.set_blocking(master, False)  # keys beyond the kernel's buffer are lost: orders of the driver must not wait
         modes = termios.tcgetattr(slave)
-        modes[1] &= ~termios.OPOST  # an attached terminal itself translates the ends of lines
         modes[3] |= termios.NOFLSH  # else Ctrl-C also discards output, at times that of the next prompt
         termios.tcsetattr(slave, termios.TCSANOW, modes)
         self._open = terminal = OpenTerminal(master, slave)
         self._resize()
-        timeouts = first_timeout, timeout
-        relay = threading.Thread(
-            target=self._relay, args=(terminal, *timeouts), name="daskpytorch-terminal", daemon=True
-        )
+        relay = threading.Thread(target=self._relay, args=(terminal, timeout), name="daskpytorch-terminal", daemon=True)
         relay.start()
         try:
             yield terminal
@@ -93,15 +87,16 @@ class PseudoTerminal:
             os.close(slave)
             relay.join(END_TIME)
 
-    def _relay(self, terminal: OpenTerminal, first_timeout: float, timeout: float) -> None:
+    def _relay(self, terminal: OpenTerminal, timeout: float) -> None:
         look = select.poll()
         look.register(terminal.master, select.POLLIN)
-        give_up_at = time.monotonic() + first_timeout
+        give_up_at = time.monotonic() + timeout
         try:
             while not terminal.is_given_up:
                 if look.poll(1000 * min(LOOK_INTERVAL, timeout)):
-                    # An OSError once the debugger has closed its end.
-                    self._send(Shown(os.read(terminal.master, CHUNK)))
+                    self._send(
+                        Shown(os.read(terminal.master, CHUNK))
+                    )  # an OSError once the debugger has closed its end
                 if self._is_attached:
                     give_up_at = time.monotonic() + timeout
                 terminal.is_given_up = self.is_call_ending or time.monotonic() >= give_up_at

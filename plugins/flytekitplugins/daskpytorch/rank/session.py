@@ -141,7 +141,7 @@ class Session:
                 standstill.show_stacks()
             case orders.TimeEnds():
                 self._entries.time_ends()
-            case Attach() | Detach() | Typed():
+            case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
                 if self.prompt is not None:
                     self.prompt.obey(order)
             case orders.Kept(checkpoints):

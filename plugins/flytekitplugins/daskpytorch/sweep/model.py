@@ -35,7 +35,7 @@ class ModelFuture(Logged, GangFuture):
         experiment: Any,
         log: Log,
         cancel: Callable[[], bool],
-        end: Callable[[], object] | None = None,
+        end: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(ReceivedResults(), end)
         self.index = index

@@ -74,7 +74,7 @@ class ModelFutures(Futures[ModelFuture]):
         """Last time (monotonic clock, seconds) at which the cluster had enough workers for each waiting model."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
-            model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self.cancel)
+            model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self._end_all)
             if model not in missing:
                 self._restore(model)
         self._futures = [model.future for model in models]
@@ -183,7 +183,7 @@ class ModelFutures(Futures[ModelFuture]):
         self._preempted = reason
 
     def _wait(self, timeout: float | None) -> None:
-        with deferred(self.cancel) as is_ending:
+        with deferred(self._end_all) as is_ending:
             not_done = wait(self._futures, timeout).not_done
             if is_ending():
                 wait(self._futures)
@@ -192,6 +192,14 @@ class ModelFutures(Futures[ModelFuture]):
                     f"{len(not_done)} of {len(self)} models have not ended within {timeout:g} s. Their training goes "
                     "on: wait again, or cancel() them"
                 )
+
+    def _end_all(self) -> bool:
+        """Cancel all gangs at Ctrl-C, before the caller closes their Dask client.
+
+        Return True, so that `KeyboardInterrupt` is raised after their end.
+        """
+        self.cancel()
+        return True
 
     def _restore(self, model: Model) -> None:
         """Settle the future of a model that an earlier call has completed, with its stored records and result."""

@@ -176,7 +176,7 @@ class InRanks:
             request = self._request(inputs, rank_host(shown.results.folder), shown.observers)
             with self._received(shown) as received, self._launcher() as launcher:
                 supervisor = Supervisor(request, launcher, [shown.display, shown.recorder], received)
-                with ctrl_c.get(CtrlC()).ends(supervisor.cancel):
+                with ctrl_c.get(CtrlC()).ends(supervisor.cancel, supervisor.interrupt):
                     outputs = supervisor.run()
                 output = received.load_returned(0, outputs[0])
             return self._deliver(inputs, output)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.display.logged import Log
     from flytekitplugins.daskpytorch.driver.request import Request
+    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
@@ -160,7 +161,11 @@ class StayingGang:
         return self._pending.end is None and not self._pending.is_closed
 
     def _await_start(self) -> None:
-        with deferred(self._supervisor.cancel):
+        def end() -> bool:
+            self._supervisor.cancel()
+            return True
+
+        with deferred(end):
             while not self._pending.has_formed.wait(TURN):
                 pass
         if self._pending.end is not None:
@@ -275,7 +280,8 @@ class StayingGang:
             self._supervisor.received,
             pending.num_ranks,
             self._futures.thread,
-            end=functools.partial(self._calls.interrupt, asked),
+            end=functools.partial(_end, self._supervisor, self._calls, asked),
+            cancel=functools.partial(self._calls.interrupt, asked),
             keep=keep,
             show=functools.partial(_show, self._shown, self._calls, asked) if self._shown is not None else None,
         )
@@ -319,6 +325,14 @@ def _show(shown: Shown, calls: Calls, call: Call, log: Log) -> Callable[[str], o
     """Show a call in a notebook's table. Return a function that ends this."""
     row = CallRow(call.name, log, status=lambda: "running" if call is calls.current or call.ended else "waiting")
     return shown.show_call(row)
+
+
+def _end(supervisor: Supervisor, calls: Calls, call: Call) -> bool:
+    """End a call at Ctrl-C, unless a rank's debugger gets the Ctrl-C."""
+    if supervisor.interrupt():
+        return False
+    calls.interrupt(call)
+    return True
 
 
 @contextlib.contextmanager
