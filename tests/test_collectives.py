@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named
+from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named, users_frames
 from flytekitplugins.daskpytorch.driver.hang_detector import explain_failure
-from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Recalled
+from flytekitplugins.daskpytorch.rank.cells import FILE as CELL
 
 ALL = "the default group (gloo)"
 ROW, COLUMN = "group 1 (gloo)", "group 2 (gloo)"
@@ -131,13 +132,33 @@ def test_words_for_collectives_and_ranks() -> None:
 
 
 def test_frames_of_the_user_alone_are_shown() -> None:
-    files = ["/venv/lib/python3.11/site-packages/torch/x.py", "/usr/lib64/python3.12/threading.py", "<eval_with_key>.1"]
-    frames = [f'File "{file}", line 1 in f' for file in [*files, "/code/a.py", "<ipython-input-1-ab>"]]
+    frames = [f'File "{file}", line 1 in f' for file in ["/usr/lib64/python3.12/threading.py", "/code/a.py"]]
     difference = compare({0: of(waiting(1, frames=frames)), 1: of()})
     assert difference is not None
     assert "rank 1: not called, nor any other before" in difference.shown
     shown = [line.strip() for line in difference.shown.splitlines() if "File" in line]
-    assert shown == frames[3:]
+    assert shown == frames[1:]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_users"),
+    [
+        *((file, True) for file in ("/code/a.py", "<ipython-input-1-ab>", CELL, "<stdin>", "<python-input-0>")),
+        *((file, True) for file in ("<doctest a.f[0]>", "<command-12>", "<torch_package_0>.a.py", "<strings>")),
+        *((file, False) for file in ("<frozen runpy>", "<string>", "<unknown>", "<template>", "<decorator-gen-12>")),
+        *(
+            (file, False)
+            for file in ("<eval_with_key>.1", "<__array_function__ internals>", "<attrs generated init A>")
+        ),
+        *((f"/usr/lib/{python}/queue.py", False) for python in ("python3.11", "python3.13t")),
+        ("/usr/lib64/python3.12/queue.py", False),
+        ("/venv/lib/python3.11/site-packages/torch/x.py", False),
+        ("/code/plugins/flytekitplugins/daskpytorch/rank/main.py", False),
+    ],
+)
+def test_the_users_files_are_all_but_those_of_libraries_and_of_generated_code(file: str, *, is_users: bool) -> None:
+    assert users_frames([frame := f'File "{file}", line 1 in f']) == [frame] * is_users
+    assert bool(NOT_THE_USERS.match(file)) != is_users
 
 
 def test_explained_failure_says_what_the_missing_rank_was_doing() -> None:
