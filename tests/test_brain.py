@@ -886,6 +886,20 @@ def test_hang_is_told_by_the_collective_that_a_rank_has_not_called(gang_of: Make
     assert "rank 1 has not called collective 2 of the default group (gloo), all_reduce of float32 [4]" in error.cause
 
 
+def test_log_of_a_rank_that_returned_too_early_and_ended_well_is_in_the_hangs_error(gang_of: MakeWorld) -> None:
+    world = gang_of(hang_timeout=10.0, max_restarts=0)
+    world.recalled = {0: recalled(1, 2, is_done=False), 1: recalled(1)}
+    world.deliver(world.agent(W2))
+    world.wait(10.0)
+    for rank, worker in ((0, W1), (1, W2)):
+        locate(world, worker, rank, "stack", num_moves=-1)
+    world.leave(world.agent(W2), 1, 0, log_tail="its last line")
+    world.obey_all()
+    error = raised(world)
+    assert isinstance(error, GangHungError)
+    assert (error.rank, error.log_tail) == (1, "its last line")
+
+
 def test_failed_collective_is_explained_by_what_the_other_ranks_say(gang_of: MakeWorld) -> None:
     world = gang_of(max_restarts=0)
     world.recalled = {0: recalled(1, 2), 1: recalled(1)}

@@ -341,7 +341,11 @@ class Attempt:
 
     def root_failure(self) -> RankExit:
         """Return the exit that, as far as known, caused the others."""
-        here = {rank: exit_ for rank, exit_ in self.exits.items() if rank not in self.results or exit_.exitcode != 0}
+        here = {
+            rank: exit_
+            for rank, exit_ in self.exits.items()
+            if rank not in self.results or exit_.exitcode != 0 or exit_.hang is not None
+        }
         failed = {*self.failures, *self.call_failures, *([self.hang[0]] if self.hang else [])}
         for rank in failed - here.keys():  # not ended yet
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
