@@ -247,3 +247,23 @@ def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match="models"):
         module_of("tools.models")
     assert script_module.as_script(run_module, ("torch.distributed.run",))[1] == ()
+
+
+def test_the_error_names_the_part_of_a_modules_name_that_is_missing(project: Path) -> None:
+    (project / "parts/inner").mkdir(parents=True)
+    with pytest.raises(ModuleNotFoundError, match=f"'parts' is a package in {project}/parts without a __main__"):
+        module_of("parts")
+    with pytest.raises(ModuleNotFoundError, match=r"'parts\.inner' has no module 'train'"):
+        module_of("parts.inner.train")
+    with pytest.raises(ModuleNotFoundError, match="'parts' has no module 'nowhere'"):
+        module_of("parts.nowhere.train")
+
+
+def test_a_module_in_the_working_folders_part_of_a_namespace_is_found(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere := tmp_path / "elsewhere/parts").mkdir(parents=True)
+    (project / "parts").mkdir()
+    (project / "parts/train.py").touch()
+    monkeypatch.syspath_prepend(str(elsewhere.parent))
+    assert module_of("parts.train").file == str(project / "parts/train.py")

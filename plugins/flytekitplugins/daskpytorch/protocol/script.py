@@ -85,35 +85,55 @@ def module_of(name: str, *args: object) -> Script:
         ModuleNotFoundError: Neither the working folder nor `sys.path` has the module.
         SyntaxError: The module's file is not a Python program.
     """
-    top, *inner = name.split(".")
     importlib.invalidate_caches()  # the module's file may be new
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = importlib.util.find_spec(top)
+    try:  # until the last search: the folders of a namespace package follow `sys.path`
+        specs = _specs_of(name)
+        spec, why = specs[-1], _why_missing(name, specs)
     finally:
         sys.path.pop(0)
-    for part in inner:
-        spec = _part_of(spec, part)
-    is_package = spec is not None and spec.submodule_search_locations is not None
-    if is_package:
-        spec = _part_of(spec, "__main__")
     file = Path(spec.origin or "").absolute() if spec is not None else None
     if file is None or file.suffix != ".py" or not file.is_file():
-        raise ModuleNotFoundError(
-            f"no module {name!r} that can be run, in {Path.cwd()} or on sys.path. Start in the folder that has {top}, "
-            "install it, or give the path of a script.",
-            name=name,
-        )
+        raise ModuleNotFoundError(f"no module {name!r} that can be run{why}, or give the path of a script", name=name)
     _check(file)
-    root = file.parents[len(inner) + is_package]
+    root = file.parents[len(specs) - 1]
     return Script(given=name, is_module=True, args=tuple(map(str, args)), file=str(file), folder=str(root))
 
 
-def _part_of(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
-    """Return a package's module of this name, without an import. None: no package has the module."""
-    if package is None or package.submodule_search_locations is None:
+def _specs_of(name: str) -> list[ModuleSpec | None]:
+    """Return the specs of each part of a module's name, and of a package's `__main__`, without an import of the parts.
+
+    The list ends with None if a part is missing.
+    """
+    top, *inner = name.split(".")
+    specs = [importlib.util.find_spec(top)]
+    for part in inner:
+        if specs[-1] is not None:
+            specs.append(_part_of(specs[-1], part))
+    if specs[-1] is not None and specs[-1].submodule_search_locations is not None:
+        specs.append(_part_of(specs[-1], "__main__"))
+    return specs
+
+
+def _part_of(package: ModuleSpec, name: str) -> ModuleSpec | None:
+    """Return a package's module of this name, without an import. None: the package does not have the module."""
+    if package.submodule_search_locations is None:
         return None
     return PathFinder.find_spec(name, package.submodule_search_locations)
+
+
+def _why_missing(name: str, specs: Sequence[ModuleSpec | None]) -> str:
+    """Return which part of a module's name is missing, and what to do, as the rest of a sentence."""
+    parts = name.split(".")
+    package = specs[-2] if len(specs) > 1 and specs[-1] is None else None
+    if package is None:
+        return f", in {Path.cwd()} or on sys.path. Start in the folder that has {parts[0]}, install it"
+    known = ".".join(parts[: len(specs) - 1])
+    folders = ", ".join(package.submodule_search_locations or [])
+    if len(specs) > len(parts):
+        return f": {known!r} is a package in {folders} without a __main__.py. Name one of its modules"
+    where = f"the package in {folders}" if folders else f"the module in {package.origin}"
+    return f": {known!r} has no module {parts[len(specs) - 1]!r} ({where}). Check the name"
 
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
