@@ -63,6 +63,7 @@ FLUSH_SHARE = 0.6
 
 def main(channel: Connection) -> int:
     """Run one rank, from the first message on its channel to the returned exit code."""
+    num_frozen = gc.get_freeze_count()  # the fork server's objects
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
     link = GangLink(channel, order)
@@ -105,10 +106,10 @@ def main(channel: Connection) -> int:
         failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
         link.has_failed = not failure.is_consequence
         link.send(failure)
-        _wind_up(order, link, 1)
+        _wind_up(order, link, num_frozen, 1)
         return 1
     session.see_out()
-    _wind_up(order, link, int(is_stopped), exit_code=0)
+    _wind_up(order, link, num_frozen, int(is_stopped), exit_code=0)
     return 0
 
 
@@ -169,7 +170,6 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     if link.has_failed:
         return
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
-    _flush_files()
     os._exit(STOPPED)
 
 
@@ -346,12 +346,12 @@ def _is_of_storage(error: BaseException) -> bool:
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing
 
 
-def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1) -> None:
+def _wind_up(order: RankOrder, link: GangLink, num_frozen: int, outcome: int, exit_code: int = 1) -> None:
     """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
 
     Waits for threads and executors, calls the exit functions, and flushes open files and the output. The fork server's
     ranks exit by `os._exit`, which skips these steps. If the steps take longer than `END_GRACE`, the rank ends with
-    `exit_code`.
+    `exit_code`. `num_frozen`: see `_flush_files`.
     """
     link.observers.tell("close", outcome)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
@@ -360,18 +360,27 @@ def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1)
     watch.start()
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors first, then other threads: 3.11 to 3.14
     atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
-    _flush_files()
+    _flush_files(num_frozen)
     watch.cancel()
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def _flush_files() -> None:
-    """Write the buffers of all open files, such as a log that the program never closes."""
+def _flush_files(num_frozen: int) -> None:
+    """Write the buffers of all open files, such as a log that the program never closes.
+
+    `num_frozen` is the number of objects that `gc` had frozen before the program began.
+    """
+    if gc.get_freeze_count() > num_frozen:  # by the program, whose files `gc.get_objects` leaves out then
+        gc.unfreeze()
     objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    files = set()
+    for key, kind in {id(type(each)): type(each) for each in objects}.items():  # not all types have a hash
+        with contextlib.suppress(Exception):  # of a metaclass
+            if issubclass(kind, io.IOBase):
+                files.add(key)
     for each in objects:
-        if type(each) in kinds:
+        if id(type(each)) in files:
             with contextlib.suppress(Exception):  # a closed file, a full disk, a pipe without a reader
                 each.flush()
 
