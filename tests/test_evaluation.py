@@ -102,7 +102,7 @@ def test_the_next_attempt_does_not_evaluate_again() -> None:
     assert not agenda.is_outstanding
     agenda = Agenda(every=5)
     agenda.note_found(file(7))
-    assert agenda.next == file(7)
+    assert agenda.due == file(7)
 
 
 # ---- In a gang
@@ -277,13 +277,16 @@ def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
 
 @pytest.mark.parametrize("end", [lambda state: state.request_stop("the task was told to end"), GangState.cancel])
 def test_sigterm_and_ctrl_c_end_the_evaluation_and_begin_no_other(world_of: MakeWorld, end: Any) -> None:
-    world = world_of()
-    save(world, 1, 2)
+    world = world_of(keep=Keep(last=1))
+    save(world, 1, 2, 3)
     world.feed(end, world.state)
     assert world.evaluations[0].is_cancelled
+    assert files(world) == [1, 3]  # the ranks of the evaluation may still load the checkpoint
     world.end_evaluation()
-    save(world, 3)
+    save(world, 4)
     assert steps(world) == [1]
+    world.evaluator.end()
+    assert files(world) == [4]
 
 
 @pytest.mark.parametrize("has_arrived", [True, False])
@@ -303,7 +306,7 @@ def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWor
     world = world_of(Evaluate(evaluate, timeout=30.0), keep=Keep(last=1))
     save(world, 1, 2, 3)
     assert files(world) == [1, 3]
-    world.evaluator.close()
+    world.evaluator.end()
     assert files(world) == [3]
 
 

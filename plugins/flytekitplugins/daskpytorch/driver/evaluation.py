@@ -84,13 +84,13 @@ class Agenda:
             self.waiting = entry
 
     @property
-    def next(self) -> Entry | None:
+    def due(self) -> Entry | None:
         """The waiting checkpoint if its evaluation can begin. None: no checkpoint waits, or one is being evaluated."""
         return self.waiting if self.running is None else None
 
     def note_begun(self) -> None:
-        """Record that the evaluation of `next` has begun."""
-        self.running, self.waiting = self.next, None
+        """Record that the evaluation of the checkpoint that is `due` has begun."""
+        self.running, self.waiting = self.due, None
 
     def note_end(self, *, has_failed: bool) -> None:
         """Record that the running evaluation has ended."""
@@ -204,7 +204,7 @@ class Evaluator:
         if self._gang is not None and self._now() >= self._deadline:
             self._deadline = math.inf
             self._gang.cancel()
-        if (entry := self._agenda.next) is not None and self._now() >= self._try_at:
+        if (entry := self._agenda.due) is not None and self._now() >= self._try_at:
             self._begin(entry)
 
     def is_awaited(self, since: float, *, more_come: bool = False) -> bool:
@@ -223,17 +223,18 @@ class Evaluator:
         return rest > 0
 
     def close(self) -> None:
-        """Cancel the running evaluation, begin no other, and let the retention policy decide about all checkpoints."""
+        """Cancel the running evaluation, whose checkpoint stays until its ranks have ended, and begin no other."""
         self._agenda.close()
         if self._gang is not None:
             self._gang.cancel()
         if self._settings is not None:
-            self._committer.vault.hold(())
+            self._hold()
 
     def end(self) -> None:
-        """Cancel the running evaluation, and wait until its ranks have ended."""
+        """Cancel the running evaluation, wait until its ranks have ended, and leave all checkpoints to the policy."""
         self.close()
         self.join()
+        self._release()
 
     def join(self) -> None:
         """Wait until the last evaluation's gang has ended."""
@@ -270,6 +271,10 @@ class Evaluator:
 
     def _hold(self) -> None:
         self._committer.vault.hold(self._agenda.held)
+
+    def _release(self) -> None:
+        if self._settings is not None:
+            self._committer.vault.hold(())
 
     def _begin(self, entry: Entry) -> None:
         assert self._template is not None  # noqa: S101 - without `Gang(evaluate=...)`, no checkpoint waits
@@ -313,6 +318,7 @@ class Evaluator:
     def _note_end(self, entry: Entry, metrics: Mapping[str, float] | BaseException) -> None:
         self._gang = None
         if self._agenda.is_closed:
+            self._release()
             return
         self._agenda.note_end(has_failed=isinstance(metrics, BaseException))
         if isinstance(metrics, BaseException):

@@ -253,7 +253,7 @@ class Supervisor:
             self._take(brain.patience)
             state.look_for_silence()
         state.evaluator.conclude()
-        state.evaluator.close()
+        state.evaluator.end()  # before the last write to storage, which applies the retention policy
         return results
 
     def _take(self, timeout: float) -> None:
