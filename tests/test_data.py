@@ -11,6 +11,7 @@ import pytest
 from flytekitplugins.daskpytorch import data
 from flytekitplugins.daskpytorch.data.access import access_options
 from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
 NOWHERE: dict[str, Any] = {
@@ -75,6 +76,11 @@ def test_option_that_is_none_hides_no_option_of_the_client() -> None:
     options = {"endpoint_url": None, "client_kwargs": {"endpoint_url": "http://own", "region_name": "eu"}}
     told = access_options(options, anon=False, endpoint_url=None)
     assert (told["endpoint_url"], told["region"]) == ("http://own", "eu")
+
+
+def test_the_cache_has_its_folder_and_its_size(index: Path, tmp_path: Path) -> None:
+    folder = data.S3ImageFolder("b", "p", index=index, cache_dir=tmp_path / "cache", cache_bytes=5_000, **NOWHERE)
+    assert vars(folder._cache) == vars(ImageCache(tmp_path / "cache", 5_000))
 
 
 def test_an_index_of_another_folder_is_refused(index: Path) -> None:

@@ -45,6 +45,18 @@ def test_a_full_disk_is_told_once_and_ends_all_files(tmp_path: Path) -> None:
     assert str(folder / "g") in message
 
 
+def test_a_file_in_the_place_of_the_folder_is_told_and_the_output_goes_on(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "file").touch()
+    logs = LogFiles(tmp_path / "file" / "g", told.append)
+    for copy in logs.copies(0, 0):
+        copy(b"line\n")
+    logs.close()
+    [message] = told
+    assert "Not a directory" in message
+    assert logs.place(0, 0) == ""
+
+
 def fifo_in(folder: Path) -> Path:
     """Make rank 0's file of standard output a named pipe, in which a write waits until the pipe has a reader."""
     fifo = folder / "g" / "attempt_0" / "0" / "stdout.log"

@@ -31,6 +31,15 @@ def test_partitions_that_may_stay_do_not_make_room_for_others() -> None:
     assert share_out(8, held) == [[0, 1], [4, 5], [3, 6], [2, 7]]
 
 
+def test_what_lies_on_one_worker_is_shared_by_all() -> None:
+    shares = share_out(12, lie(list(range(12)), [], []))
+    assert [len(share) for share in shares] == [4, 4, 4]
+
+
+def test_a_rank_whose_worker_holds_nothing_gets_one() -> None:
+    assert share_out(3, [{0: 10_000}, {1: 1, 2: 1}, {}]) == [[0], [1], [2]]
+
+
 def test_large_partitions_weigh_more() -> None:
     sizes = dict.fromkeys(range(6), 1_000) | {6: 6_000}
     assert share_out(7, [sizes, {}]) == [[6], [0, 1, 2, 3, 4, 5]]

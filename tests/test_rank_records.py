@@ -46,6 +46,14 @@ def test_records_that_come_soon_go_together(agent: tuple[GangLink, Connection]) 
     assert arrived(agents) == []
 
 
+def test_each_kind_of_hint_is_reported_once(agent: tuple[GangLink, Connection]) -> None:
+    link, agents = agent
+    for hint in (Hint("loss", "one"), None, Hint("loss", "another"), Hint("seed", "one")):
+        link.hint(hint)
+    link.send_records()
+    assert [said for message in arrived(agents) for said in message] == [Hint("loss", "one"), Hint("seed", "one")]
+
+
 def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     link.records.add(record(0))

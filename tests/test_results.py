@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import Link, RankContext
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
-from flytekitplugins.daskpytorch.protocol.payload import cut
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 
@@ -71,6 +71,15 @@ def test_big_things_are_spooled_to_a_file_that_ends_with_the_last_of_them(num_fi
     again = kept_in.put(b"again" * MAX_IN_MEMORY)
     assert again == (0, 5 * MAX_IN_MEMORY)
     assert kept_in.get(again)[:5] == b"again"
+
+
+def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
+    received = ReceivedResults()
+    for piece in list(cut("", "a", bytes(3 * PIECE_SIZE)))[:2]:
+        received.add(received.keep(0, piece))
+    submit(received, "b", b"of the next attempt")
+    DaskResultsHandler().process_results(tmp_path, [ended(received)])
+    assert files(tmp_path) == {"b": b"of the next attempt"}
 
 
 def test_nothing_is_left_of_what_nobody_processed(num_files: Callable[[], int], tmp_path: Path) -> None:
