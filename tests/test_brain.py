@@ -1656,4 +1656,4 @@ def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_e
         stops = [order for order in main.orders if isinstance(order, messages.Stop)]
         graces += [(stop.longer.get(0, stop.grace), stop.longer.get(1, stop.grace)) for stop in stops]
         world.obey_all()
-    assert graces == ([(1.0, 1.0), (10.0, 1.0)] if has_part else [(0.5, 1.0)] * 2)  # rank 1 calls its exit functions
+    assert graces == ([(1.0, 1.5), (10.0, 1.5)] if has_part else [(0.5, 1.5)] * 2)  # rank 1 calls its exit functions

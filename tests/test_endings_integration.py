@@ -25,7 +25,7 @@ from flytekit.models.literals import LiteralMap
 from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
-from flytekitplugins.daskpytorch.rank import main
+from flytekitplugins.daskpytorch.rank import ending
 from flytekitplugins.daskpytorch.sweep import storage
 
 ONCE = Gang(max_restarts=0)
@@ -67,6 +67,16 @@ def fail_with_exit_function(folder: str) -> None:
 
     if current_rank().rank == 1:
         atexit.register(leave)
+        raise ValueError
+    time.sleep(MAX_WAIT)
+
+
+def fail_with_busy_thread(folder: str) -> None:
+    """Fail in rank 1 while a thread works that Python would wait for, with an open file."""
+    if current_rank().rank == 1:
+        KEPT.append(file := Path(folder, "log").open("w"))  # noqa: SIM115 - never closed
+        file.write("all of it")
+        threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
         raise ValueError
     time.sleep(MAX_WAIT)
 
@@ -176,7 +186,7 @@ def touch_later(path: Path) -> None:
 
 def never_end(how: str) -> str:
     """Return while something goes on for ever."""
-    main.END_GRACE = 1.0
+    ending.END_GRACE = 1.0
     match how:
         case "thread":
             threading.Thread(target=time.sleep, args=(600,), name="feeder").start()
@@ -305,6 +315,14 @@ def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
     assert isinstance(error, ValueError) == (error is not None) == (how == "raise")
     texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
     assert texts == ["" if how == "raise" else "all of it", "all of it"]
+
+
+def test_a_failed_rank_whose_threads_work_on_writes_its_files_and_ends_soon(client: Client, tmp_path: Path) -> None:
+    began = time.monotonic()
+    error = dispatch.run(client, fail_with_busy_thread, str(tmp_path), gang=ONCE).exception(MAX_WAIT)
+    assert isinstance(error, ValueError)
+    assert time.monotonic() - began < MAX_WAIT / 2  # the threads take longer
+    assert (tmp_path / "log").read_text() == "all of it"
 
 
 @pytest.mark.parametrize(

@@ -101,12 +101,17 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     assert stopped(world)
 
 
-def test_a_rank_that_is_gone_from_its_prompt_ends_the_attempt(world: World) -> None:
+def test_a_rank_that_is_gone_from_its_prompt_ends_the_attempt_and_the_display_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int | None] = []
+    monkeypatch.setattr(world.watcher, "debugging", told.append)
     debugged = world.connected()[1]
     world.report(debugged, 1, AtPrompt())
-    world.leave(debugged, 1, 1)
+    world.leave(debugged, 1, -9)
     world.wait(1.0)
     assert stopped(world)
+    assert told == [1, None]
 
 
 def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:

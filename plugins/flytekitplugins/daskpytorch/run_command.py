@@ -199,6 +199,8 @@ def run(
         return 128 + signal.SIGTERM
     except (GangError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        Board.output = None
 
 
 def _is_same_file(*streams: IO[str] | None) -> bool:

@@ -52,7 +52,8 @@ class Board:
     """Lines on standard error that all gangs' displays share: permanent lines, and a terminal's live lines."""
 
     output: Screen | None = None
-    """Stream of the ranks' output, which `daskpytorch run` sets. None: standard error, as for all other lines."""
+    """Stream of the ranks' output, which `daskpytorch run` sets. None: standard error, as for all other lines. With a
+    stream, boards have no live lines: a pipe to `tee` leads to the same terminal."""
 
     def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
         """Prepare the lines.
@@ -62,7 +63,7 @@ class Board:
             is_quiet: True to show no metrics, because the user has not asked for them, or a notebook's table has them.
             is_plain: True for no live lines, which a debugger's prompt would collide with.
         """
-        screen, is_terminal = cast("IO[str]", Screen()), False if is_plain else None
+        screen, is_terminal = cast("IO[str]", Screen()), False if is_plain or self.output is not None else None
         self._console = console or Console(
             file=screen, highlight=False, force_terminal=is_terminal, force_jupyter=False
         )

@@ -36,6 +36,8 @@ class Prompts:
     clock: Callable[[], float]
     shown: int | None = None
     """The rank whose debugger's prompt the terminal shows. None: no rank has the terminal."""
+    tell: Callable[[int | None], object] = lambda _: None
+    """Called with the rank that gets the terminal, and with None when a rank leaves the terminal or ends."""
     debugged: set[int] = field(default_factory=set)
     """Ranks in a debugger, or in the queue for the terminal. While there are any, no rank counts as hung."""
     _waiting: list[int] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Prompts:
             self.debugged.discard(rank)
         if rank == self.shown:  # else the rank has an attached terminal
             self.shown = None
+            self.tell(None)
             if steps:
                 self._kept_for, self._kept_until = rank, self.clock() + KEPT_FOR
 
@@ -84,6 +87,7 @@ class Prompts:
             return None
         self.shown = self._kept_for if is_kept and self._kept_for is not None else self._waiting[0]
         self._waiting.remove(self.shown)
+        self.tell(self.shown)
         return self.shown
 
 

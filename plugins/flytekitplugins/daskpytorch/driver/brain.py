@@ -194,7 +194,6 @@ class Brain:
             return self._stop()
         self._saving.give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
-            self._observers.tell("debugging", rank)
             attempt.tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
 
@@ -261,9 +260,9 @@ class Brain:
         self._watch.stop_looking()
         self._accountant.enter("waiting")
         ends, attempt = self._deadlines, self._attempt
-        longer = {rank: ends.reopen for rank, failure in attempt.failures.items() if not failure.is_consequence}
+        longer = {rank: ends.failed for rank, failure in attempt.failures.items() if not failure.is_consequence}
         if attempt.has_observers:
-            longer[0] = ends.close if self._is_last() else ends.reopen
+            longer[0] = longer.get(0, 0.0) + (ends.close if self._is_last() else ends.reopen)
         reason = str(wish) if wish is not None else None
         attempt.tell(messages.Stop(grace=ends.stop, longer=longer, reason=reason))
         self._deadline = self._now() + ends.all_stopped

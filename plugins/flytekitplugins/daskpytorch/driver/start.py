@@ -1,5 +1,6 @@
 """Start of one attempt: places ranks on workers, and sends each agent its orders. Runs in the driver."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +45,9 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     for peer, here in zip(carriers, places, strict=True):
         peer.start(job, code, here)
     placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
-    return Attempt(number=number, places=placed, carriers=carriers, has_observers=bool(job.observers), clock=state.now)
+    made = Attempt(number=number, places=placed, carriers=carriers, has_observers=bool(job.observers), clock=state.now)
+    made.prompts.tell = functools.partial(state.observers.tell, "debugging")
+    return made
 
 
 def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:

@@ -313,8 +313,6 @@ class GangState:
                     self.observers.hint(*found)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
-        if attempt.prompts.shown == rank:
-            self.observers.tell("debugging", None)
         attempt.prompts.leave(rank, steps=steps)
         attempt.note_sign_of_life()
         self.terminals.note_left(rank, steps=steps)

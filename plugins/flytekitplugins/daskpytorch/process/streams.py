@@ -50,6 +50,7 @@ class Screen:
     """
 
     def __init__(self, *, is_output: bool = False) -> None:
+        self._is_output = is_output
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
 
     def write(self, text: str) -> int:
@@ -64,15 +65,21 @@ class Screen:
         try:
             if self._file is not None:
                 self._file.flush()
-        except BrokenPipeError:  # as after `| head`: Python would try the rest again at its exit, and complain
-            if self._file is not None:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+        except BrokenPipeError:
+            if self._is_output:  # as after `| head`: Python would write the rest at its exit, and complain
+                _drop_output()
         except (OSError, ValueError):
             pass
 
     def __getattr__(self, name: str) -> object:
         """Return an attribute of the stream, such as `isatty` or `encoding`."""
         return getattr(self._file, name)
+
+
+def _drop_output() -> None:
+    """Have all later standard output of this process go nowhere."""
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 1)
 
 
 def one_line(text: str, max_length: int) -> str:

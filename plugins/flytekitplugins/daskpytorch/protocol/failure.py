@@ -69,13 +69,12 @@ CUDA errors do not match: the rank's kernels cause them, and the watchdog merely
 OURS = "flytekitplugins/daskpytorch/"
 """Part of the path of this package's source files, by which tracebacks tell its frames from the user's."""
 NOT_THE_USERS = re.compile(
-    r'(File ")?(<(frozen |attrs generated |sqlalchemy generated |decorator-gen-|makefun-gen-|lambdifygenerated-|'
-    r"__array_function__ internals>|eval_with_key>|string>|template>|unknown>)"
+    r'(File ")?(<(frozen |c?attrs generated |@beartype\(|sqlalchemy generated |decorator-gen-|makefun-gen-|'
+    r"lambdifygenerated-|__array_function__ internals>|eval_with_key>|string>|template>|unknown>)"
     r"|.*(/(site|dist)-packages/|/lib(64)?/python3\.\d+t?/|/flyte(kit)?plugins/daskpytorch/))"
 )
-"""Matches source files, and frames as `faulthandler` writes them, that are not the user's: of Python, of installed
-packages, of this package, and of code that libraries generate. Other names in angle brackets are the user's, such as
-`<stdin>` and a notebook's cell."""
+"""Matches files, and frames as `faulthandler` writes them, of Python, of installed packages, of this package and of
+code that libraries generate. Other names in angle brackets are the user's: `<stdin>`, or a notebook's cell."""
 MAX_COLLECTIVES = 32
 """Maximum number of collectives in a rank's report, which holds the newest. Ranks block within a few collectives after
 a mismatch."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
-import io
-import multiprocessing
 import os
 import pickle
 import signal
@@ -34,6 +31,7 @@ from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder,
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import (
     debugger,
+    ending,
     flight_recorder,
     gpu_memory,
     libraries,
@@ -54,9 +52,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.calls import Server
 
 
-END_GRACE = 10.0
-"""Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
-Then the rank ends regardless."""
 FLUSH_SHARE = 0.6
 """Share of a stopped rank's grace period, from 0 to 1, in which the rank may finish writing its newest checkpoint."""
 
@@ -78,7 +73,7 @@ def main(channel: Connection) -> int:
             session.prompt = prompt = debugger.Prompt(order.place.rank, order.job, link.send)
             session.server = _server(order, link, session, prompt) if order.job.call is None else None
             threading.Thread(
-                target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
+                target=_obey, args=(channel, session, link, num_frozen), name="daskpytorch-orders", daemon=True
             ).start()
             debugger.watch_pdb(prompt)
             if order.data is not None:
@@ -106,10 +101,10 @@ def main(channel: Connection) -> int:
         failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
         link.has_failed = not failure.is_consequence
         link.send(failure)
-        _wind_up(order, link, num_frozen, 1)
+        ending.wind_up(order.place.rank, link, num_frozen, 1)
         return 1
     session.see_out()
-    _wind_up(order, link, num_frozen, int(is_stopped), exit_code=0)
+    ending.wind_up(order.place.rank, link, num_frozen, int(is_stopped), exit_code=0)
     return 0
 
 
@@ -151,10 +146,11 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
     return Server(link, folder, session.rank.stop_signal, completed, explained, _ending_forks)
 
 
-def _obey(channel: Connection, session: Session, link: GangLink) -> None:
+def _obey(channel: Connection, session: Session, link: GangLink, num_frozen: int) -> None:
     """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread.
 
-    A rank that has failed ends by itself, with its exit functions. The agent kills it after the grace period.
+    A rank that has failed by itself ends by its main thread, unless exit functions take longer than `ending.EXIT_TIME`.
+    `num_frozen`: see `ending.flush_files`.
     """
     order: orders.Order
     try:
@@ -168,7 +164,10 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
     if link.has_failed:
-        return
+        link.has_closed_observers.wait()  # in the main thread
+        time.sleep(ending.EXIT_TIME)
+        ending.flush_files(num_frozen)
+        os._exit(1)
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
     os._exit(STOPPED)
 
@@ -344,54 +343,3 @@ def _is_of_storage(error: BaseException) -> bool:
     kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
     is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # the file to be stored
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing
-
-
-def _wind_up(order: RankOrder, link: GangLink, num_frozen: int, outcome: int, exit_code: int = 1) -> None:
-    """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
-
-    Waits for threads and executors, calls the exit functions, and flushes open files and the output. The fork server's
-    ranks exit by `os._exit`, which skips these steps. If the steps take longer than `END_GRACE`, the rank ends with
-    `exit_code`. `num_frozen`: see `_flush_files`.
-    """
-    link.observers.tell("close", outcome)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
-    watch = threading.Timer(END_GRACE, _end_late, (order.place.rank, exit_code))
-    watch.daemon = True
-    watch.start()
-    threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors first, then other threads: 3.11 to 3.14
-    atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
-    _flush_files(num_frozen)
-    watch.cancel()
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _flush_files(num_frozen: int) -> None:
-    """Write the buffers of all open files, such as a log that the program never closes.
-
-    `num_frozen` is the number of objects that `gc` had frozen before the program began.
-    """
-    if gc.get_freeze_count() > num_frozen:  # by the program, whose files `gc.get_objects` leaves out then
-        gc.unfreeze()
-    objects = gc.get_objects()
-    files = set()
-    for key, kind in {id(type(each)): type(each) for each in objects}.items():  # not all types have a hash
-        with contextlib.suppress(Exception):  # of a metaclass
-            if issubclass(kind, io.IOBase):
-                files.add(key)
-    for each in objects:
-        if id(type(each)) in files:
-            with contextlib.suppress(Exception):  # a closed file, a full disk, a pipe without a reader
-                each.flush()
-
-
-def _end_late(rank: int, exit_code: int) -> None:
-    """End a rank that takes too long to exit. First print its remaining threads and processes, and all stacks."""
-    main = threading.main_thread()
-    left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]
-    named = ", ".join(left) or "an exit function"
-    text = f"rank {rank} is ended {END_GRACE:g} s after its function, with what had not ended by then: {named}\n"
-    os.write(2, text.encode())  # not by `sys.stderr`, whose lock a hanging thread may hold
-    standstill.show_stacks()
-    os._exit(exit_code)
