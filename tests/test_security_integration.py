@@ -92,7 +92,6 @@ def test_states_are_read_as_weights_only_and_pickles_only_where_a_comment_says_w
                     "this gang's driver",
                     "are trusted with",
                     "two lines above",
-                    "as above",
                 )
             )
             assert is_explained, f"{path}:{call.lineno}: {name} of what may be somebody else's"

@@ -129,7 +129,7 @@ class FlyteRank:
         Raises:
             TypeError: The return value does not fit the declared outputs of the task.
         """
-        inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # trusted: as in `arguments`
+        inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # trusted: sent by this gang's driver
         check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
         task = _Returned(self.task_name, interface, returned)
