@@ -20,12 +20,12 @@ EXIT_TIME = 1.0
 """Seconds that threads and exit functions of a failed rank get after the order to quit. A restart waits for them."""
 
 
-def wind_up(rank: int, link: GangLink, num_frozen: int, outcome: int, exit_code: int = 1) -> None:
+def wind_up(rank: int, link: GangLink, outcome: int, exit_code: int = 1) -> None:
     """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
 
     Waits for threads and executors, calls the exit functions, and flushes open files and the output. The fork server's
     ranks exit by `os._exit`, which skips these steps. If the steps take longer than `END_GRACE`, the rank ends with
-    `exit_code`. `num_frozen`: see `flush_files`.
+    `exit_code`.
     """
     link.observers.tell("close", outcome)
     link.has_closed_observers.set()
@@ -35,19 +35,18 @@ def wind_up(rank: int, link: GangLink, num_frozen: int, outcome: int, exit_code:
     watch.start()
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors first, then other threads: 3.11 to 3.14
     atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
-    flush_files(num_frozen)
+    if link.has_failed or exit_code == 0:  # a rank that ends with another one must not delay the restart
+        flush_files()
     watch.cancel()
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def flush_files(num_frozen: int) -> None:
+def flush_files() -> None:
     """Write the buffers of all open files, such as a log that the program never closes.
 
-    `num_frozen` is the number of objects that `gc` had frozen before the program began.
+    Files that were open at a `gc.freeze()` of the program's own are left out: `gc` cannot tell them in a short time.
     """
-    if gc.get_freeze_count() > num_frozen:  # by the program, whose files `gc.get_objects` leaves out then
-        gc.unfreeze()
     objects = gc.get_objects()
     files = set()
     for key, kind in {id(type(each)): type(each) for each in objects}.items():  # not all types have a hash

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import pickle
 import signal
@@ -58,7 +57,6 @@ FLUSH_SHARE = 0.6
 
 def main(channel: Connection) -> int:
     """Run one rank, from the first message on its channel to the returned exit code."""
-    num_frozen = gc.get_freeze_count()  # the fork server's objects
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
     link = GangLink(channel, order)
@@ -73,7 +71,7 @@ def main(channel: Connection) -> int:
             session.prompt = prompt = debugger.Prompt(order.place.rank, order.job, link.send)
             session.server = _server(order, link, session, prompt) if order.job.call is None else None
             threading.Thread(
-                target=_obey, args=(channel, session, link, num_frozen), name="daskpytorch-orders", daemon=True
+                target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
             ).start()
             debugger.watch_pdb(prompt)
             if order.data is not None:
@@ -101,10 +99,10 @@ def main(channel: Connection) -> int:
         failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
         link.has_failed = not failure.is_consequence
         link.send(failure)
-        ending.wind_up(order.place.rank, link, num_frozen, 1)
+        ending.wind_up(order.place.rank, link, 1)
         return 1
     session.see_out()
-    ending.wind_up(order.place.rank, link, num_frozen, int(is_stopped), exit_code=0)
+    ending.wind_up(order.place.rank, link, int(is_stopped), exit_code=0)
     return 0
 
 
@@ -146,11 +144,10 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
     return Server(link, folder, session.rank.stop_signal, completed, explained, _ending_forks)
 
 
-def _obey(channel: Connection, session: Session, link: GangLink, num_frozen: int) -> None:
+def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread.
 
     A rank that has failed by itself ends by its main thread, unless exit functions take longer than `ending.EXIT_TIME`.
-    `num_frozen`: see `ending.flush_files`.
     """
     order: orders.Order
     try:
@@ -166,7 +163,7 @@ def _obey(channel: Connection, session: Session, link: GangLink, num_frozen: int
     if link.has_failed:
         link.has_closed_observers.wait()  # in the main thread
         time.sleep(ending.EXIT_TIME)
-        ending.flush_files(num_frozen)
+        ending.flush_files()
         os._exit(1)
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
     os._exit(STOPPED)
