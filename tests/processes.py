@@ -42,7 +42,7 @@ OF_FLYTE2 = {
     "_UNION_EAGER_API_KEY": "",
     "FLYTE_CLUSTERED_WORKER": "1",  # without a controller, which would want a backend
 }
-"""What a container of Flyte 2 has in its environment."""
+"""Environment variables of a Flyte 2 container."""
 MAX_SECONDS = 55.0
 """From a fault to the next attempt, or to the error, even on a very busy host: whatever waits for a time-out of TCP,
 gloo, NCCL or a handshake takes longer. A bound, not a measurement; for that see `benchmarks/recovery.py`."""

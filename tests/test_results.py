@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, Resu
 
 
 def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0, key: str = "") -> None:
-    """What the driver does with a rank's result."""
+    """Take a rank's result as the driver does."""
     for piece in cut(key, path, data):
         received.add(received.keep(rank, piece))
 

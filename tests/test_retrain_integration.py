@@ -49,7 +49,7 @@ class Run:
 
     @property
     def has_trained(self) -> bool:
-        """Whether ranks were started, or Flyte's cache had the result."""
+        """True if ranks were started. False if Flyte's cache had the result."""
         assert self.output("version")
         return "train: starting 2 ranks" in self.said
 

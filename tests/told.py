@@ -1,4 +1,4 @@
-"""What observers are told of a gang: its shape, log records and usages, with usual values where a test names none."""
+"""Arguments of observers' methods: a gang's shape, log records and usages, with defaults."""
 
 from __future__ import annotations
 

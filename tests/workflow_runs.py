@@ -21,7 +21,7 @@ class Run:
 
     @property
     def has_trained(self) -> bool:
-        """Whether ranks were started, or Flyte's cache had the result."""
+        """True if ranks were started. False if Flyte's cache had the result."""
         assert self.done.returncode == 0, self.done.stdout + self.done.stderr
         return "train: starting" in self.done.stderr
 
