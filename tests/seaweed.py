@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,9 +25,15 @@ MARK = "DASKPYTORCH_TEST_MARK"
 PUBLIC = "public"
 """The bucket that anybody may read and list."""
 REGION = "us-east-1"
-GRPC_OFFSET = 10_000
-"""SeaweedFS takes a second port for each, that much above the first."""
+PORTS = range(10_000, 32_000)
+"""Below the range from which Linux gives out ports, so that no client of another test has one."""
 START_LIMIT = 60.0
+STARTS = 3
+"""Another test process may take a port between the look and the start."""
+
+
+class PortTakenError(RuntimeError):
+    """A port of the server was taken when it started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +138,31 @@ class Weed:
 def weed_server() -> Iterator[Weed]:
     """Start a server in a folder of its own, with the bucket `public`; both are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="weed-", ignore_cleanup_errors=True) as folder:
-        process, endpoint = _start(Path(folder))
+        process, weed = _started(Path(folder))
         try:
-            weed = Weed(endpoint=endpoint, pid=process.pid)
-            _await_ready(weed, process, Path(folder))
             yield weed
         finally:
-            process.kill()  # it would go on for a while after SIGTERM
-            process.wait()
+            _kill(process)
+
+
+def _started(parent: Path, starts: int = STARTS) -> tuple[subprocess.Popen[bytes], Weed]:
+    folder = parent / str(starts)  # a server keeps its ports in its folder
+    folder.mkdir()
+    process, endpoint = _start(folder)
+    weed = Weed(endpoint=endpoint, pid=process.pid)
+    try:
+        _await_ready(weed, process, folder)
+    except BaseException as error:
+        _kill(process)
+        if isinstance(error, PortTakenError) and starts > 1:
+            return _started(parent, starts - 1)
+        raise
+    return process, weed
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # it would go on for a while after SIGTERM
+    process.wait()
 
 
 def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -151,24 +175,28 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         for name, (keys, actions) in IDENTITIES.items()
     ]
     (folder / "identities.json").write_text(json.dumps({"identities": identities}))
-    s3, master, volume, filer = _free_ports(4)
+    ports = _free_ports(8)
     options = {
         "dir": folder,
         "ip": "127.0.0.1",
         "ip.bind": "127.0.0.1",
-        "s3.port": s3,
+        "s3.port": ports.pop(),
+        "s3.port.grpc": ports.pop(),
         "s3.config": folder / "identities.json",
         "s3.port.iceberg": 0,
         "s3.port.lance": 0,
-        "master.port": master,
+        "master.port": ports.pop(),
+        "master.port.grpc": ports.pop(),
         "master.electionTimeout": "1s",
         "master.telemetry": "false",
         "master.volumeSizeLimitMB": 64,
-        "volume.port": volume,
+        "volume.port": ports.pop(),
+        "volume.port.grpc": ports.pop(),
         "volume.max": 400,
         "volume.preStopSeconds": 0,
         "volume.minFreeSpacePercent": 0,
-        "filer.port": filer,
+        "filer.port": ports.pop(),
+        "filer.port.grpc": ports.pop(),
         "filer.localSocket": folder / "filer.sock",
         "s3.localSocket": folder / "s3.sock",
     }
@@ -176,7 +204,7 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     with (folder / "log").open("wb") as log:
         env = {name: value for name, value in os.environ.items() if name != MARK}  # it is no single test's
         process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    return process, f"http://127.0.0.1:{s3}"
+    return process, f"http://127.0.0.1:{options['s3.port']}"
 
 
 def _await_ready(weed: Weed, process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -193,21 +221,15 @@ def _await_ready(weed: Weed, process: subprocess.Popen[bytes], folder: Path) -> 
             if process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            tail = "\n".join((folder / "log").read_text(errors="replace").splitlines()[-30:])
-            raise RuntimeError(
-                f"no S3 server within {START_LIMIT:g} s ({error}); the end of its log:\n{tail}"
-            ) from error
+            log = (folder / "log").read_text(errors="replace")
+            tail = "\n".join(log.splitlines()[-30:])
+            kind = PortTakenError if "address already in use" in log else RuntimeError
+            raise kind(f"no S3 server within {START_LIMIT:g} s ({error}); the end of its log:\n{tail}") from error
         return
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free together with those of gRPC above them, all below the range that clients are given."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(20_000, 32_000)
-        if port not in found and _is_free(port) and _is_free(port + GRPC_OFFSET):
-            found.append(port)
-    return found
+    return list(itertools.islice(filter(_is_free, random.sample(PORTS, len(PORTS))), count))
 
 
 def _is_free(port: int) -> bool:
