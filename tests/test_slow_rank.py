@@ -318,6 +318,57 @@ def test_one_thread_times_the_ends_though_it_is_asked_twice(monkeypatch: pytest.
     thread.join()
 
 
+@pytest.mark.timeout(60)
+def test_timing_ends_where_a_look_is_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look finds the end of one more collective. Later looks take a second of processor time."""
+    num_looks, reports = itertools.count(), list[Entered]()
+
+    def newest() -> flight_recorder.Newest:
+        numbers = range(next(num_looks) + 1)
+        return flight_recorder.Newest(dict.fromkeys(numbers, 0.0), set(numbers), is_partial=False)
+
+    monkeypatch.setattr(flight_recorder, "newest", newest)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    used = itertools.chain([0.0] * 6, itertools.count())
+    own = Entries(Ledger(), reports.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "thread_time", lambda: next(used))
+        own.time_ends()
+        assert own._timing is not None
+        own._timing.join()
+    own.look()
+    assert reports[0].timed.keys() == {1, 2, 3}
+
+
+def looked_around_another_group() -> tuple[flight_recorder.Newest | None, flight_recorder.Newest | None, int]:
+    """The recorder's newest before and after collectives of another group, and the number of reports."""
+    reports: list[Entered] = []
+    entries.WINDOW, entries.TIMING = entries.INTERVAL, 0.01  # each look reports
+    dist.all_reduce(torch.zeros(1))
+    before, group = flight_recorder.newest(), dist.new_group()
+    for _ in range(5):
+        dist.all_reduce(torch.zeros(1), group=group)
+    own = Entries(Ledger(), reports.append)
+    own.time_ends()
+    assert own._timing is not None
+    own._timing.join()
+    own.look()
+    return before, flight_recorder.newest(), len(reports)
+
+
+def test_collectives_of_other_groups_are_not_compared(client: Client) -> None:
+    before, after, num_reports = dispatch.run(client, looked_around_another_group)[0].result()
+    assert before is not None
+    assert after is not None
+    assert before.entered == after.entered
+    assert num_reports == 1
+
+
+def test_without_the_recorder_a_rank_reports_and_times_nothing(client: Client) -> None:
+    gang = Gang(environment={"TORCH_FR_BUFFER_SIZE": "0"})
+    assert dispatch.run(client, looked_around_another_group, gang=gang)[0].result() == (None, None, 0)
+
+
 def recorded() -> tuple[flight_recorder.Newest, Mapping[int, Timed], float]:
     """Rank 1 enters 40 collectives last: the recorder's newest, the timed ends, and when this began."""
     began_at, reports = time.time(), list[Entered]()
