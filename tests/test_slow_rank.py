@@ -78,7 +78,17 @@ def told(
     gpus: Mapping[int, str] | None = None,
     max_timings: int = MAX_TIMINGS * NUM_RANKS,
 ) -> list[str]:
-    """Texts of the hints, if only each rank's next report after a request has ends of collectives."""
+    """Texts of the hints that a user gets."""
+    return list(told_by_kind(reports, hosts, gpus, max_timings).values())
+
+
+def told_by_kind(
+    reports: Iterable[tuple[int, Entered, float]],
+    hosts: str = "aaa",
+    gpus: Mapping[int, str] | None = None,
+    max_timings: int = MAX_TIMINGS * NUM_RANKS,
+) -> Mapping[str, str]:
+    """Texts of the first hint of each kind, if only a rank's next report after a request has ends of collectives."""
     requests: list[None] = []
     asked: set[int] = set()
 
@@ -87,12 +97,12 @@ def told(
         asked.update(range(len(hosts)))
 
     watch = SlowRankWatch(dict(enumerate(hosts)), gpus or {}, time_ends)
-    texts = []
+    texts: dict[str, str] = {}
     for rank, report, at in reports:
         sent = report if rank in asked else replace(report, timed={})
         asked.discard(rank)
         if (found := watch.hear(rank, sent, at)) is not None:
-            texts.append(found[1])
+            texts.setdefault(*found)
     assert len(requests) <= max_timings
     return texts
 
@@ -232,15 +242,48 @@ def test_nobody_is_named(why: str, lateness: Lateness) -> None:
     assert not told(reports_of(lateness, num_windows=10)), why
 
 
+def test_a_rank_that_goes_on_alone_after_the_others_inputs_have_ended_is_not_named() -> None:
+    reports = (
+        (rank, report if rank == 1 else replace(report, num_steps=100), at)
+        for rank, report, at in reports_of(slow(0.03))
+    )
+    assert not told(reports)
+
+
 @pytest.mark.parametrize("change", [{"is_partial": True}, {"num_steps": 0}, {"times": {}}])
 def test_pipelines_evaluations_and_waits_name_nobody(change: dict[str, object]) -> None:
     assert not told((rank, replace(report, **change), at) for rank, report, at in reports_of(slow(0.03)))
 
 
-def test_the_data_loader_is_the_cause_if_the_rank_waits_for_it() -> None:
-    waiting = ((rank, replace(each, data=0.4 * each.time), at) for rank, each, at in reports_of(slow(0.03)))
-    [text, *_] = told(waiting)
-    assert "It waits for its data loader 40 % of its time." in text
+def test_the_data_loader_is_the_cause_if_the_rank_waits_for_it_longer_than_the_others() -> None:
+    def told_if_waiting(*shares: float) -> str:
+        reports = reports_of(slow(0.03))
+        [text] = told((rank, replace(each, data=shares[rank] * each.time), at) for rank, each, at in reports)
+        return text
+
+    assert "It waits for its data loader, 25 % of its time more than the others." in told_if_waiting(0.1, 0.4, 0.15)
+    assert "data loader" not in told_if_waiting(0.2, 0.2, 0.2)
+
+
+def test_each_cause_is_told_once_though_it_comes_and_goes() -> None:
+    """The loader is slow in every other three minutes, and the GPU at other times."""
+
+    def reports() -> Iterable[tuple[int, Entered, float]]:
+        waited = dict.fromkeys(range(NUM_RANKS), 0.0)
+        for rank, report, at in reports_of(slow(0.03), 90):
+            is_loader, is_guilty = report.window // 18 % 2 == 0, rank == 1
+            waited[rank] += 3.0 * (is_loader and is_guilty)
+            clock = 1000 if is_guilty and not is_loader else 2000
+            yield rank, replace(report, data=waited[rank], gpu_clock=clock), at
+
+    loader, gpu = told(reports(), max_timings=2)
+    assert "data loader" in loader
+    assert "Its GPU runs at 1000 MHz" in gpu
+
+
+def test_a_rank_that_is_slow_on_another_host_after_a_restart_is_told_again() -> None:
+    [here], [there] = (told_by_kind(reports_of(slow(0.05), num_windows=6), hosts) for hosts in ("abc", "adc"))
+    assert here != there
 
 
 def on_gpus(clocks: Mapping[int, int | None], degrees: Mapping[int, int | None]) -> str:

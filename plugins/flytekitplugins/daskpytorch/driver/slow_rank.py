@@ -34,7 +34,7 @@ DOMINANCE = 4.0
 MIN_TIMED = 3
 """Minimum number of late collectives whose delay is split into the rank's own work and the end of the one before."""
 MAX_TIMINGS = 3
-"""Maximum number of requests for ends of collectives in an attempt for the sake of one suspect rank."""
+"""Maximum number of requests for ends of collectives in an attempt for one suspect rank and cause."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class SlowRankWatch:
             time_ends: Requests the ends of collectives in all ranks' next reports.
         """
         self._hosts, self._gpus, self._time_ends = hosts, gpus, time_ends
-        self._num_timings: Counter[int] = Counter()
-        """Number of requests for ends of collectives for each suspect rank. `MAX_TIMINGS` after a hint."""
+        self._num_timings: Counter[tuple[int, str]] = Counter()
+        """Number of requests for ends of collectives for each suspect rank and cause. `MAX_TIMINGS` after a hint."""
         self._least = MIN_LATENESS if len(set(hosts.values())) == 1 else MIN_LATENESS_BETWEEN_HOSTS
         self._reported: dict[int, tuple[Entered, float]] = {}
         """Newest report of each rank, and the time of its arrival."""
@@ -96,6 +96,8 @@ class SlowRankWatch:
 
     def hear(self, rank: int, entered: Entered, arrived_at: float) -> tuple[str, str] | None:
         """Note a rank's report. Return a hint's kind and text, if the report completes the proof.
+
+        Kinds differ in rank, place and cause: after a restart, the same rank may be on another host.
 
         Args:
             rank: The reporting rank.
@@ -156,27 +158,28 @@ class SlowRankWatch:
         if rank is None or others or len(windows) < NUM_WINDOWS - 1:
             return None
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
-        shares = {each: self._share(each, lambda report: report.queued) for each in self._hosts}
-        queued = shares.pop(rank) - max(shares.values())
+        queued = self._excess(rank, lambda report: report.queued)
+        doings = list(self._doings(rank, queued))
+        cause = next((cause for cause, _ in doings if cause), "")
         is_own = True if queued >= max(share / 2, MIN_SHARE) else self._is_own_work(rank)
-        if is_own is None and self._num_timings[rank] < MAX_TIMINGS:
-            self._num_timings[rank] += 1
+        if is_own is None and self._num_timings[rank, cause] < MAX_TIMINGS:
+            self._num_timings[rank, cause] += 1
             self._time_ends()
         if is_own is None or len(windows) < NUM_WINDOWS:
             return None
         if sum(window.num_collectives for window in windows) < MIN_COLLECTIVES or not self._are_clocks_known():
             return None
-        self._num_timings[rank] = MAX_TIMINGS  # one hint for each rank
+        self._num_timings[rank, cause] = MAX_TIMINGS  # one hint for each cause
         late = median(each for window in windows for each in window.lateness[rank] if each >= self._least)
         place = f"{self._hosts[rank]}, GPU {self._gpus[rank]}" if rank in self._gpus else self._hosts[rank]
         waits = f"and the gang waits {100 * share:.0f} % of its time for it"
         if not is_own:
-            return f"slow link {rank}", (
+            return f"slow link to rank {rank} ({place})", (
                 f"a network link to rank {rank} ({place}) is slow: its collectives end later than the others', and its "
                 f"next ones begin {1000 * late:.0f} ms later, {waits}. Less than half of the delay is its own work."
             )
-        doing = "".join(f" {each}." for each in self._doings(rank, queued))
-        return f"slow rank {rank}", (
+        doing = "".join(f" {sentence}." for _, sentence in doings)
+        return f"slow rank {rank} ({place}): {cause}", (
             f"rank {rank} ({place}) is slow: it enters collectives {1000 * late:.0f} ms after the last of "
             f"the others, {waits}.{doing}"
         )
@@ -217,27 +220,37 @@ class SlowRankWatch:
         grown = sum(seconds(end) - seconds(begin) for begin, end in ends)
         return grown / max(sum(end.time - begin.time for begin, end in ends), 1.0)
 
-    def _doings(self, rank: int, queued: float) -> Iterator[str]:
-        """Yield sentences about what the slow rank does while the others wait."""
-        if (share := self._share(rank, lambda report: report.data)) >= MIN_SHARE:
-            yield f"It waits for its data loader {100 * share:.0f} % of its time"
+    def _excess(self, rank: int, seconds: Callable[[Entered], float]) -> float:
+        """Return by how much a rank's share exceeds the greatest of the others'."""
+        shares = {each: self._share(each, seconds) for each in self._hosts}
+        return shares.pop(rank) - max(shares.values())
+
+    def _doings(self, rank: int, queued: float) -> Iterator[tuple[str, str]]:
+        """Yield sentences about what the slow rank does while the others wait, each with a cause.
+
+        The cause of a line of the user's code is empty, so that a rank has at most five causes.
+        """
+        if (waiting := self._excess(rank, lambda report: report.data)) >= MIN_SHARE:
+            yield "loader", f"It waits for its data loader, {100 * waiting:.0f} % of its time more than the others"
         if queued >= MIN_SHARE:
-            yield f"Its main thread waits for busy cores, {100 * queued:.0f} % of its time more than the others'"
+            more = f"{100 * queued:.0f} % of its time more than the others'"
+            yield "cores", f"Its main thread waits for busy cores, {more}"
         lines = [each.reports[rank].line for each in self._windows if each.reports[rank].line]
         if lines and lines.count(lines[-1]) == len(lines):
-            yield f"Its main thread was mostly at {lines[-1]}"
+            yield "", f"Its main thread was mostly at {lines[-1]}"
         yield from self._differences_of_gpu(rank)
 
-    def _differences_of_gpu(self, rank: int) -> Iterator[str]:
-        """Yield sentences about the slow rank's GPU, if it is slower or hotter than the others' in all windows."""
+    def _differences_of_gpu(self, rank: int) -> Iterator[tuple[str, str]]:
+        """Yield causes and sentences about a rank's GPU, if it is slower or hotter than others in all windows."""
         own = [each.reports[rank] for each in self._windows]
         others = [report for each in self._windows for other, report in each.reports.items() if other != rank]
         clocks, clocks_of_others = (_known(each.gpu_clock for each in reports) for reports in (own, others))
         if clocks and clocks_of_others and max(clocks) < MAX_CLOCK_SHARE * min(clocks_of_others):
-            yield f"Its GPU runs at {max(clocks)} MHz, the others' at {min(clocks_of_others)} MHz or more"
+            yield "clock", f"Its GPU runs at {max(clocks)} MHz, the others' at {min(clocks_of_others)} MHz or more"
         degrees, degrees_of_others = (_known(each.gpu_temperature for each in reports) for reports in (own, others))
         if degrees and degrees_of_others and min(degrees) >= max(degrees_of_others) + MIN_DEGREES:
-            yield f"Its GPU is at {min(degrees)} °C, the others' at {max(degrees_of_others)} °C or less"
+            hottest = max(degrees_of_others)
+            yield "temperature", f"Its GPU is at {min(degrees)} °C, the others' at {hottest} °C or less"
 
 
 def _has_ended(earlier: int, number: int, all_timed: Iterable[Mapping[int, Timed]]) -> bool:
