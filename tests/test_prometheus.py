@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Gang, Goodput, OpenTelemetry, Prometheus, Training, current_rank, dispatch
-from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures
+from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, RESTART_KINDS, GangFigures
 from processes import until
 from told import node, record, shape_of, usage
 
@@ -52,9 +52,9 @@ def port() -> int:
         return int(found.getsockname()[1])
 
 
-def begin(figures: GangFigures) -> None:
+def begin(figures: GangFigures, index: int | None = None) -> None:
     """Let a gang of two ranks begin."""
-    figures.begins(Training(name="train", id="id"))
+    figures.begins(Training(name="train", id="id", index=index))
     figures.placed(shape_of(node("a"), node("b")))
 
 
@@ -106,11 +106,15 @@ def test_a_running_sweep_is_scraped_at_one_port_which_its_end_closes(client: Cli
 def test_each_figure_has_its_name_unit_and_labels(port: int) -> None:
     figures = Prometheus(port=port)()
     begin(figures)
+    found = scraped(port)
+    assert {key[1][1] for key in found if key[0] == "daskpytorch_restarts_total"} == set(RESTART_KINDS)
+    assert found["daskpytorch_checkpoints_total", ("",)] == 0.0
     happen(figures)
     found = scraped(port)
     figures.ended(None)
     assert abs(found.pop(("daskpytorch_checkpoint_timestamp_seconds", ("",))) - time.time()) < 60
     assert {key: value for key, value in found.items() if value} == {
+        ("daskpytorch_running", ("",)): 1.0,
         ("daskpytorch_ranks", ("",)): 2.0,
         ("daskpytorch_nodes", ("",)): 2.0,
         ("daskpytorch_step", ("",)): 7.0,
@@ -120,6 +124,7 @@ def test_each_figure_has_its_name_unit_and_labels(port: int) -> None:
         ("daskpytorch_forming_seconds", ("",)): 1.5,
         ("daskpytorch_goodput_seconds", ("", "starting")): 1.0,
         ("daskpytorch_goodput_seconds", ("", "stepping")): 2.0,
+        ("daskpytorch_checkpoints_total", ("",)): 1.0,
         ("daskpytorch_checkpoint_step", ("",)): 6.0,
         ("daskpytorch_rank_steps", ("", "1")): 8.0,
         ("daskpytorch_rank_cpu_cores", ("", "1")): 0.9,
@@ -137,6 +142,32 @@ def test_names_that_a_training_makes_up_are_limited() -> None:
         figures.used(usage(step))
     assert len(list(figures.samples("metric"))) == 200
     assert len(list(figures.samples("rank_steps"))) == 100
+
+
+def test_a_resumed_training_has_a_checkpoint_whose_age_counts() -> None:
+    figures = GangFigures()
+    begin(figures)
+    figures.resumed(40)
+    assert [value for _, value in figures.samples("checkpoint_step")] == [40]
+    [(_, at)] = figures.samples("checkpoint_timestamp")
+    assert abs(at - time.time()) < 60
+    assert [value for _, value in figures.samples("checkpoints")] == [0]
+
+
+def test_of_gangs_with_the_same_labels_the_newest_is_scraped(port: int) -> None:
+    older, newer, other = (Prometheus(port=port)() for _ in range(3))
+    for figures, index in ((older, None), (newer, None), (other, 7)):
+        begin(figures, index)
+    older.formed(1.0)
+    newer.formed(2.0)
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert text.count("daskpytorch_ranks{") == 2
+    assert values_of(text)["daskpytorch_forming_seconds", ("",)] == 2.0
+    newer.ended(None)
+    assert scraped(port)["daskpytorch_forming_seconds", ("",)] == 1.0
+    older.ended(None)
+    other.ended(None)
 
 
 def test_a_taken_port_names_itself(port: int) -> None:
@@ -175,7 +206,20 @@ def test_a_gateway_has_the_last_figures_of_a_training_by_its_name(gateway: tuple
     figures.ended(None)
     [(path, text)] = received.items()
     assert path == "/metrics/job/daskpytorch/training/train"
-    assert values_of(text)["daskpytorch_step", ("",)] == 7.0
+    found = values_of(text)
+    assert found["daskpytorch_step", ("",)] == 7.0
+    assert found["daskpytorch_running", ("",)] == 0.0
+    assert not [name for name, _ in found if name.startswith("daskpytorch_rank_")]
+
+
+def test_a_gateway_has_the_first_figures_before_anything_happens(gateway: tuple[str, dict[str, str]]) -> None:
+    address, received = gateway
+    figures = Prometheus(gateway=address, interval=1000.0)()
+    figures.begins(Training(name="train", id="id"))
+    until(lambda: received, "the first push")
+    [text] = received.values()
+    assert values_of(text)["daskpytorch_restarts_total", ("", "lost")] == 0.0
+    figures.ended(None)
 
 
 def test_a_dead_gateway_costs_one_line(port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,8 +237,10 @@ def test_opentelemetry_reads_the_same_figures_of_running_gangs(monkeypatch: pyte
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
-    figures = OpenTelemetry()()
-    begin(figures)
+    older, figures = OpenTelemetry()(), OpenTelemetry()()
+    begin(older)
+    older.failed("lost")
+    begin(figures)  # with the same labels, and therefore in place of the older one
     happen(figures)
 
     def read() -> dict[str, list[tuple[dict[str, object], float]]]:
@@ -210,24 +256,37 @@ def test_opentelemetry_reads_the_same_figures_of_running_gangs(monkeypatch: pyte
     found = read()
     assert set(found) == {f"{PREFIX}.{name}" for name in FIGURES}
     assert found["daskpytorch.metric"] == [({"training": "train", "model": "", "metric": "loss"}, 0.5)]
+    assert sum(value for _, value in found["daskpytorch.restarts"]) == 1.0
     figures.ended(None)
+    older.ended(None)
     assert not read().get("daskpytorch.metric")
 
 
-def test_the_dashboard_asks_for_figures_that_there_are() -> None:
-    dashboard = json.loads((REPOSITORY / "docs/assets/grafana.json").read_text())
-    asked = {
-        word
-        for panel in dashboard["panels"]
-        for it in panel["targets"]
-        for word in re.findall(rf"{PREFIX}_\w+", it["expr"])
-    }
+def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None:
     exported = {
-        "_".join(filter(None, (PREFIX, each.name, each.unit, "total" if each.is_counter else "")))
+        "_".join(filter(None, (PREFIX, each.name, each.unit, "total" if each.is_counter else ""))): set(each.labels)
         for each in FIGURES.values()
     }
-    assert asked <= exported
-    assert len(asked) >= 12
+    dashboard = json.loads((REPOSITORY / "docs/assets/grafana.json").read_text())
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
+    queries = [each["query"]["query"] for each in variables.values() if each["type"] == "query"]
+    asked = set()
+    for query in [*queries, *(target["expr"] for target in targets)]:
+        assert set(re.findall(r"\$(\w+)", query)) <= set(variables), query
+        for name, matchers in re.findall(rf"({PREFIX}_\w+)(?:{{([^}}]*)}})?", query):
+            asked.add(name)
+            assert set(re.findall(r"(\w+)=~?", matchers)) <= exported[name], query
+    for query in queries:
+        [(name, label)] = re.findall(r"^label_values\((\w+).*, (\w+)\)$", query)
+        assert label in exported[name], query
+    for target in targets:
+        of = set.union(*(exported[name] for name in re.findall(rf"{PREFIX}_\w+", target["expr"])))
+        assert set(re.findall(r"(?:ignoring|without|by|on) ?\((\w+)\)", target["expr"])) <= of, target
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= of, target
+    assert len(asked) >= 14
+    guide = (REPOSITORY / "docs/guides/trackers.md").read_text()
+    assert set(re.findall(rf"{PREFIX}_\w+", guide)) <= set(exported)
 
 
 @pytest.mark.parametrize(

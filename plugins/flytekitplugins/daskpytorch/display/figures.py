@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
+from flytekitplugins.daskpytorch.errors import Kind
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
 
@@ -17,6 +19,8 @@ PREFIX = "daskpytorch"
 """Start of all exported names."""
 LABELS = ("training", "model")
 """Labels of all figures: name of the task or function, and the model's index in its sweep, empty outside of sweeps."""
+RESTART_KINDS = tuple(kind for kind in get_args(Kind) if kind != "closed")
+"""Kinds of failures after which a gang may restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class Figure:
 FIGURES = {
     figure.name: figure
     for figure in (
+        Figure(name="running", help="1 while the gang runs, 0 after its end."),
         Figure(name="ranks", help="Number of ranks of the gang."),
         Figure(name="nodes", help="Number of Dask workers of the gang, or 1 on the task's own node."),
         Figure(name="step", help="Step of rank 0's newest log record."),
@@ -50,8 +55,13 @@ FIGURES = {
         Figure(name="restarts", help="Restarts of the gang by kind of failure.", label="kind", is_counter=True),
         Figure(name="forming", help="Duration of the newest start, until all ranks have met.", unit="seconds"),
         Figure(name="goodput", help="Time of the gang by its use.", unit="seconds", label="use"),
+        Figure(name="checkpoints", help="Checkpoints that the gang has made safe.", is_counter=True),
         Figure(name="checkpoint_step", help="Step of the newest checkpoint that is safe."),
-        Figure(name="checkpoint_timestamp", help="Time of the newest safe checkpoint, since 1970.", unit="seconds"),
+        Figure(
+            name="checkpoint_timestamp",
+            help="Time of the newest safe checkpoint since 1970, or of the start from an earlier run's checkpoint.",
+            unit="seconds",
+        ),
         Figure(name="rank_steps", help="Optimizer steps of a rank in this attempt.", label="rank"),
         Figure(name="rank_cpu_cores", help="Processor cores that a rank keeps busy.", label="rank"),
         Figure(name="rank_memory", help="Main memory of a rank.", unit="bytes", label="rank"),
@@ -75,12 +85,16 @@ class GangFigures(Observer):
         self._metrics: set[str] = set()
 
     def begins(self, training: Training) -> None:
-        """Note the gang's labels."""
+        """Note the gang's labels. Counters begin at 0, since a counter that appears with 1 shows no increase."""
         self.labels = (training.name, "" if training.index is None else str(training.index))
+        self._set("running", 1)
+        self._set("checkpoints", 0)
+        for kind in RESTART_KINDS:
+            self._set("restarts", 0, kind)
 
     def placed(self, shape: Shape) -> None:
         """Note the number of ranks, of which a restart may have other ones."""
-        self._values = {key: value for key, value in self._values.items() if not key[0].startswith("rank_")}
+        self._forget_ranks()
         self._set("ranks", shape.world_size)
         self._set("nodes", len(shape.nodes))
 
@@ -101,8 +115,16 @@ class GangFigures(Observer):
                 self._metrics.add(name)
                 self._set("metric", value, name)
 
+    def resumed(self, step: int) -> None:
+        """Note the checkpoint of an earlier run. Its age counts from now."""
+        self._note_checkpoint(step)
+
     def kept(self, step: int) -> None:
-        """Note a safe checkpoint."""
+        """Note and count a safe checkpoint."""
+        self._note_checkpoint(step)
+        self._count("checkpoints")
+
+    def _note_checkpoint(self, step: int) -> None:
         self._set("checkpoint_step", step)
         self._set("checkpoint_timestamp", time.time())
 
@@ -125,7 +147,12 @@ class GangFigures(Observer):
 
     def failed(self, kind: str) -> None:
         """Count a restart."""
-        self._set("restarts", self._values.get(("restarts", kind), 0) + 1, kind)
+        self._count("restarts", kind)
+
+    def ended(self, error: Exception | None) -> None:
+        """Note the end, after which no rank uses its machine."""
+        self._forget_ranks()
+        self._set("running", 0)
 
     def samples(self, wanted: str) -> Iterator[Sample]:
         """Yield the values of a figure that are known now."""
@@ -135,3 +162,14 @@ class GangFigures(Observer):
 
     def _set(self, name: str, value: float, label: str = "") -> None:
         self._values[name, label] = value
+
+    def _count(self, name: str, label: str = "") -> None:
+        self._set(name, self._values.get((name, label), 0) + 1, label)
+
+    def _forget_ranks(self) -> None:
+        self._values = {key: value for key, value in self._values.items() if not key[0].startswith("rank_")}
+
+
+def newest(gangs: Iterable[GangFigures]) -> Iterable[GangFigures]:
+    """Return the newest gang of each training and model, since two samples with the same labels are an error."""
+    return {gang.labels: gang for gang in list(gangs)}.values()

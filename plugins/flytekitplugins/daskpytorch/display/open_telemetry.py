@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures
+from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, GangFigures, newest
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol.observer import Training
 
@@ -82,6 +82,6 @@ def _make_instruments(provider: Any) -> None:
 def _observe(name: str, _: object) -> Iterator[Observation]:
     from opentelemetry.metrics import Observation
 
-    for gang in _gangs:
+    for gang in newest(_gangs):
         for values, value in gang.samples(name):
             yield Observation(value, dict(zip(FIGURES[name].labels, values, strict=True)))

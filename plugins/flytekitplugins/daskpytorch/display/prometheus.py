@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.feeder import public
-from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures
+from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures, newest
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Training
@@ -32,7 +32,8 @@ class Prometheus:
     With `gateway`, the driver pushes the figures to a Pushgateway instead, for trainings that are shorter than the
     scrape interval. The gateway keeps the last figures after the end, until the training's next run.
 
-    All figures have the labels `training`, the name of the task or function, and `model`, the index in a sweep.
+    All figures have the labels `training`, the name of the task or function, and `model`, the index in a sweep. Of a
+    driver's gangs with the same labels, the port serves the newest one. At a gateway, they overwrite each other.
 
     Raises:
         ImportError: The extra `prometheus` is not installed.
@@ -84,7 +85,7 @@ class _Collector:
         for name, figure in FIGURES.items():
             kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
             family = kind(f"{PREFIX}_{name}", figure.help, labels=figure.labels, unit=figure.unit)
-            for gang in self._gangs:
+            for gang in newest(self._gangs):
                 for values, value in gang.samples(name):
                     family.add_metric(values, value)
             if family.samples:
@@ -182,11 +183,13 @@ class _Pushed(GangFigures):
 
     def ended(self, error: Exception | None) -> None:
         """Push the last figures, for at most three seconds."""
+        super().ended(error)
         self._has_ended.set()
         self._thread.join(END_TIMEOUT)
 
     def _push_until_end(self) -> None:
         registry = _registry_of([self])
+        self._push(registry)  # before the first restart, whose count begins at 0
         while not self._has_ended.wait(self._interval):
             self._push(registry)
         self._push(registry)
