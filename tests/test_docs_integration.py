@@ -258,6 +258,7 @@ def test_the_script_with_figures_for_prometheus_runs(tmp_path: Path) -> None:
     done = run_script("Prometheus(port=9400),", tmp_path)
     assert "2 of 2 models have ended: 2 finished" in done.stderr
     assert "is not called any more" not in done.stderr
+    assert "cannot be opened" not in done.stderr
 
 
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:

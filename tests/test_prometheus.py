@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import BaseServer
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -170,9 +171,29 @@ def test_of_gangs_with_the_same_labels_the_newest_is_scraped(port: int) -> None:
     other.ended(None)
 
 
-def test_a_taken_port_names_itself(port: int) -> None:
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match=rf"Prometheus\(port={port}\)"):
-        begin(Prometheus(port=port)())
+def test_the_last_gang_closes_the_port_without_waiting_for_the_server_to_look(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (1000.0,))  # seconds between two looks
+    for _ in range(2):  # the second gang gets the port
+        figures = Prometheus(port=port)()
+        begin(figures)
+        assert scraped(port)
+        end = threading.Thread(target=figures.ended, args=(None,), daemon=True)
+        end.start()
+        end.join(60)
+        assert not end.is_alive()
+
+
+def test_a_taken_port_costs_all_gangs_one_line(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        for _ in range(2):
+            figures = Prometheus(port=port)()
+            begin(figures)
+            assert not figures.places()
+            figures.ended(None)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"Prometheus: 127.0.0.1:{port} cannot be opened")
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +118,15 @@ _ports: dict[tuple[str, int], _Port] = {}
 """Open ports of this process, by address."""
 _lock = threading.Lock()
 """Lock of `_ports`."""
+_reported: dict[str, object] = {}
+"""Ports about whose failure this process has written a line, each with a mark of the reporting call."""
+
+
+def _report(address: str, text: str) -> None:
+    """Write a line about a failure, once for each address."""
+    mark = object()
+    if _reported.setdefault(address, mark) is mark:  # models of a sweep fail at the same time
+        say(f"Prometheus: {text}. The training goes on.")
 
 
 class _Scraped(GangFigures):
@@ -124,40 +135,45 @@ class _Scraped(GangFigures):
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
         self._host, self._port = self._address = host, port
+        self._is_served = False
 
     def begins(self, training: Training) -> None:
         """Serve the figures, at a port that another gang may have opened."""
         super().begins(training)
         with _lock:
-            if self._address not in _ports:
-                _ports[self._address] = self._opened()
-            _ports[self._address].gangs.append(self)
+            try:
+                port = _ports.get(self._address) or self._opened()
+            except OSError as error:
+                address = f"{self._host}:{self._port}"
+                reason = f"{address} cannot be opened ({error}). Another program may have the port: give another one"
+                _report(address, reason)
+                return
+            _ports[self._address] = port
+            port.gangs.append(self)
+            self._is_served = True
 
     def _opened(self) -> _Port:
         from prometheus_client import start_http_server
 
         gangs: list[GangFigures] = []
-        try:
-            server, thread = start_http_server(self._port, addr=self._host, registry=_registry_of(gangs))
-        except OSError as error:
-            raise OSError(
-                f"Prometheus(port={self._port}): {self._host}:{self._port} cannot be opened ({error}). Another program "
-                "may have the port: give another one"
-            ) from error
-        return _Port(gangs, server, thread)
+        return _Port(gangs, *start_http_server(self._port, addr=self._host, registry=_registry_of(gangs)))
 
     def places(self) -> Mapping[str, str]:
         """Return the URL of the figures."""
-        return {"Prometheus": f"http://{self._host}:{self._port}/metrics"}
+        return {"Prometheus": f"http://{self._host}:{self._port}/metrics"} if self._is_served else {}
 
     def ended(self, error: Exception | None) -> None:
         """Serve the figures no longer. The last gang closes the port."""
+        if not self._is_served:
+            return
         with _lock:
             port = _ports[self._address]
             port.gangs.remove(self)
             if port.gangs:
                 return
             del _ports[self._address]
+            with suppress(OSError):  # on Linux this wakes the server, which looks for its end only every 0.5 s
+                port.server.socket.shutdown(socket.SHUT_RDWR)
             port.server.shutdown()
             port.server.server_close()
         port.thread.join()
