@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -23,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Gang, Goodput, OpenTelemetry, Prometheus, Training, current_rank, dispatch
+from flytekitplugins.daskpytorch.display import prometheus
 from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, RESTART_KINDS, GangFigures
 from processes import until
 from told import node, record, shape_of, usage
@@ -198,13 +200,16 @@ def test_a_taken_port_costs_all_gangs_one_line(port: int, capsys: pytest.Capture
 
 @pytest.fixture
 def gateway() -> Iterator[tuple[str, dict[str, str]]]:
-    """The address of a gateway, and what it has received: path -> text."""
+    """The address of a gateway with a password, and what it has received: path -> text."""
     received: dict[str, str] = {}
 
     class Gateway(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
-            received[self.path] = self.rfile.read(int(self.headers["Content-Length"])).decode()
-            self.send_response(200)
+            text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            is_known = self.headers["Authorization"] == "Basic " + b64encode(b"user:w@rd").decode()
+            if is_known:
+                received[self.path] = text
+            self.send_response(200 if is_known else 401)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -213,7 +218,7 @@ def gateway() -> Iterator[tuple[str, dict[str, str]]]:
     server = HTTPServer(("127.0.0.1", 0), Gateway)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"127.0.0.1:{server.server_port}", received
+    yield f"http://user:w%40rd@127.0.0.1:{server.server_port}", received
     server.shutdown()
     server.server_close()
     thread.join()
@@ -243,15 +248,32 @@ def test_a_gateway_has_the_first_figures_before_anything_happens(gateway: tuple[
     figures.ended(None)
 
 
-def test_a_dead_gateway_costs_one_line(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = Prometheus(gateway=f"http://user:word@127.0.0.1:{port}", interval=0.01)()
-    begin(figures)
-    until(lambda: figures._has_failed, "the first push")
-    time.sleep(0.1)
-    figures.ended(None)
+@pytest.mark.parametrize("scheme", ["", "http://"])
+def test_a_dead_gateway_costs_all_gangs_one_line(port: int, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        figures = Prometheus(gateway=f"{scheme}user:word@127.0.0.1:{port}")()
+        begin(figures)
+        figures.ended(None)
+        figures._thread.join()
     [line] = capsys.readouterr().err.splitlines()
     assert f"the gateway http://127.0.0.1:{port} does not take the figures" in line
     assert "word" not in line
+
+
+def test_only_the_first_gang_waits_for_a_gateway_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        first, second = (Prometheus(gateway=address)() for _ in range(2))
+        for figures, limit in ((first, 0.1), (second, 1000.0)):
+            monkeypatch.setattr(prometheus, "END_TIMEOUT", limit)
+            begin(figures)
+            figures.ended(None)
+        assert second._thread.is_alive()
+    for figures in (first, second):
+        figures._thread.join()
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_opentelemetry_reads_the_same_figures_of_running_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +333,15 @@ def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"port": 9400, "gateway": "g:9091"}, {"port": 0}, {"gateway": ""}, {"port": 9400, "interval": 0}]
+    "options",
+    [
+        {},
+        {"port": 9400, "gateway": "g:9091"},
+        {"port": 0},
+        {"gateway": ""},
+        {"gateway": "http://user:a/b@g:9091"},
+        {"port": 9400, "interval": 0},
+    ],
 )
 def test_what_is_wrong_is_told_at_once(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"Prometheus\((port|gateway|interval)="):

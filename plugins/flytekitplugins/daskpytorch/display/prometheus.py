@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.display.feeder import public
 from flytekitplugins.daskpytorch.display.figures import FIGURES, LABELS, PREFIX, GangFigures, newest
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.log import say
@@ -51,7 +52,7 @@ class Prometheus:
     host: str = "127.0.0.1"
     """Address that the port listens at. `0.0.0.0` lets other machines read the figures, without a password."""
     gateway: str | None = None
-    """Address of a Pushgateway, such as `gateway.example.com:9091` or a URL."""
+    """Address of a Pushgateway, such as `gateway.example.com:9091` or `https://user:password@gateway.example.com`."""
     interval: float = 15.0
     """Seconds between two pushes to the gateway."""
 
@@ -60,7 +61,9 @@ class Prometheus:
         rules = {
             "port": checks.optional(checks.whole(1, 65535)),
             "host": checks.text("an address of this machine"),
-            "gateway": checks.optional(checks.text("a gateway's address")),
+            "gateway": checks.optional(
+                checks.must_be("a gateway's address, with a percent-encoded password if there is one", _is_gateway)
+            ),
             "interval": checks.SECONDS,
         }
         problems = checks.Problems("Prometheus", self, rules)
@@ -72,6 +75,17 @@ class Prometheus:
         if self.port is not None:
             return _Scraped(self.host, self.port)
         return _Pushed(str(self.gateway), self.interval)
+
+
+def _parts(gateway: str) -> SplitResult:
+    return urlsplit(gateway if urlsplit(gateway).scheme in ("http", "https") else f"http://{gateway}")
+
+
+def _is_gateway(value: Any) -> bool:
+    try:
+        return checks.is_text(value) and bool(_parts(value).hostname) and _parts(value).port != 0
+    except ValueError:  # such as a port that is no number, after a "/" in a password
+        return False
 
 
 class _Collector:
@@ -119,7 +133,7 @@ _ports: dict[tuple[str, int], _Port] = {}
 _lock = threading.Lock()
 """Lock of `_ports`."""
 _reported: dict[str, object] = {}
-"""Ports about whose failure this process has written a line, each with a mark of the reporting call."""
+"""Ports and gateways about whose failure this process has written a line, each with a mark of the reporting call."""
 
 
 def _report(address: str, text: str) -> None:
@@ -182,14 +196,18 @@ class _Scraped(GangFigures):
 # ---- Pushed to a gateway --------------------------------------------------------------------------------------------
 
 
+_silent: set[str] = set()
+"""Gateways that have not taken the newest push. No gang waits for these at its end."""
+
+
 class _Pushed(GangFigures):
     """Figures of a gang that a Pushgateway receives, from a thread of their own."""
 
     def __init__(self, gateway: str, interval: float) -> None:
         super().__init__()
-        self._gateway, self._interval = gateway, interval
+        self._gateway, self._handler = _without_password(gateway)
+        self._interval = interval
         self._has_ended = threading.Event()
-        self._has_failed = False
         self._thread = threading.Thread(target=self._push_until_end, name="daskpytorch-prometheus", daemon=True)
 
     def begins(self, training: Training) -> None:
@@ -201,7 +219,10 @@ class _Pushed(GangFigures):
         """Push the last figures, for at most three seconds."""
         super().ended(error)
         self._has_ended.set()
-        self._thread.join(END_TIMEOUT)
+        if self._gateway not in _silent:
+            self._thread.join(END_TIMEOUT)
+            if self._thread.is_alive():
+                self._note_silence(f"no answer for {END_TIMEOUT:g} s")
 
     def _push_until_end(self) -> None:
         registry = _registry_of([self])
@@ -215,11 +236,22 @@ class _Pushed(GangFigures):
 
         key = {label: value for label, value in zip(LABELS, self.labels, strict=True) if value}
         try:
-            push_to_gateway(self._gateway, PREFIX, registry, key, timeout=PUSH_TIMEOUT)
+            push_to_gateway(self._gateway, PREFIX, registry, key, timeout=PUSH_TIMEOUT, handler=self._handler)
+            _silent.discard(self._gateway)
         except Exception as error:  # the training goes on, whatever the client raises
-            if not self._has_failed:
-                self._has_failed = True
-                say(
-                    f"Prometheus: the gateway {public(self._gateway)} does not take the figures ({error}). The next "
-                    f"try is in {self._interval:g} s. Check the address, and that the gateway runs"
-                )
+            self._note_silence(str(error))
+
+    def _note_silence(self, reason: str) -> None:
+        _silent.add(self._gateway)
+        advice = "Later pushes are tried without further lines. Check the address, and that the gateway runs"
+        _report(self._gateway, f"the gateway {self._gateway} does not take the figures ({reason}). {advice}")
+
+
+def _without_password(gateway: str) -> tuple[str, Callable[..., Callable[[], None]]]:
+    """Return a gateway's URL without user name and password, and a handler that sends these in a header."""
+    from prometheus_client.exposition import basic_auth_handler
+
+    parts = _parts(gateway)
+    user = None if parts.username is None else unquote(parts.username)
+    handler = partial(basic_auth_handler, username=user, password=unquote(parts.password or ""))
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), handler
