@@ -102,6 +102,12 @@ def test_a_reader_of_the_output_may_leave(folder: Path) -> None:
     assert "BrokenPipe" not in said
 
 
+def test_output_that_the_terminal_cannot_show_is_escaped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    (folder / "writes.py").write_text(r"""import sys; sys.stdout.reconfigure(encoding="utf-8"); print("50 %|\u2588")""")
+    assert "[rank 0] 50 %|\\u2588\n" in run("writes.py").stdout
+
+
 def test_output_and_messages_for_one_file_keep_their_order(folder: Path) -> None:
     words = [*RUN, "--nproc", "1", "train.py"]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=200)

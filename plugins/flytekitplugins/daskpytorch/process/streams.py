@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import io
 import os
 import re
 import sys
@@ -52,6 +53,8 @@ class Screen:
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
+        if is_output and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as Python sets up standard error
 
     def write(self, text: str) -> int:
         """Write a text to the stream. Drop the text if the stream fails."""
