@@ -177,7 +177,7 @@ def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(d
 
     driver.start(stand_still)
     until((tmp_path / "stands").exists, "rank 0")
-    driver.send(messages.Stop(grace=0.1, longer={0: 600.0}))
+    driver.send(messages.Stop(grace=0.1, main_grace=600.0))
     time.sleep(1.0)
     assert len(ranks_of(fork_server())) == 1
 
@@ -446,5 +446,5 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
         told = driver.next(messages.Stacks)
         assert told.rank == 0
         assert told.text.count("wait_for_ever") == 1  # what was written before has gone
-    driver.send(messages.Stop(grace=0.5))
+    driver.send(messages.Stop(grace=0.5, main_grace=0.5))
     driver.next(messages.Exited)

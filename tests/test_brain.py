@@ -1654,6 +1654,6 @@ def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_e
         world.fail(agent, 1, OwnError(f"at step {step}"))
         world.wait(1.0)
         stops = [order for order in main.orders if isinstance(order, messages.Stop)]
-        graces += [(stop.longer.get(0, stop.grace), stop.longer.get(1, stop.grace)) for stop in stops]
+        graces += [(stop.main_grace, stop.grace) for stop in stops]
         world.obey_all()
-    assert graces == ([(1.0, 1.5), (10.0, 1.5)] if has_part else [(0.5, 1.5)] * 2)  # rank 1 calls its exit functions
+    assert graces == ([(2.5, 1.5), (11.5, 1.5)] if has_part else [(1.5, 1.5)] * 2)

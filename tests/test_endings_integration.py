@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.rank import ending
 from flytekitplugins.daskpytorch.sweep import storage
+from processes import until
 
 ONCE = Gang(max_restarts=0)
 MAX_WAIT = 60.0
@@ -57,26 +58,26 @@ def end_by(ways: list[str]) -> str:
     return "not reached"
 
 
-def fail_with_exit_function(folder: str) -> None:
-    """Fail in rank 1, with an exit function that takes longer than the driver needs to end the other rank."""
+class TogetherError(ValueError):
+    """Is reported once all failing ranks have raised it, so that the gang ends none of them before."""
 
-    def leave() -> None:
-        time.sleep(0.2)
-        Path(folder, "ended").touch()
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
 
-    if current_rank().rank == 1:
-        atexit.register(leave)
-        raise ValueError
-    time.sleep(MAX_WAIT)
+    def __reduce__(self) -> tuple[Any, ...]:
+        (self.folder / f"raised-{current_rank().rank}").touch()
+        until(lambda: len(list(self.folder.glob("raised-*"))) == self.number, "the other rank's exception")
+        return TogetherError, (self.folder, self.number)
 
 
-def fail_with_busy_thread(folder: str) -> None:
-    """Fail in rank 1 while a thread works that Python would wait for, with an open file."""
-    if current_rank().rank == 1:
-        KEPT.append(file := Path(folder, "log").open("w"))  # noqa: SIM115 - never closed
+def fail_with_busy_thread(folder: Path, failing: list[int]) -> None:
+    """Fail in some ranks while a thread works that Python would wait for, with an open file."""
+    rank = current_rank().rank
+    if rank in failing:
+        KEPT.append(file := (folder / str(rank)).open("w"))
         file.write("all of it")
         threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
-        raise ValueError
+        raise TogetherError(folder, len(failing))
     time.sleep(MAX_WAIT)
 
 
@@ -170,6 +171,7 @@ def leave_files_open(folder: str, how: str) -> None:
     if how == "odd":
         KEPT.append(Unhashable("Odd", (), {})())
     if how == "raise" and rank == 1:
+        atexit.register(Path(folder, "exit function").touch)
         while not Path(folder, "0").exists():  # the other rank's, before the failure stops that rank
             time.sleep(0.01)
         raise ValueError("with a file open")
@@ -312,16 +314,20 @@ def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
 ) -> None:
     error = dispatch.run(client, leave_files_open, str(tmp_path), how, gang=ONCE).exception(MAX_WAIT)
     assert isinstance(error, ValueError) == (error is not None) == (how == "raise")
-    texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
-    assert texts == ["" if how == "raise" else "all of it", "all of it"]
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    at_exit = {"exit function": ""} if how == "raise" else {}
+    assert texts == {"0": "" if how == "raise" else "all of it", "1": "all of it", **at_exit}
 
 
-def test_a_failed_rank_whose_threads_work_on_writes_its_files_and_ends_soon(client: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+def test_each_failed_rank_whose_threads_work_on_writes_its_files_and_ends_soon(
+    client: Client, tmp_path: Path, failing: list[int]
+) -> None:
     began = time.monotonic()
-    error = dispatch.run(client, fail_with_busy_thread, str(tmp_path), gang=ONCE).exception(MAX_WAIT)
+    error = dispatch.run(client, fail_with_busy_thread, tmp_path, failing, gang=ONCE).exception(MAX_WAIT)
     assert isinstance(error, ValueError)
     assert time.monotonic() - began < MAX_WAIT / 2  # the threads take longer
-    assert (tmp_path / "log").read_text() == "all of it"
+    assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {str(rank): "all of it" for rank in failing}
 
 
 @pytest.mark.parametrize(

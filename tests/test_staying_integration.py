@@ -87,6 +87,8 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         assert first.metrics == {"total": 30.0}
         gang.call(add, values)  # no wait: the calls run in their order
         assert gang.call(total, values, factor=2.0).result() == [(pid, 100.0), (other, 100.0)]
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            gang.call(add, values, by=2).result()
         with pytest.raises(ZeroDivisionError, match="rank 1 has divided") as caught:
             gang.call(fails_on, 1).result()
         assert isinstance(caught.value.__cause__, GangError)

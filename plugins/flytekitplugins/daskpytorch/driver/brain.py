@@ -260,11 +260,11 @@ class Brain:
         self._watch.stop_looking()
         self._accountant.enter("waiting")
         ends, attempt = self._deadlines, self._attempt
-        longer = {rank: ends.failed for rank, failure in attempt.failures.items() if not failure.is_consequence}
+        main_grace = ends.stop
         if attempt.has_observers:
-            longer[0] = longer.get(0, 0.0) + (ends.close if self._is_last() else ends.reopen)
+            main_grace += ends.close if self._is_last() else ends.reopen
         reason = str(wish) if wish is not None else None
-        attempt.tell(messages.Stop(grace=ends.stop, longer=longer, reason=reason))
+        attempt.tell(messages.Stop(grace=ends.stop, main_grace=main_grace, reason=reason))
         self._deadline = self._now() + ends.all_stopped
         return self._end_ranks
 

@@ -26,14 +26,15 @@ class Deadlines:
         """Timeout for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
         self.results = grace_period / 10
         """Timeout for submitted results to reach storage."""
-        self.stop = min(0.5, grace_period / 40)
-        """Timeout for ranks to end after the stop order. Then agents kill the remaining ranks."""
+        self.stop = min(1.5, grace_period / 10)
+        """Timeout for ranks to end after the stop order. Then agents kill the remaining ranks.
+
+        Exit functions of ranks that have failed by themselves have a part of it (`rank.ending.EXIT_TIME`).
+        """
         self.close = grace_period / 2
         """Timeout for rank 0 to end after the stop order, if its observers must close something."""
         self.reopen = grace_period / 20
         """Timeout for rank 0 to end after the stop order, if the next attempt reopens its observers."""
-        self.failed = min(1.5, grace_period / 10)
-        """Timeout for ranks that have failed by themselves, whose exit functions have 1 s (`rank.ending.EXIT_TIME`)."""
         self.all_stopped = grace_period * 0.75
         """Timeout for all ranks' exits. Then silent nodes count as lost. Longer than every rank's own timeout."""
         self.upload = grace_period / 2

@@ -267,7 +267,7 @@ class _Agent:
 
     def _stop(self, asked: messages.Stop) -> None:
         for rank in self._ranks.values():
-            grace = asked.longer.get(rank.place.rank, asked.grace)
+            grace = asked.grace if rank.place.rank else asked.main_grace
             rank.kill_at = time.monotonic() + grace
             self._tell(orders.Quit(asked.reason, grace), rank)
 

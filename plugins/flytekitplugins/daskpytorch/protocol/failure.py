@@ -178,7 +178,7 @@ class Failure:
             place=_place_of(error),
             pickled=_pickled(error),
             time=time,
-            is_consequence=not gpu_fault and any(map(_is_of_group, with_causes(error))),
+            is_consequence=not gpu_fault and any(map(is_of_group, with_causes(error))),
             gpu_fault=gpu_fault,
             position=position,
             exit_code=exit_code_of(error),
@@ -334,7 +334,7 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _is_of_group(error: BaseException) -> bool:
+def is_of_group(error: BaseException) -> bool:
     """Return True if an exception reads like the loss of a peer, and comes from the process group.
 
     Torch raises its own types, or a `RuntimeError` whose text names a lost connection. Any socket may raise an

@@ -1,6 +1,6 @@
 """Messages between driver and agents, with one connection per agent. Imports neither Dask nor torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -184,8 +184,8 @@ class Stop:
 
     grace: float
     """Grace period in seconds, after which the agent kills the ranks."""
-    longer: Mapping[int, float] = field(default_factory=dict)
-    """Rank -> its longer grace period in seconds. Rank 0 may have trackers to close, failed ranks exit functions."""
+    main_grace: float
+    """The same of rank 0, which may have trackers to close."""
     reason: str | None = None
     """Reason to stop a training that did not fail. None after a failure."""
 

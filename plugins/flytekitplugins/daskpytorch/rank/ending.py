@@ -17,7 +17,9 @@ END_GRACE = 10.0
 """Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
 Then the rank ends regardless."""
 EXIT_TIME = 1.0
-"""Seconds that threads and exit functions of a failed rank get after the order to quit. A restart waits for them."""
+"""Maximum seconds for a failed rank's threads and exit functions after the order to quit. A restart waits for them."""
+EXIT_SHARE = 0.7
+"""Share of the order's grace period after which a failed rank ends regardless."""
 
 
 def wind_up(rank: int, link: GangLink, outcome: int, exit_code: int = 1) -> None:

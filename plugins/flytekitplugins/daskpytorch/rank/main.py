@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, script
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
+from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
@@ -47,7 +48,6 @@ from flytekitplugins.daskpytorch.rank.session import Session, completed, failure
 if TYPE_CHECKING:
     import torch
 
-    from flytekitplugins.daskpytorch.protocol.failure import Failure
     from flytekitplugins.daskpytorch.rank.calls import Server
 
 
@@ -95,6 +95,7 @@ def main(channel: Connection) -> int:
             value = None if is_stopped else _payload(order, returned, host, link)
             link.send(reports.Returned(value, stopped_early=is_stopped))
     except BaseException as error:
+        link.has_failed = not any(map(is_of_group, with_causes(error)))  # the order to quit may come during the report
         is_final = has_returned and not _is_of_storage(error)
         failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
         link.has_failed = not failure.is_consequence
@@ -155,14 +156,17 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
             session.follow(order)
     except (EOFError, OSError):  # the agent died
         os._exit(STOPPED)
-    if session.prompt is not None and session.prompt.failure is not None:  # another rank has ended the wait
-        link.send(session.prompt.failure)
+    held = session.prompt.failure if session.prompt is not None else None
+    if held is not None:  # another rank has ended the wait
+        link.send(held)
     session.checkpoint.sharded.close()
+    latest = time.monotonic() + ending.EXIT_SHARE * order.grace
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
-    if link.has_failed:
-        link.has_closed_observers.wait()  # in the main thread
-        time.sleep(ending.EXIT_TIME)
+    if link.has_failed and held is None:
+        ending.flush_files()  # the agent may kill the rank before the next time
+        link.has_closed_observers.wait(latest - time.monotonic())  # in the main thread
+        time.sleep(max(0.0, min(ending.EXIT_TIME, latest - time.monotonic())))
         ending.flush_files()
         os._exit(1)
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
