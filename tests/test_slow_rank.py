@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -445,9 +449,18 @@ def test_ranks_read_the_times_of_their_newest_collectives(client: Client) -> Non
             assert each.seen_out > max(timed[number].entered, timed_there[number].entered)
 
 
+def work(seconds: float) -> None:
+    """Use a core for this long."""
+    ends_at = time.thread_time() + seconds
+    while time.thread_time() < ends_at:
+        pass
+
+
 def train(guilty: int, where: str) -> None:
-    """Train for 60 s. One rank is slow in its backward, or in reading its data."""
+    """Train for 60 s. One rank is slow in its backward, in reading its data, or by a busy core of its own."""
     is_guilty = current_rank().rank == guilty
+    if where == "core":
+        os.sched_setaffinity(0, {core_of(current_rank().rank)})  # of this thread, which ends with the rank
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -473,6 +486,7 @@ def train(guilty: int, where: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ends_at, stop = time.time() + 60, torch.zeros(1)
     for batch in torch.utils.data.DataLoader(Data(), batch_size=1):
+        work(0.02 if where == "core" else 0.0)
         optimizer.zero_grad()
         Slow.apply(model(batch)).square().mean().backward()
         optimizer.step()
@@ -482,11 +496,33 @@ def train(guilty: int, where: str) -> None:
             break
 
 
+def core_of(rank: int) -> int:
+    """A core of its own for each of two ranks."""
+    return sorted(os.sched_getaffinity(0))[rank]
+
+
+@contextlib.contextmanager
+def busy(core: int) -> Iterator[None]:
+    """Around a block, keep a core busy. Linux shares a core among sessions, and each rank has a session of its own."""
+    code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):  # the other rank's core may have other users
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", code], start_new_session=True))
+            stack.callback(process.kill)
+        yield
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("guilty", "where", "told"), [(1, "backward", "(backward)"), (0, "data", "its data loader")])
+@pytest.mark.parametrize(
+    ("guilty", "where", "told"),
+    [(1, "backward", "(backward)"), (0, "data", "its data loader"), (1, "core", "waits for busy cores")],
+)
 def test_a_real_rank_that_is_slow_is_named_with_the_cause(client: Client, guilty: int, where: str, told: str) -> None:
+    if where == "core" and len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("on one core, all ranks wait for it alike")
     notes = Notes()
-    dispatch.run(client, train, guilty, where, gang=Gang(observers=(lambda: notes,))).result()
+    with busy(core_of(guilty)) if where == "core" else contextlib.nullcontext():
+        dispatch.run(client, train, guilty, where, gang=Gang(observers=(lambda: notes,))).result()
     [hint] = [text for text in notes.texts if "is slow" in text]
     assert f"rank {guilty} (" in hint
     assert told in hint
