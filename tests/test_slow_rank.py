@@ -135,7 +135,7 @@ def test_a_busy_core_is_the_cause_if_the_ranks_threads_wait_for_it() -> None:
 
     text = told_if_queued(0.1, 0.5, 0.0)
     assert text.startswith("rank 1 (a) is slow")
-    assert "Its main thread waits for busy cores, 40 % of its time more than the others'." in text
+    assert "Its main thread waits for busy cores 50 % of its time, the others at most 10 %." in text
     assert told_if_queued(0.5, 0.5, 0.5).startswith("a network link to rank 1")
 
 
@@ -265,7 +265,7 @@ def test_the_data_loader_is_the_cause_if_the_rank_waits_for_it_longer_than_the_o
         [text] = told((rank, replace(each, data=shares[rank] * each.time), at) for rank, each, at in reports)
         return text
 
-    assert "It waits for its data loader, 25 % of its time more than the others." in told_if_waiting(0.1, 0.4, 0.15)
+    assert "It waits for its data loader 40 % of its time, the others at most 15 %." in told_if_waiting(0.1, 0.4, 0.15)
     assert "data loader" not in told_if_waiting(0.2, 0.2, 0.2)
 
 

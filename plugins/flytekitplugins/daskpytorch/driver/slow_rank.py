@@ -158,8 +158,8 @@ class SlowRankWatch:
         if rank is None or others or len(windows) < NUM_WINDOWS - 1:
             return None
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
-        queued = self._excess(rank, lambda report: report.queued)
-        doings = list(self._doings(rank, queued))
+        queued, queued_share = self._excess(rank, lambda report: report.queued)
+        doings = list(self._doings(rank, queued_share if queued >= MIN_SHARE else ""))
         cause = next((cause for cause, _ in doings if cause), "")
         is_own = True if queued >= max(share / 2, MIN_SHARE) else self._is_own_work(rank)
         if is_own is None and self._num_timings[rank, cause] < MAX_TIMINGS:
@@ -220,21 +220,22 @@ class SlowRankWatch:
         grown = sum(seconds(end) - seconds(begin) for begin, end in ends)
         return grown / max(sum(end.time - begin.time for begin, end in ends), 1.0)
 
-    def _excess(self, rank: int, seconds: Callable[[Entered], float]) -> float:
-        """Return by how much a rank's share exceeds the greatest of the others'."""
+    def _excess(self, rank: int, seconds: Callable[[Entered], float]) -> tuple[float, str]:
+        """Return by how much a rank's share exceeds the greatest of the others', and a text with both shares."""
         shares = {each: self._share(each, seconds) for each in self._hosts}
-        return shares.pop(rank) - max(shares.values())
+        own, greatest = shares.pop(rank), max(shares.values())
+        return own - greatest, f"{100 * own:.0f} % of its time, the others at most {100 * greatest:.0f} %"
 
-    def _doings(self, rank: int, queued: float) -> Iterator[tuple[str, str]]:
+    def _doings(self, rank: int, queued: str) -> Iterator[tuple[str, str]]:
         """Yield sentences about what the slow rank does while the others wait, each with a cause.
 
         The cause of a line of the user's code is empty, so that a rank has at most five causes.
         """
-        if (waiting := self._excess(rank, lambda report: report.data)) >= MIN_SHARE:
-            yield "loader", f"It waits for its data loader, {100 * waiting:.0f} % of its time more than the others"
-        if queued >= MIN_SHARE:
-            more = f"{100 * queued:.0f} % of its time more than the others'"
-            yield "cores", f"Its main thread waits for busy cores, {more}"
+        waiting, waiting_share = self._excess(rank, lambda report: report.data)
+        if waiting >= MIN_SHARE:
+            yield "loader", f"It waits for its data loader {waiting_share}"
+        if queued:
+            yield "cores", f"Its main thread waits for busy cores {queued}"
         lines = [each.reports[rank].line for each in self._windows if each.reports[rank].line]
         if lines and lines.count(lines[-1]) == len(lines):
             yield "", f"Its main thread was mostly at {lines[-1]}"
