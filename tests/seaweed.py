@@ -175,7 +175,7 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         for name, (keys, actions) in IDENTITIES.items()
     ]
     (folder / "identities.json").write_text(json.dumps({"identities": identities}))
-    ports = _free_ports(8)
+    ports = free_ports(8)
     options = {
         "dir": folder,
         "ip": "127.0.0.1",
@@ -209,7 +209,7 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 def _await_ready(weed: Weed, process: subprocess.Popen[bytes], folder: Path) -> None:
     """Until it takes an object, which is seconds after its port opens."""
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError
 
     deadline = time.monotonic() + START_LIMIT
     while True:
@@ -217,6 +217,8 @@ def _await_ready(weed: Weed, process: subprocess.Popen[bytes], folder: Path) -> 
             weed.make_bucket(PUBLIC)
             weed.put(PUBLIC, "ready", b"ready")
             weed.delete(PUBLIC, "ready")
+            if process.poll() is not None:  # another server has answered at the same port
+                raise EndpointConnectionError(endpoint_url=weed.endpoint)
         except (BotoCoreError, ClientError) as error:
             if process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -228,7 +230,8 @@ def _await_ready(weed: Weed, process: subprocess.Popen[bytes], folder: Path) -> 
         return
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nothing uses, and that no client gets."""
     return list(itertools.islice(filter(_is_free, random.sample(PORTS, len(PORTS))), count))
 
 
