@@ -27,6 +27,7 @@ from flytekitplugins.daskpytorch import Gang, Goodput, OpenTelemetry, Prometheus
 from flytekitplugins.daskpytorch.display import prometheus
 from flytekitplugins.daskpytorch.display.figures import FIGURES, PREFIX, RESTART_KINDS, GangFigures
 from processes import until
+from seaweed import free_ports
 from told import node, record, shape_of, usage
 
 pytestmark = pytest.mark.timeout(200)
@@ -50,9 +51,7 @@ def scraped(port: int) -> dict[tuple[str, Labels], float]:
 @pytest.fixture
 def port() -> int:
     """A port at which nothing listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def begin(figures: GangFigures, index: int | None = None) -> None:
@@ -196,6 +195,12 @@ def test_a_taken_port_costs_all_gangs_one_line(port: int, capsys: pytest.Capture
             figures.ended(None)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"Prometheus: 127.0.0.1:{port} cannot be opened")
+    figures = Prometheus(port=port)()
+    begin(figures)  # the port is free now
+    figures.ended(None)
+    with socket.create_server(("127.0.0.1", port)):
+        begin(Prometheus(port=port)())
+    assert "cannot be opened" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -258,6 +263,23 @@ def test_a_dead_gateway_costs_all_gangs_one_line(port: int, scheme: str, capsys:
     [line] = capsys.readouterr().err.splitlines()
     assert f"the gateway http://127.0.0.1:{port} does not take the figures" in line
     assert "word" not in line
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ConnectionRefusedError
+
+
+def test_the_last_push_is_awaited_though_an_earlier_one_was_refused(gateway: tuple[str, dict[str, str]]) -> None:
+    address, received = gateway
+    figures = Prometheus(gateway=address, interval=1000.0)()
+    handler, figures._handler = figures._handler, refuse
+    begin(figures)
+    until(lambda: figures._gateway in prometheus._reported, "the refused push")
+    figures._handler = handler
+    figures.ended(None)
+    [text] = received.values()
+    assert values_of(text)["daskpytorch_running", ("",)] == 0.0
+    assert "rd@" not in repr(Prometheus(gateway=address))
 
 
 def test_only_the_first_gang_waits_for_a_gateway_that_does_not_answer(
@@ -339,10 +361,15 @@ def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None
         {"port": 9400, "gateway": "g:9091"},
         {"port": 0},
         {"gateway": ""},
-        {"gateway": "http://user:a/b@g:9091"},
+        {"gateway": "http://user:a/word@g:9091"},
+        {"gateway": "http://user:20/word@g:9091"},
+        {"gateway": "user:20#word@g:9091"},
+        {"gateway": "ftp://g"},
         {"port": 9400, "interval": 0},
     ],
 )
 def test_what_is_wrong_is_told_at_once(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"Prometheus\((port|gateway|interval)="):
+    with pytest.raises(ValueError, match=r"Prometheus\((port|gateway|interval)=") as caught:
         Prometheus(**options)
+    assert "/word" not in str(caught.value)
+    assert "#word" not in str(caught.value)

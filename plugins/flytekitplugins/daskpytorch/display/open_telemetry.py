@@ -15,8 +15,8 @@ from flytekitplugins.daskpytorch.protocol.observer import Training
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
 
-UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "": "1"}
-"""Unit's name -> its code for OpenTelemetry (UCUM)."""
+UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "": ""}
+"""Unit's name -> its code for OpenTelemetry (UCUM). Exporters to Prometheus name every gauge of unit "1" a ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -51,7 +51,7 @@ class Prometheus:
     """Port on the driver's machine."""
     host: str = "127.0.0.1"
     """Address that the port listens at. `0.0.0.0` lets other machines read the figures, without a password."""
-    gateway: str | None = None
+    gateway: str | None = field(default=None, repr=False)
     """Address of a Pushgateway, such as `gateway.example.com:9091` or `https://user:password@gateway.example.com`."""
     interval: float = 15.0
     """Seconds between two pushes to the gateway."""
@@ -61,14 +61,13 @@ class Prometheus:
         rules = {
             "port": checks.optional(checks.whole(1, 65535)),
             "host": checks.text("an address of this machine"),
-            "gateway": checks.optional(
-                checks.must_be("a gateway's address, with a percent-encoded password if there is one", _is_gateway)
-            ),
             "interval": checks.SECONDS,
         }
         problems = checks.Problems("Prometheus", self, rules)
         problems.unless((self.port is None) != (self.gateway is None), "port", "given, or else gateway=, and not both")
         problems.raise_any()
+        if self.gateway is not None and not _is_gateway(self.gateway):  # the value may have a password
+            raise ValueError("Prometheus(gateway=...): must be host:port or a URL, with a / in the password as %2F")
 
     def __call__(self) -> GangFigures:
         """Return a new observer that exports the figures of one gang."""
@@ -83,8 +82,12 @@ def _parts(gateway: str) -> SplitResult:
 
 def _is_gateway(value: Any) -> bool:
     try:
-        return checks.is_text(value) and bool(_parts(value).hostname) and _parts(value).port != 0
-    except ValueError:  # such as a port that is no number, after a "/" in a password
+        if not checks.is_text(value):
+            return False
+        parts = _parts(value)
+        is_cut = parts.query or parts.fragment or "@" in parts.path or "//" in parts.path  # as by a "/" in a password
+        return bool(parts.hostname) and parts.port != 0 and not is_cut
+    except ValueError:  # such as a port that is no number
         return False
 
 
@@ -133,11 +136,11 @@ _ports: dict[tuple[str, int], _Port] = {}
 _lock = threading.Lock()
 """Lock of `_ports`."""
 _reported: dict[str, object] = {}
-"""Ports and gateways about whose failure this process has written a line, each with a mark of the reporting call."""
+"""Ports and gateways that fail, with a mark of the call that has written a line about it."""
 
 
 def _report(address: str, text: str) -> None:
-    """Write a line about a failure, once for each address."""
+    """Write a line about a failure, unless the address has not worked since the last line."""
     mark = object()
     if _reported.setdefault(address, mark) is mark:  # models of a sweep fail at the same time
         say(f"Prometheus: {text}. The training goes on.")
@@ -157,12 +160,13 @@ class _Scraped(GangFigures):
         with _lock:
             try:
                 port = _ports.get(self._address) or self._opened()
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # the latter by a name that is no host's
                 address = f"{self._host}:{self._port}"
                 reason = f"{address} cannot be opened ({error}). Another program may have the port: give another one"
                 _report(address, reason)
                 return
             _ports[self._address] = port
+            _reported.pop(f"{self._host}:{self._port}", None)
             port.gangs.append(self)
             self._is_served = True
 
@@ -197,7 +201,7 @@ class _Scraped(GangFigures):
 
 
 _silent: set[str] = set()
-"""Gateways that have not taken the newest push. No gang waits for these at its end."""
+"""Gateways that have not answered at a gang's end. No gang waits for these at its end until a push succeeds."""
 
 
 class _Pushed(GangFigures):
@@ -222,7 +226,8 @@ class _Pushed(GangFigures):
         if self._gateway not in _silent:
             self._thread.join(END_TIMEOUT)
             if self._thread.is_alive():
-                self._note_silence(f"no answer for {END_TIMEOUT:g} s")
+                _silent.add(self._gateway)
+                self._report(f"no answer for {END_TIMEOUT:g} s")
 
     def _push_until_end(self) -> None:
         registry = _registry_of([self])
@@ -238,11 +243,11 @@ class _Pushed(GangFigures):
         try:
             push_to_gateway(self._gateway, PREFIX, registry, key, timeout=PUSH_TIMEOUT, handler=self._handler)
             _silent.discard(self._gateway)
+            _reported.pop(self._gateway, None)
         except Exception as error:  # the training goes on, whatever the client raises
-            self._note_silence(str(error))
+            self._report(str(error))
 
-    def _note_silence(self, reason: str) -> None:
-        _silent.add(self._gateway)
+    def _report(self, reason: str) -> None:
         advice = "Later pushes are tried without further lines. Check the address, and that the gateway runs"
         _report(self._gateway, f"the gateway {self._gateway} does not take the figures ({reason}). {advice}")
 
