@@ -1656,4 +1656,4 @@ def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_e
         stops = [order for order in main.orders if isinstance(order, messages.Stop)]
         graces += [(stop.main_grace, stop.grace) for stop in stops]
         world.obey_all()
-    assert graces == ([(2.5, 1.5), (11.5, 1.5)] if has_part else [(1.5, 1.5)] * 2)
+    assert graces == ([(1.5, 1.5), (11.5, 1.5)] if has_part else [(1.5, 1.5)] * 2)

@@ -70,13 +70,15 @@ class TogetherError(ValueError):
         return TogetherError, (self.folder, self.number)
 
 
-def fail_with_busy_thread(folder: Path, failing: list[int]) -> None:
-    """Fail in some ranks while a thread works that Python would wait for, with an open file."""
+def fail_together(folder: Path, failing: list[int], *, has_thread: bool) -> None:
+    """Fail in some ranks with an open file and an exit function, perhaps while a thread still works."""
     rank = current_rank().rank
     if rank in failing:
         KEPT.append(file := (folder / str(rank)).open("w"))
         file.write("all of it")
-        threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
+        if has_thread:
+            threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
+        atexit.register(touch_later, folder / f"exit-{rank}")
         raise TogetherError(folder, len(failing))
     time.sleep(MAX_WAIT)
 
@@ -171,7 +173,6 @@ def leave_files_open(folder: str, how: str) -> None:
     if how == "odd":
         KEPT.append(Unhashable("Odd", (), {})())
     if how == "raise" and rank == 1:
-        atexit.register(Path(folder, "exit function").touch)
         while not Path(folder, "0").exists():  # the other rank's, before the failure stops that rank
             time.sleep(0.01)
         raise ValueError("with a file open")
@@ -181,7 +182,7 @@ def leave_files_open(folder: str, how: str) -> None:
 
 def touch_later(path: Path) -> None:
     """Need some time for it."""
-    time.sleep(0.5)
+    time.sleep(0.3)
     path.touch()
 
 
@@ -315,18 +316,18 @@ def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
     error = dispatch.run(client, leave_files_open, str(tmp_path), how, gang=ONCE).exception(MAX_WAIT)
     assert isinstance(error, ValueError) == (error is not None) == (how == "raise")
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    at_exit = {"exit function": ""} if how == "raise" else {}
-    assert texts == {"0": "" if how == "raise" else "all of it", "1": "all of it", **at_exit}
+    assert texts == {"0": "" if how == "raise" else "all of it", "1": "all of it"}
 
 
-@pytest.mark.parametrize("failing", [[1], [0, 1]])
-def test_each_failed_rank_whose_threads_work_on_writes_its_files_and_ends_soon(
-    client: Client, tmp_path: Path, failing: list[int]
+@pytest.mark.parametrize(("failing", "has_thread"), [([1], False), ([0, 1], False), ([0, 1], True)])
+def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soon(
+    client: Client, tmp_path: Path, failing: list[int], *, has_thread: bool
 ) -> None:
     began = time.monotonic()
-    error = dispatch.run(client, fail_with_busy_thread, tmp_path, failing, gang=ONCE).exception(MAX_WAIT)
-    assert isinstance(error, ValueError)
+    failed = dispatch.run(client, fail_together, tmp_path, failing, has_thread=has_thread, gang=ONCE)
+    assert isinstance(failed.exception(MAX_WAIT), ValueError)
     assert time.monotonic() - began < MAX_WAIT / 2  # the threads take longer
+    assert len(list(tmp_path.glob("exit-?"))) == (0 if has_thread else len(failing))
     assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {str(rank): "all of it" for rank in failing}
 
 

@@ -262,7 +262,7 @@ class Brain:
         ends, attempt = self._deadlines, self._attempt
         main_grace = ends.stop
         if attempt.has_observers:
-            main_grace += ends.close if self._is_last() else ends.reopen
+            main_grace = ends.stop + ends.close if self._is_last() else max(ends.stop, ends.reopen)
         reason = str(wish) if wish is not None else None
         attempt.tell(messages.Stop(grace=ends.stop, main_grace=main_grace, reason=reason))
         self._deadline = self._now() + ends.all_stopped

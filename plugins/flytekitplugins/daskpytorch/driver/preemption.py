@@ -10,7 +10,9 @@ from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
 
 class Deadlines:
-    """Timeouts, in seconds, of the parts of a gang's end. After SIGTERM the sum is at most 1.5 grace periods.
+    """Timeouts, in seconds, of the parts of a gang's end.
+
+    After SIGTERM the sum is at most 1.5 grace periods, or 1.8 if rank 0 has trackers that close slowly.
 
     SIGTERM ── `grace_period` ──▶ ranks have stopped ── `storage` ──▶ their checkpoint is stored ── `results` ──▶ end
     """

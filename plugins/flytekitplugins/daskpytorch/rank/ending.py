@@ -18,8 +18,12 @@ END_GRACE = 10.0
 Then the rank ends regardless."""
 EXIT_TIME = 1.0
 """Maximum seconds for a failed rank's threads and exit functions after the order to quit. A restart waits for them."""
+EXIT_RESERVE = 0.45
+"""Maximum seconds between a failed rank's end and the agent's kill. With a short grace period, `EXIT_SHARE` is used."""
 EXIT_SHARE = 0.7
-"""Share of the order's grace period after which a failed rank ends regardless."""
+"""Share of a short grace period after which a failed rank ends regardless."""
+FIRST_FLUSH = 0.1
+"""Seconds after which a failed rank's open files are written for the first time. Mostly it has ended by itself then."""
 
 
 def wind_up(rank: int, link: GangLink, outcome: int, exit_code: int = 1) -> None:

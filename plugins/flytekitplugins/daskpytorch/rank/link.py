@@ -147,6 +147,8 @@ class GangLink(Link):
         """True once the rank has reported that the user's function has returned."""
         self.has_failed = False
         """True once the rank has failed by itself, not by another rank's end. Then its main thread ends the process."""
+        self.has_reported = False
+        """True once the rank has reported its own failure."""
         self.has_closed_observers = threading.Event()
         """Set when the main thread has closed the observers at the rank's end."""
         self._gives_hints = job.settings.hints

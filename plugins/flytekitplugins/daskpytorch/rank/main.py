@@ -100,6 +100,7 @@ def main(channel: Connection) -> int:
         failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
         link.has_failed = not failure.is_consequence
         link.send(failure)
+        link.has_reported = True
         ending.wind_up(order.place.rank, link, 1)
         return 1
     session.see_out()
@@ -160,15 +161,15 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     if held is not None:  # another rank has ended the wait
         link.send(held)
     session.checkpoint.sharded.close()
-    latest = time.monotonic() + ending.EXIT_SHARE * order.grace
+    latest = time.monotonic() + max(order.grace - ending.EXIT_RESERVE, ending.EXIT_SHARE * order.grace)
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
     if link.has_failed and held is None:
-        ending.flush_files()  # the agent may kill the rank before the next time
         link.has_closed_observers.wait(latest - time.monotonic())  # in the main thread
-        time.sleep(max(0.0, min(ending.EXIT_TIME, latest - time.monotonic())))
-        ending.flush_files()
-        os._exit(1)
+        for seconds in (ending.FIRST_FLUSH, ending.EXIT_TIME):  # the agent may kill the rank before the second time
+            time.sleep(max(0.0, min(seconds, latest - time.monotonic())))
+            ending.flush_files()
+        os._exit(1 if link.has_reported else STOPPED)
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
     os._exit(STOPPED)
 
