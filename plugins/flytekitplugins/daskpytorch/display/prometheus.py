@@ -160,7 +160,7 @@ class _Scraped(GangFigures):
         with _lock:
             try:
                 port = _ports.get(self._address) or self._opened()
-            except (OSError, UnicodeError) as error:  # the latter by a name that is no host's
+            except (OSError, UnicodeError) as error:  # UnicodeError: the host's name is invalid
                 address = f"{self._host}:{self._port}"
                 reason = f"{address} cannot be opened ({error}). Another program may have the port: give another one"
                 _report(address, reason)

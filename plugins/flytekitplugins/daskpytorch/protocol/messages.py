@@ -185,7 +185,7 @@ class Stop:
     grace: float
     """Grace period in seconds, after which the agent kills the ranks."""
     main_grace: float
-    """The same of rank 0, which may have trackers to close."""
+    """Grace period of rank 0 in seconds. Rank 0 may have trackers to close."""
     reason: str | None = None
     """Reason to stop a training that did not fail. None after a failure."""
 

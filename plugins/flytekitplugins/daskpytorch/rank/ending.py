@@ -19,9 +19,9 @@ Then the rank ends regardless."""
 EXIT_TIME = 1.0
 """Maximum seconds for a failed rank's threads and exit functions after the order to quit. A restart waits for them."""
 EXIT_RESERVE = 0.45
-"""Maximum seconds between a failed rank's end and the agent's kill. With a short grace period, `EXIT_SHARE` is used."""
+"""Maximum seconds between a failed rank's end and the agent's kill."""
 EXIT_SHARE = 0.7
-"""Share of a short grace period after which a failed rank ends regardless."""
+"""Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest of the period."""
 FIRST_FLUSH = 0.1
 """Seconds after which a failed rank's open files are written for the first time. Mostly it has ended by itself then."""
 
