@@ -130,6 +130,14 @@ def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_repla
             made.scale(2)
             until(agents.beside, "a worker in the place of the lost one")
             assert agents.present() == [own]
+            made.scale(0)
+            until(lambda: not agents.present(), "the loss of both workers")
+            made.scale(1)
+            until(agents.present, "a spare worker")
+            assert agents.beside() is None
+            assert agents.present(), "the evaluation has taken the worker that the training lacks"
+        made.scale(2)
+        client.wait_for_workers(2, timeout=60)
         with contextlib.closing(DaskAgents(client, num_kept=0)) as agents:
             beside = agents.beside()
             assert beside is not None

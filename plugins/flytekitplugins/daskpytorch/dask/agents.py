@@ -165,7 +165,7 @@ class DaskAgents:
     def beside(self) -> Share | None:
         """Return a launcher for a gang that evaluates: on the kept workers that are present, or on one of the gang's.
 
-        Spare workers replace lost kept ones.
+        Spare workers replace lost kept ones, after the lost workers of the launcher's own gang.
 
         Raises:
             OSError: The Dask scheduler does not answer, or the client has closed itself.
@@ -188,7 +188,8 @@ class DaskAgents:
             wanted = (*chosen, *self.workers, *present)
             return [worker for worker in wanted if worker in present][:1]
         with _lock:
-            spare = [worker for worker in present if worker not in _held[self]]
+            num_missing = max(0, self.num_wanted - len(_held[self] - self._kept))
+            spare = [worker for worker in present if worker not in _held[self]][num_missing:]
             self._kept.update(spare[: self._num_kept - len(self._kept)])
             _held[self].update(self._kept)
             return sorted(self._kept, key=worker_order)
