@@ -70,6 +70,30 @@ class TogetherError(ValueError):
         return TogetherError, (self.folder, self.number)
 
 
+class SlowlyReportedError(ValueError):
+    """Is raised first. Its report takes until the gang stops the rank for another rank's failure."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if "RANK" in os.environ:  # not in the driver
+            (self.folder / "raised").touch()
+            until((self.folder / "reported").exists, "the other rank's report")
+            time.sleep(0.3)  # the order to quit comes now
+        return SlowlyReportedError, (self.folder,)
+
+
+def fail_during_a_report(folder: Path) -> None:
+    """Fail in both ranks. Rank 0 makes its report when the gang stops it for rank 1's."""
+    if current_rank().rank == 1:
+        until((folder / "raised").exists, "rank 0's exception")
+        atexit.register((folder / "reported").touch)  # called once the failure has been sent
+        raise KeyError
+    atexit.register((folder / "exit").touch)
+    raise SlowlyReportedError(folder)
+
+
 def fail_together(folder: Path, failing: list[int], *, has_thread: bool) -> None:
     """Fail in some ranks with an open file and an exit function, perhaps while a thread still works."""
     rank = current_rank().rank
@@ -329,6 +353,14 @@ def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soo
     assert time.monotonic() - began < MAX_WAIT / 2  # the threads take longer
     assert len(list(tmp_path.glob("exit-?"))) == (0 if has_thread else len(failing))
     assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {str(rank): "all of it" for rank in failing}
+
+
+def test_a_rank_that_is_stopped_during_its_report_has_time_for_it_and_its_exit_functions(
+    client: Client, tmp_path: Path
+) -> None:
+    error = dispatch.run(client, fail_during_a_report, tmp_path, gang=ONCE).exception(MAX_WAIT)
+    assert isinstance(error, SlowlyReportedError)
+    assert (tmp_path / "exit").exists()
 
 
 @pytest.mark.parametrize(

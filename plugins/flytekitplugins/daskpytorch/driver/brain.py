@@ -260,9 +260,7 @@ class Brain:
         self._watch.stop_looking()
         self._accountant.enter("waiting")
         ends, attempt = self._deadlines, self._attempt
-        main_grace = ends.stop
-        if attempt.has_observers:
-            main_grace = ends.stop + ends.close if self._is_last() else max(ends.stop, ends.reopen)
+        main_grace = ends.stop + (ends.close if attempt.has_observers and self._is_last() else 0)
         reason = str(wish) if wish is not None else None
         attempt.tell(messages.Stop(grace=ends.stop, main_grace=main_grace, reason=reason))
         self._deadline = self._now() + ends.all_stopped

@@ -12,7 +12,8 @@ from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 class Deadlines:
     """Timeouts, in seconds, of the parts of a gang's end.
 
-    After SIGTERM the sum is at most 1.5 grace periods, or 1.8 if rank 0 has trackers that close slowly.
+    After SIGTERM the sum is at most 1.5 grace periods. It is more only if the driver has to end ranks whose trackers
+    close slowly (`close`), or whose checkpoints are still on their way (`upload`).
 
     SIGTERM ── `grace_period` ──▶ ranks have stopped ── `storage` ──▶ their checkpoint is stored ── `results` ──▶ end
     """
@@ -22,7 +23,7 @@ class Deadlines:
         """Timeout for ranks to stop by themselves, at a call of `should_stop`."""
         self.unheeded = grace_period / 4
         """Timeout for ranks to stop if no rank has ever called `should_stop`."""
-        self.storage = grace_period * 0.35
+        self.storage = grace_period * 0.3
         """Timeout for the newest checkpoint to reach storage."""
         self.cancelled = min(1.0, grace_period / 20)
         """Timeout for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
@@ -31,12 +32,10 @@ class Deadlines:
         self.stop = min(1.5, grace_period / 10)
         """Timeout for ranks to end after the stop order. Then agents kill the remaining ranks.
 
-        Exit functions of ranks that have failed by themselves have a part of it (`rank.ending.EXIT_TIME`).
+        Exit functions of ranks that have failed by themselves have a part of this timeout (`rank.ending.EXIT_TIME`).
         """
         self.close = grace_period / 2
-        """Timeout for rank 0 to end after the stop order, if its observers must close something."""
-        self.reopen = grace_period / 20
-        """Timeout for rank 0 to end after the stop order, if the next attempt reopens its observers."""
+        """Additional timeout for rank 0 to end after the last attempt's stop order, if it has observers to close."""
         self.all_stopped = grace_period * 0.75
         """Timeout for all ranks' exits. Then silent nodes count as lost. Longer than every rank's own timeout."""
         self.upload = grace_period / 2

@@ -140,9 +140,9 @@ class RankObserver:
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
         """Called at the end of rank 0. A second call must have no effect.
 
-        The time limit is 75 seconds after a successful training. After a failure the limit is half the gang's grace
-        period, by default 10 seconds. Before a restart the limit is a twentieth of the grace period, by default one
-        second.
+        The time limit is 75 seconds after a successful training. After a failure that ends the gang, the limit is half
+        the gang's grace period, by default 10 seconds. Before a restart the limit is one second, or less with a grace
+        period below 15 seconds.
 
         Args:
             exit_code: 0 if the training is complete, or was stopped early without a failure. Else 1.

@@ -17,13 +17,15 @@ END_GRACE = 10.0
 """Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
 Then the rank ends regardless."""
 EXIT_TIME = 1.0
-"""Maximum seconds for a failed rank's threads and exit functions after the order to quit. A restart waits for them."""
+"""Maximum seconds for a failed rank's threads and exit functions, after the order to quit and the observers' end. A
+restart waits for them."""
 EXIT_RESERVE = 0.45
 """Maximum seconds between a failed rank's end and the agent's kill."""
 EXIT_SHARE = 0.7
 """Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest of the period."""
 FIRST_FLUSH = 0.1
-"""Seconds after which a failed rank's open files are written for the first time. Mostly it has ended by itself then."""
+"""Seconds from the order to quit until a failed rank's open files are first written. Most failed ranks have ended by
+then."""
 
 
 def wind_up(rank: int, link: GangLink, outcome: int, exit_code: int = 1) -> None:
