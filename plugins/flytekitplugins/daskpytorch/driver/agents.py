@@ -21,7 +21,7 @@ MAX_SILENCE = 15.0
 """Seconds without a message after which an agent's worker counts as lost. Agents send messages every 1 to 3 s."""
 SILENCE_INTERVAL = 0.5
 """Seconds between two checks for silent agents. Large gangs would spend most time on checks at every message."""
-RECRUIT_INTERVAL = 0.5
+RECRUIT_INTERVAL = 0.2
 """Seconds between two queries of the cluster's workers."""
 SCHEDULER_TIMEOUT = 5.0
 """Seconds without an answer after which a disconnected Dask scheduler counts as lost. A client reconnects sooner."""
@@ -232,7 +232,7 @@ class Agents:
         self._launch([peer.node.worker])
 
     def note_absences(self) -> None:
-        """Move expected workers that have left the cluster to `lost`. Checks every 0.5 s (`RECRUIT_INTERVAL`)."""
+        """Move expected workers that have left the cluster to `lost`. Checks every 0.2 s (`RECRUIT_INTERVAL`)."""
         if self.expected and (present := self._look()) is not None:
             self._give_up(self.expected - present)
 
@@ -249,7 +249,7 @@ class Agents:
         return is_whole or self.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
 
     def recruit(self) -> None:
-        """Launch agents on new workers while the gang lacks workers. Checks every 0.5 s (`RECRUIT_INTERVAL`).
+        """Launch agents on new workers while the gang lacks workers. Checks every 0.2 s (`RECRUIT_INTERVAL`).
 
         Raises:
             ConnectionError: The scheduler is lost.
