@@ -67,7 +67,10 @@ class Prometheus:
         problems.unless((self.port is None) != (self.gateway is None), "port", "given, or else gateway=, and not both")
         problems.raise_any()
         if self.gateway is not None and not _is_gateway(self.gateway):  # the value may have a password
-            raise ValueError("Prometheus(gateway=...): must be host:port or a URL, with a / in the password as %2F")
+            raise ValueError(
+                "Prometheus(gateway=...): must be host:port or a URL. A password in the URL must be encoded, as by "
+                "urllib.parse.quote(password, safe='')"
+            )
 
     def __call__(self) -> GangFigures:
         """Return a new observer that exports the figures of one gang."""

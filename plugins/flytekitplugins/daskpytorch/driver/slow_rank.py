@@ -229,6 +229,7 @@ class SlowRankWatch:
     def _doings(self, rank: int, queued: str) -> Iterator[tuple[str, str]]:
         """Yield sentences about what the slow rank does while the others wait, each with a cause.
 
+        `queued` tells the shares of time in which the main threads waited for a core. Empty: too little to be named.
         The cause of a line of the user's code is empty, so that a rank has at most five causes.
         """
         waiting, waiting_share = self._excess(rank, lambda report: report.data)

@@ -53,7 +53,8 @@ class Screen:
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
-        if is_output and isinstance(sys.stdout, io.TextIOWrapper):
+        has_default = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
+        if is_output and has_default:
             sys.stdout.reconfigure(errors="backslashreplace")  # as Python sets up standard error
 
     def write(self, text: str) -> int:
