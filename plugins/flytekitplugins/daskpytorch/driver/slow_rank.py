@@ -158,8 +158,8 @@ class SlowRankWatch:
         if rank is None or others or len(windows) < NUM_WINDOWS - 1:
             return None
         share = sum(window.waits[rank] for window in windows) / sum(window.seconds for window in windows)
-        queued, queued_share = self._excess(rank, lambda report: report.queued)
-        doings = list(self._doings(rank, queued_share if queued >= MIN_SHARE else ""))
+        queued, _ = self._excess(rank, lambda report: report.queued)
+        doings = list(self._doings(rank))
         cause = next((cause for cause, _ in doings if cause), "")
         is_own = True if queued >= max(share / 2, MIN_SHARE) else self._is_own_work(rank)
         if is_own is None and self._num_timings[rank, cause] < MAX_TIMINGS:
@@ -226,17 +226,19 @@ class SlowRankWatch:
         own, greatest = shares.pop(rank), max(shares.values())
         return own - greatest, f"{100 * own:.0f} % of its time, the others at most {100 * greatest:.0f} %"
 
-    def _doings(self, rank: int, queued: str) -> Iterator[tuple[str, str]]:
+    def _doings(self, rank: int) -> Iterator[tuple[str, str]]:
         """Yield sentences about what the slow rank does while the others wait, each with a cause.
 
-        `queued` tells the shares of time in which the main threads waited for a core. Empty: too little to be named.
         The cause of a line of the user's code is empty, so that a rank has at most five causes.
         """
-        waiting, waiting_share = self._excess(rank, lambda report: report.data)
-        if waiting >= MIN_SHARE:
-            yield "loader", f"It waits for its data loader {waiting_share}"
-        if queued:
-            yield "cores", f"Its main thread waits for busy cores {queued}"
+        waits: dict[str, tuple[str, Callable[[Entered], float]]] = {
+            "loader": ("It waits for its data loader", lambda report: report.data),
+            "cores": ("Its main thread waits for busy cores", lambda report: report.queued),
+        }
+        for cause, (what, seconds) in waits.items():
+            excess, shares = self._excess(rank, seconds)
+            if excess >= MIN_SHARE:
+                yield cause, f"{what} {shares}"
         lines = [each.reports[rank].line for each in self._windows if each.reports[rank].line]
         if lines and lines.count(lines[-1]) == len(lines):
             yield "", f"Its main thread was mostly at {lines[-1]}"
