@@ -41,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     """Test files are imported, which leaves little to collect, and took a third of its time to look for it."""
     gc.disable()
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine makes single examples slow.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 
 def pytest_collection_finish() -> None:

@@ -1626,7 +1626,6 @@ class AnyOrder(RuleBasedStateMachine):
 AnyOrder.TestCase.settings = settings(
     max_examples=400,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     report_multiple_bugs=False,

@@ -449,7 +449,5 @@ class AnyOrder(RuleBasedStateMachine):
             assert isinstance(world.error, (GangError, GangCancelledError, OwnError, PeerLostError)), world.error
 
 
-AnyOrder.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
+AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 TestAnyOrder = AnyOrder.TestCase

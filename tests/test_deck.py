@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -81,7 +81,7 @@ ENTRIES = st.lists(st.tuples(st.integers(-5, 40), st.integers(-9, 9)), max_size=
 """Steps, which may go back, and values; a few times as many as a curve may have points in these tests."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ENTRIES)
 def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[
     assert {y for _, y in points} >= {pick(values) for pick in (min, max) if values}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(ENTRIES, st.none() | st.integers(-5, 40)), max_size=4), ENTRIES)
 def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
     attempts: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
@@ -539,7 +539,7 @@ USAGES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(heard=st.lists(RECORDS | USAGES | st.text() | st.none() | st.integers(), max_size=6))
 def test_whatever_is_heard_can_be_shown(heard: list[Any]) -> None:
     recorder = Recorder()

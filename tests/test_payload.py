@@ -150,7 +150,7 @@ PARTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(PARTS, max_size=8))
 def test_any_mixture_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("driver")

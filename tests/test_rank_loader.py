@@ -94,7 +94,7 @@ def undisturbed(dataset: Any, epoch: int, *, shuffle: bool) -> list[int]:
     return rest([alone])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(history=histories(), shuffle=st.booleans(), drop_last=st.booleans())
 def test_gangs_of_any_sizes_see_together_what_one_undisturbed_process_sees(
     history: tuple[int, list[Attempt]], shuffle: bool, drop_last: bool

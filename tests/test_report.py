@@ -217,7 +217,7 @@ def test_a_wide_range_of_positive_values_has_a_logarithmic_scale(
     assert (data["log"], data["positive"]) == (is_log, may_be)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.dictionaries(
         st.text(max_size=5), st.lists(st.tuples(st.floats(-10, 10), st.floats()), max_size=50), min_size=1, max_size=4

@@ -249,7 +249,7 @@ ODD_NAMES = ["", "[bold]", "\\", "\x1b[2J", "a\nb", "x" * 10_000, "\ud800"]
 RECORDS = any_records.records(ODD_NAMES)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(records=st.lists(RECORDS, max_size=5))
 @example(records=[record(0, epoch=number, loss=number) for number in any_records.ODD_NUMBERS])
 @example(records=[record(step, num_steps=num_steps) for step in (-5, 0, 2**62) for num_steps in (-5, 0, 3, 2**62)])
@@ -271,7 +271,7 @@ def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> N
     assert "\x1b[2J" not in text.getvalue()  # of a name, which would clear the screen
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RECORDS)
 @example(record(0, **dict.fromkeys(ODD_NAMES, 1.0)))
 @example(record(0, **{str(number): 1.0 for number in range(10_000)}))
