@@ -359,7 +359,7 @@ def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> Non
 
     gc.collect()  # earlier tests may have left files to the garbage collector
     num_before = num_open_after_a_failed_fork()  # the first fork connects to the server
-    assert num_open_after_a_failed_fork() == num_before
+    assert num_open_after_a_failed_fork() <= num_before
 
 
 @pytest.mark.parametrize(

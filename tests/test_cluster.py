@@ -97,8 +97,9 @@ def test_a_dashboard_is_where_it_is_asked_for_and_its_link_leads_to_it(
 
 
 @pytest.fixture
-def made() -> Iterator[LocalCluster]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     """Two workers that are threads of this process."""
+    monkeypatch.setattr(agents_on_dask, "LOOK_TIMEOUT", 60.0)  # scheduler, workers and client share an event loop
     with LocalCluster(n_workers=2, processes=False, dashboard_address="127.0.0.1:0", memory_limit=0) as made:
         yield made
 

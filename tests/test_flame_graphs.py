@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from distributed import Client
 
 from flytekitplugins.daskpytorch import __main__, current_rank, flame_graphs
 from flytekitplugins.daskpytorch.rank import profiler
@@ -49,8 +50,12 @@ def test_request_that_nobody_takes_is_withdrawn(temporary: Path, monkeypatch: py
     assert [path.name for path in folder.iterdir()] == ["stacks-0"]
 
 
-def test_workers_of_a_cluster_are_asked(cluster: Cluster) -> None:
-    assert flame_graphs.ask(999_999, 1, cluster.address) == 0
+def test_workers_of_a_cluster_are_asked(cluster: Cluster, client: Client, tmp_path: Path) -> None:
+    client.run(setattr, tempfile, "tempdir", str(tmp_path))  # other tests' agents use the default folder
+    try:
+        assert flame_graphs.ask(999_999, 1, cluster.address) == 0
+    finally:
+        client.run(setattr, tempfile, "tempdir", None)
 
 
 @pytest.mark.parametrize(("count", "exit_code"), [(0, 1), (2, 0)])

@@ -175,7 +175,7 @@ def test_a_stranger_costs_one_open_file_and_no_thread(listener: Listener) -> Non
     for each in strangers:
         take(each, 32)  # he has been let in
     assert num_open_files() - files <= 2 * len(strangers)  # one of them his own
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     for each in strangers:
         each.close()
 
@@ -184,6 +184,7 @@ def test_many_agents_that_call_at_once_all_get_in(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(driver, "GRACE", 3600.0)
     calls = [connected(listener) for _ in range(60)]
     met: list[Connection] = []
     agents = [threading.Thread(target=lambda sock=each: met.append(introduce(sock, TOKEN))) for each in calls]
@@ -360,7 +361,7 @@ def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPa
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(
-            ConnectionError, match=r"3 times, .* too many other callers .* hung up after \d\.\d s"
+            ConnectionError, match=r"3 times, .* too many other callers .* hung up after \d+\.\d s"
         ) as failure:
             transfers.dial(order(server.getsockname()[:2]))
         thread.join()

@@ -155,6 +155,7 @@ def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
 
     monkeypatch.setattr(FileAccessProvider, "put_data", refuse)
     with caplog.at_level(logging.WARNING), deck.published(recorder, dict):
+        until(lambda: bool(attempts))
         for step in range(3):
             recorder.logged(record(step, loss=0.5))
             until(lambda step=step: len(attempts) > step + 1)

@@ -204,8 +204,9 @@ def test_a_taken_port_costs_all_gangs_one_line(port: int, capsys: pytest.Capture
 
 
 @pytest.fixture
-def gateway() -> Iterator[tuple[str, dict[str, str]]]:
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, str]]]:
     """The address of a gateway with a password, and what it has received: path -> text."""
+    monkeypatch.setattr(prometheus, "END_TIMEOUT", 60.0)
     received: dict[str, str] = {}
 
     class Gateway(BaseHTTPRequestHandler):

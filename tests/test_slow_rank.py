@@ -419,10 +419,19 @@ def test_without_the_recorder_a_rank_reports_and_times_nothing(client: Client) -
 def recorded() -> tuple[flight_recorder.Newest, Mapping[int, Timed], float]:
     """Rank 1 enters 40 collectives last: the recorder's newest, the timed ends, and when this began."""
     began_at, reports = time.time(), list[Entered]()
-    entries.WINDOW = entries.INTERVAL  # each look reports
+    entries.WINDOW, entries.MAX_LOOK = entries.INTERVAL, 60.0  # each look reports
+    newest, is_timing = flight_recorder.newest, threading.Event()
+
+    def look() -> flight_recorder.Newest | None:
+        found = newest()
+        is_timing.set()
+        return found
+
+    flight_recorder.newest = look
     own = Entries(Ledger(), reports.append)
     dist.all_reduce(torch.zeros(1))
     own.time_ends()
+    is_timing.wait()
     for _ in range(40):
         time.sleep(0.01 * dist.get_rank())
         dist.all_reduce(torch.zeros(1))

@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
-from flytekitplugins.daskpytorch.display import feeder
+from flytekitplugins.daskpytorch.display import feeder, tracker
 from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -26,11 +26,18 @@ from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.records import Goodput
 from processes import until
+from seaweed import free_ports
 from told import node, record, shape_of, usage
 
 SHAPE = shape_of(node(), per_worker=2)
 PICTURE = Picture.of([[0, 100, 255]] * 2)
 Make = Callable[[], Observer]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer over the last records after a preemption."""
+    monkeypatch.setattr(tracker, "PREEMPTED_TIMEOUT", 60.0)
 
 
 def training(id_: str = "train-f3a-n0", **changes: Any) -> Training:
@@ -433,10 +440,7 @@ def test_mlflow_server_that_comes_late_has_all(
 ) -> None:
     monkeypatch.setattr(feeder, "STALL", 60.0)  # a busy machine
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    server = serve()
-    port = server.server_port
-    server.shutdown()
-    server.server_close()
+    port = free_ports(1)[0]
     observer = begun(flow(uri=f"http://user:password@127.0.0.1:{port}"))
     losses(observer, range(3), 1.0)
     said = ""

@@ -226,7 +226,8 @@ def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_y
     store.fails_always = MANIFEST
     checkpoints = task.attempt(0)
     task.save(checkpoints, 5)
-    assert not checkpoints.flush(0.3)
+    until(lambda: store.calls.count(MANIFEST) > 1, "the manifest to fail")
+    assert not checkpoints.flush(0.1)
     assert not (task.stored(0) / MANIFEST).exists()
     store.fails_always = "nothing"
     assert checkpoints.flush(PATIENCE)
@@ -410,16 +411,23 @@ def test_the_best_survive_attempts_and_the_newest_is_gone_on_from(task: Task) ->
     assert task.listed(2) == [8, 2]
 
 
-def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(task: Task, store: Store) -> None:
+def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task.keep = BEST
     task.ran(0, *LOSSES)
-    checkpoints, read = task.attempt(1, previous=0), len(store.calls)
+    failed: list[object] = []
+
+    def put(*how: object) -> None:
+        failed.append(how)
+        raise OSError("the storage takes nothing")
+
+    monkeypatch.setattr(store, "put", put)
+    checkpoints = task.attempt(1, previous=0)
     checkpoints.restore()
-    store.fails_always = "step-"
     until((task.stored(1) / MANIFEST).exists, "the manifest")
-    until(lambda: len(store.calls) > read + 6, "a copy that fails")
+    until(lambda: failed, "a copy that fails")
     checkpoints.worker.close()
-    store.fails_always = "nothing"
     assert [path.name for path in task.stored(1).iterdir()] == [MANIFEST]
     checkpoints = task.attempt(2, previous=1)
     start = checkpoints.restore()
@@ -448,7 +456,7 @@ def test_flush_tells_whether_the_newest_arrived_though_a_best_one_did_not(task: 
     task.save(checkpoints, 1, 0.1)
     assert not checkpoints.flush(0.2)
     task.save(checkpoints, 2, 0.9)
-    assert checkpoints.flush(1.0)
+    until(lambda: checkpoints.flush(0.2), "the newest to arrive")
     assert task.listed(0) == [2]
 
 

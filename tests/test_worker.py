@@ -43,10 +43,19 @@ def test_a_lane_whose_job_fails_waits_in_order_while_others_go_on(worker: Worker
     assert done == ["other", "first", "second"]
 
 
-def test_pauses_double_until_somebody_waits_and_the_job_may_be_given_up(worker: Worker) -> None:
+def test_pauses_double_until_somebody_waits_and_the_job_may_be_given_up(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[float] = []
+    is_urgent, shorten_pauses = threading.Event(), worker.shorten_pauses
+
+    def shorten() -> None:
+        shorten_pauses()
+        is_urgent.set()
 
     def fail() -> None:
+        if len(pauses) == 3:
+            is_urgent.wait(PATIENCE)
         raise OSError("down")
 
     def gives_up(error: Exception, num_failures: int, pause: float) -> bool:
@@ -54,17 +63,17 @@ def test_pauses_double_until_somebody_waits_and_the_job_may_be_given_up(worker: 
         pauses.append(pause)
         return num_failures == 5
 
+    monkeypatch.setattr(worker, "shorten_pauses", shorten)
     worker.submit(fail, gives_up)
     until(lambda: len(pauses) == 3, "three failures")
     assert worker.flush(PATIENCE)
-    assert pauses[:3] == [0.02, 0.04, 0.08]
-    assert pauses[4] == 0.02
+    assert pauses == [0.02, 0.04, 0.08, 0.02, 0.02]
 
 
 def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Worker) -> None:
     before = set(threading.enumerate())
     assert worker.flush(0.0)
-    assert set(threading.enumerate()) == before  # most gangs store nothing
+    assert set(threading.enumerate()) <= before  # most gangs store nothing
     slow = Worker(retry_after=PATIENCE)
     tried = threading.Event()
 
