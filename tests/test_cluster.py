@@ -147,7 +147,10 @@ def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_repla
         assert DaskAgents(client).beside() is None
 
 
-def test_a_spare_worker_that_two_gangs_want_at_once_goes_to_the_first(made: LocalCluster) -> None:
+def test_a_spare_worker_that_two_gangs_want_at_once_goes_to_the_first(
+    made: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_on_dask, "serve", lambda *_: None)  # an agent would call its driver for a minute
     lost: list[str] = []
     with Client(made) as client, contextlib.ExitStack() as ends:
         first, second = (ends.enter_context(contextlib.closing(DaskAgents(client, 1))) for _ in range(2))
