@@ -53,9 +53,9 @@ class Screen:
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
-        has_default = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
-        if is_output and has_default:
-            sys.stdout.reconfigure(errors="backslashreplace")  # as Python sets up standard error
+        file = self._file
+        if is_output and isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
+            file.reconfigure(errors="backslashreplace")  # as Python sets up standard error
 
     def write(self, text: str) -> int:
         """Write a text to the stream. Drop the text if the stream fails."""
