@@ -331,13 +331,13 @@ def _allowed(schedule: Schedule, story: Story) -> set[tuple[str, str]]:
         possible |= _endings(made.fault, setting)[0]
         if must_end(made.fault, setting) and not may_be_late:
             certain |= _endings(made.fault, setting)[0]
+    budget, is_spent = _spent(setting, story)
+    possible |= budget
     num_gone = sum(made.fault.loses_pod and made.fault.comes_back is None for made in story.made)
     if num_gone > setting.num_workers - (setting.min_workers or setting.num_workers):
         too_few = {("WorkerLostError", "are needed"), ("GangStartError", "")}
         possible |= too_few
         certain |= set() if may_be_late else possible
-    budget, is_spent = _spent(setting, story)
-    possible |= budget
     if certain:  # of two faults at once, either may end the gang
         return certain | {ending for ending in possible if len(story.made) > 1}
     return budget if is_spent else possible | {("finished", "")}

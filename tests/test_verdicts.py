@@ -256,3 +256,6 @@ def test_a_pod_that_stays_away() -> None:
     assert not judged(story, replace(SETTING, min_workers=1))
     story.outcome, story.message = "WorkerLostError", "1 of 2 workers are left of train, 2 are needed"
     assert not judged(story)
+    story.message = "its worker was lost"
+    assert "allowed: GangStartError" in judged(story)
+    assert not judged(story, replace(SETTING, max_restarts=0))
