@@ -17,6 +17,7 @@ import pytest
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.attaching import find_contacts
 from processes import Cluster, dask_cluster, end, nothing_left_behind, until
+from test_debugger_integration import interrupt
 
 COMMAND = ("-m", "flytekitplugins.daskpytorch")
 STOPS = """
@@ -110,13 +111,11 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> N
         second = terminal("--scheduler", cluster.address, "1")
         second.expect_exact("\r\n101\r\n(Pdb rank 1) ")  # the prompt that the first terminal has left
         assert "\r\n42\r\n" in said(second, "p 7 * 6")
-        second.sendintr()  # at the prompt, as pdb does anywhere
-        second.expect_exact("--KeyboardInterrupt--")
+        interrupt(second, "--KeyboardInterrupt--")  # at the prompt, as pdb does anywhere
         second.expect_exact("(Pdb rank 1) ")
         second.sendline("print('sle' + 'eps'); import time; time.sleep(600)")
         second.expect_exact("sleeps")
-        second.sendintr()
-        second.expect_exact("KeyboardInterrupt")
+        interrupt(second, "KeyboardInterrupt")
         second.expect_exact("(Pdb rank 1) ")
         second.sendline("continue")
         second.expect_exact("the rank has left the debugger")

@@ -248,6 +248,7 @@ def test_dasks_memory_limits(tmp_path: Path, launch: ft.Launch) -> None:  # 29
         until(lambda: status() == "running", "the worker to go on")
         client.submit(hold_memory, 1.2, str(tmp_path / "never"), workers=[victim], pure=False)
         until(lambda: status() == "None", "the nanny to terminate the worker")
+        until(lambda: watched.restarted_at, "the restart")  # the ranks' last steps may be quicker
         watched.open(6)
         assert watched.futures.result() == [ft.expected()] * 2
         assert watched.starts(0) == [0, ft.SAVED_AT]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from dap import Editor
 from processes import SCRIPTS, end, nothing_left_behind, run_program
+from seaweed import free_ports
 from warm import warm_python
 
 PROGRAM = """
@@ -170,8 +170,7 @@ def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: 
     module = tmp_path / "package/module.py"
     module.write_text(MODULE)
     (tmp_path / program).write_text(STEPS[program])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     command = [program] if program == "script.py" else [SCRIPTS / "pyflyte", "run", program, "train"]
     environment = os.environ | {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
     with (tmp_path / "log").open("wb") as log:

@@ -24,7 +24,7 @@ from flytekit.types.directory import FlyteDirectory
 from jpegs import photos
 from pages import PAGES, REPOSITORY, block, blocks
 from processes import SCRIPTS, dask_cluster, nothing_left_behind, run_program
-from seaweed import Weed
+from seaweed import Weed, free_ports
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -255,7 +255,10 @@ def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_with_figures_for_prometheus_runs(tmp_path: Path) -> None:
-    done = run_script("Prometheus(port=9400),", tmp_path)
+    example = block("Prometheus(port=9400),").replace("9400", str(free_ports(1)[0]))
+    (tmp_path / "script.py").write_text(example)
+    done = run_warm(["python", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 models have ended: 2 finished" in done.stderr
     assert "is not called any more" not in done.stderr
     assert "cannot be opened" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,9 @@ class Notebook:
         self._client = NotebookClient(nbformat.v4.new_notebook(), timeout=200, allow_errors=True, resources=resources)
 
     def __enter__(self) -> Self:
+        self._sockets = tempfile.TemporaryDirectory(prefix="kernel-")
+        manager = self._client.create_kernel_manager()  # else others may take the ports before the kernel binds them
+        manager.transport, manager.ip = "ipc", f"{self._sockets.name}/socket"
         self._kernel = self._client.setup_kernel()
         self._kernel.__enter__()
         self.run(self._first_cell)
@@ -58,6 +62,7 @@ class Notebook:
 
     def __exit__(self, *exception: object) -> None:
         self._kernel.__exit__(*exception)
+        self._sockets.cleanup()
 
     def run(self, cell: str, meanwhile: Callable[[], None] = lambda: None) -> list[nbformat.NotebookNode]:
         """Run a cell, and return its outputs. Another thread calls `meanwhile` once ten more steps are trained."""

@@ -131,8 +131,9 @@ def test_a_lost_worker_is_replaced_by_one_that_no_other_gang_has(three: Cluster,
     with Client(three.address) as client:
         first = dispatch.run(client, name_when, str(tmp_path), "first", "end", gang=one)
         second = dispatch.run(client, name_when, str(tmp_path), "second", "end", gang=one)
-        until(lambda: (tmp_path / "first").exists() and (tmp_path / "second").exists(), "both gangs at once")
-        a, b = ((tmp_path / name).read_text() for name in ("first", "second"))
+        places = [tmp_path / "first", tmp_path / "second"]
+        until(lambda: all(place.exists() and place.read_text() for place in places), "both gangs at once")
+        a, b = (place.read_text() for place in places)
         [c] = {"0", "1", "2"} - {a, b}
         three.kill_worker(int(a))
         until(lambda: (tmp_path / "first").read_text() == c, "the restart")

@@ -89,7 +89,8 @@ def count(steps: int, pids: str | None = None) -> list[int]:
         state["sum"] += step + 1
         rank.checkpoint.save_sharded(state, step + 1)
         if pids is not None:
-            (Path(pids) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank.rank}").write_text(str(os.getpid()))
+            if step == first:
+                (Path(pids) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank.rank}").write_text(str(os.getpid()))
             time.sleep(0.2)
     return [first, int(state["sum"])]
 

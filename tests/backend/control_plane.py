@@ -113,11 +113,14 @@ class ControlPlane(KubernetesEmulator):
     async def _collect(self) -> None:
         kinds = [key for key in RESOURCES if key[2] not in OF_THE_CLUSTER]
         uids = {each["metadata"].get("uid") for _, _, plural in kinds for each in self.alive(plural)}
-        for kind in kinds:
-            for each in self.alive(kind[2]):
-                owners = [owner["uid"] for owner in each["metadata"].get("ownerReferences", ()) if owner["uid"]]
-                if owners and not uids.intersection(owners):
-                    await self.remove(kind[2], each)
+        orphans = [
+            (plural, each)
+            for _, _, plural in kinds
+            for each in self.alive(plural)
+            if (owners := [uid for uid in _owners(each) if uid]) and not uids.intersection(owners)
+        ]
+        for plural, each in orphans:  # an owner that is made meanwhile is not among `uids`
+            await self.remove(plural, each)
 
     async def _reconcile(self, deployment: Object) -> None:
         uid, template = deployment["metadata"]["uid"], deployment["spec"]["template"]

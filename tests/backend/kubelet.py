@@ -105,7 +105,7 @@ class Kubelet:
 
     async def _admit(self, name: str, pod: Object) -> None:
         self.num_addresses += 1
-        address = f"127.1.0.{self.num_addresses}"
+        address = f"127.1.{os.getpid() % 256}.{self.num_addresses}"  # other runs of the tests have theirs
         self.containers[name] = Container(pod, address, self._start(pod, address))
         await self._report(pod, "Running", podIP=address)
 
@@ -120,7 +120,8 @@ class Kubelet:
                 if service["spec"]["selector"].items() <= container.pod["metadata"]["labels"].items():
                     file = self.names / f"{name}.{namespace}.svc.cluster.local"
                     if not file.exists() or file.read_text() != container.address:
-                        file.write_text(container.address)
+                        (new := self.folder / "new-name").write_text(container.address)
+                        new.replace(file)  # a pod never reads half of it
 
     def _start(self, pod: Object, address: str) -> subprocess.Popen[bytes]:
         container = pod["spec"]["containers"][0]
