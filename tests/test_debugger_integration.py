@@ -23,7 +23,7 @@ from flytekit import task
 from flytekitplugins.daskpytorch import DaskDDP, Gang, WorkerGroup, current_rank
 
 
-@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(hang_timeout=1.0, attach_timeout=3.0)))
+@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(hang_timeout=2.5, attach_timeout=3.0)))
 def train(debugged: list[int]) -> float:
     rank = current_rank()
     weight = 10 + rank.rank

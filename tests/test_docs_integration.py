@@ -21,6 +21,7 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.tools.translator import get_serializable
 from flytekit.types.directory import FlyteDirectory
 
+from flytekitplugins.daskpytorch.records import MIN_TOTAL
 from jpegs import photos
 from pages import PAGES, REPOSITORY, block, blocks
 from processes import SCRIPTS, dask_cluster, nothing_left_behind, run_program
@@ -124,7 +125,7 @@ def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> 
     returned = re.search(account, done.stdout)
     assert returned
     assert float(returned[1]) > 0
-    assert "goodput" not in done.stderr  # of a run of seconds
+    assert float(returned[1]) >= MIN_TOTAL or "goodput" not in done.stderr  # of a run of seconds
 
 
 def test_the_tasks_of_a_script_train(tmp_path: Path) -> None:

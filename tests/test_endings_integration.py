@@ -24,6 +24,8 @@ from flytekit.models.literals import LiteralMap
 from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
+from flytekitplugins.daskpytorch.driver import state
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.rank import ending
 from flytekitplugins.daskpytorch.sweep import storage
 from processes import until
@@ -31,6 +33,8 @@ from processes import until
 ONCE = Gang(max_restarts=0)
 MAX_WAIT = 60.0
 """Seconds, on a busy machine, for what would take hours otherwise."""
+AMPLE = 10.0
+"""Seconds for the exit functions of failed ranks in place of one: a busy machine needs more."""
 
 
 class PanicError(BaseException):
@@ -86,6 +90,7 @@ class SlowlyReportedError(ValueError):
 
 def fail_during_a_report(folder: Path) -> None:
     """Fail in both ranks. Rank 0 makes its report when the gang stops it for rank 1's."""
+    ending.EXIT_TIME = AMPLE
     if current_rank().rank == 1:
         until((folder / "raised").exists, "rank 0's exception")
         atexit.register((folder / "reported").touch)  # called once the failure has been sent
@@ -100,7 +105,9 @@ def fail_together(folder: Path, failing: list[int], *, has_thread: bool) -> None
     if rank in failing:
         KEPT.append(file := (folder / str(rank)).open("w"))
         file.write("all of it")
-        if has_thread:
+        if not has_thread:  # whose end the rank would wait for
+            ending.EXIT_TIME = AMPLE
+        else:
             threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
         atexit.register(touch_later, folder / f"exit-{rank}")
         raise TogetherError(folder, len(failing))
@@ -193,6 +200,7 @@ def leave_files_open(folder: str, how: str) -> None:
     """End in one of several ways with text in the buffers of open files."""
     rank = current_rank().rank
     KEPT.append(file := Path(folder, str(rank)).open("w"))  # noqa: SIM115 - never closed
+    ending.EXIT_TIME = AMPLE
     file.write("all of it")
     if how == "odd":
         KEPT.append(Unhashable("Odd", (), {})())
@@ -258,6 +266,18 @@ def returns_model() -> torch.nn.Module:
 
 
 # ---- The tests
+
+
+@pytest.fixture
+def ample_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents give ranks so much time to end that `AMPLE` is a part of it."""
+
+    class Ample(Deadlines):
+        def __init__(self, grace_period: float) -> None:
+            super().__init__(grace_period)
+            self.stop = 1.5 * AMPLE
+
+    monkeypatch.setattr(state, "Deadlines", Ample)
 
 
 def test_a_rank_that_exits_with_0_has_returned_none(client: Client) -> None:
@@ -333,6 +353,7 @@ def test_what_python_waits_for_at_its_end_is_done_in_a_rank(
     assert "had not ended by then" not in told.out + told.err
 
 
+@pytest.mark.usefixtures("ample_end")
 @pytest.mark.parametrize("how", ["return", "raise", "odd"])
 def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
     client: Client, tmp_path: Path, how: str
@@ -343,6 +364,7 @@ def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
     assert texts == {"0": "" if how == "raise" else "all of it", "1": "all of it"}
 
 
+@pytest.mark.usefixtures("ample_end")
 @pytest.mark.parametrize(("failing", "has_thread"), [([1], False), ([0, 1], False), ([0, 1], True)])
 def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soon(
     client: Client, tmp_path: Path, failing: list[int], *, has_thread: bool
@@ -355,6 +377,7 @@ def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soo
     assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {str(rank): "all of it" for rank in failing}
 
 
+@pytest.mark.usefixtures("ample_end")
 def test_a_rank_that_is_stopped_during_its_report_has_time_for_it_and_its_exit_functions(
     client: Client, tmp_path: Path
 ) -> None:

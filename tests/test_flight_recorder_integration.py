@@ -47,7 +47,7 @@ def loop_endlessly() -> None:
 
 
 def test_hang_of_two_operations_names_both_with_their_lines() -> None:
-    error = error_of(call_two_operations, hang_timeout=1.0)
+    error = error_of(call_two_operations, hang_timeout=2.5)
     assert isinstance(error, GangHungError)
     assert error.rank == 1
     assert (
@@ -78,7 +78,7 @@ def test_time_out_names_the_rank_that_was_waited_for_and_where_it_was() -> None:
 
 def test_hang_without_the_recorder_is_told_by_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    error = error_of(call_two_operations, hang_timeout=1.0)
+    error = error_of(call_two_operations, hang_timeout=2.5)
     assert isinstance(error, GangHungError)
     assert "flight recorder" not in str(error)
     assert "all ranks wait for each other" in error.cause

@@ -55,7 +55,7 @@ def wandb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker_environment(wandb_folder: Path) -> dict[str, str]:
     """Nothing listens where the workers look for the Weights & Biases server."""
-    return {"WANDB_DIR": str(wandb_folder), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "5"}
+    return {"WANDB_DIR": str(wandb_folder), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "15"}
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_43_weights_and_biases_is_down(execution: Execution) -> None:
         ended_at = time.time()
     assert result(attempt) == expected(20)
     times = [float(line) for line in execution.lines("epochs-0-0")]
-    assert max(after - before for before, after in pairwise(times)) < 5
+    assert max(after - before for before, after in pairwise(times)) < 15  # wandb's time-out
     assert ended_at - times[-1] < MAX_SECONDS
     assert "Weights & Biases: " in attempt.output
     assert "The run is recorded offline" in attempt.output

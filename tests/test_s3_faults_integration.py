@@ -26,7 +26,7 @@ BUCKET = "pictures"
 NUM_RETRIES = 2
 PATIENCE = 20.0
 """Seconds that an answer may take where nothing stalls: a busy host shall not be taken for a fault."""
-TIMEOUT = 0.5
+TIMEOUT = 2.0
 """Where something stalls."""
 NAMES = ("a/0.jpg", "a/with space and +%.jpeg", "b/2.jpg", "b/größe-犬.JPG")
 FEW = {f"few/{name}": encoded(photo(number, (96, 64))) for number, name in enumerate(NAMES)}

@@ -53,7 +53,7 @@ SMALL = WorkerGroup(number_of_workers=2, limits=Resources(cpu="1", mem="2Gi"))
 
 
 @task(
-    task_config=DaskDDP(workers=SMALL, gang=Gang(start_timeout=60, max_restarts=1)),
+    task_config=DaskDDP(workers=SMALL, gang=Gang(start_timeout=300, max_restarts=1)),
     pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[]), labels={"kueue.x-k8s.io/queue-name": "training"}),
     requests=Resources(cpu="1", mem="2Gi"),
     interruptible=True,

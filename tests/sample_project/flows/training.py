@@ -192,8 +192,8 @@ def orchestrate_twice(folder: str) -> list[int]:
     second = dispatch.run(current_client(), _resumed, folder, "second", words, weights, gang=Gang(max_restarts=0))
     keyed = Gang(max_restarts=0, key="by-hand")
     with ThreadPoolExecutor(1) as thread:  # to which flytekit's context is unknown
-        third = thread.submit(dispatch.run, current_client(), _resumed, folder, "third", gang=keyed).result(60)
-    return [futures.result(60)[0] for futures in (first, second, third)]
+        third = thread.submit(dispatch.run, current_client(), _resumed, folder, "third", gang=keyed).result()
+    return [futures.result()[0] for futures in (first, second, third)]
 
 
 def _resumed(folder: str, name: str, *_: object) -> int:
