@@ -106,6 +106,7 @@ def seen_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.timeout(1200)  # ranks and loaders import torch: 30 s, 134 s on a busy machine
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_program_sees_what_it_sees_under_torchrun(project: Path, *, is_module: bool) -> None:
     words = ["-m", "train"] if is_module else ["tools/train.py"]
