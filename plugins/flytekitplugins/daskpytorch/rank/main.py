@@ -165,11 +165,10 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
     if link.has_failed and held is None:
-        time.sleep(ending.FIRST_FLUSH)
-        ending.flush_files()
-        link.has_closed_observers.wait(latest - time.monotonic())  # in the main thread
-        time.sleep(max(0.0, min(ending.EXIT_TIME, latest - time.monotonic())))
-        ending.flush_files()
+        for seconds in (ending.FIRST_FLUSH, ending.EXIT_TIME):
+            time.sleep(max(0.0, min(seconds, latest - time.monotonic())))
+            ending.flush_files()
+            link.has_closed_observers.wait(latest - time.monotonic())  # the main thread closes them
         if link.has_reported:
             os._exit(STOPPED)
     link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
