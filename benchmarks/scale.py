@@ -182,6 +182,9 @@ class Launcher:
     def present(self):
         return self.workers
 
+    def title(self, worker):
+        return worker
+
     def hindrance(self):
         return ""
 

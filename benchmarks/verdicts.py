@@ -448,8 +448,9 @@ def _placed(story: Story) -> list[tuple[int, list[str]]]:
 
 # ---- blame
 
-DEFEAT = re.compile(r"rank (?P<rank>\d+) on (?P<worker>\S+?)(?: after step \d+)?: (?P<how>.*); starting again")
-ERROR = re.compile(r"rank (?P<rank>\d+) of \d+ failed on (?P<worker>\S+) \(host \S+\)(?: after step \d+)?: (?P<how>.*)")
+ON = r"on (?:\S+ \()?(?P<worker>[^\s()]+?)\)?(?: after step \d+)?: (?P<how>.*)"
+DEFEAT = re.compile(rf"rank (?P<rank>\d+) {ON}; starting again")
+ERROR = re.compile(rf"rank (?P<rank>\d+) of \d+ failed {ON}")
 LOST = "worker was lost"
 UNPREPARED = "before it had its orders|the agent that watches its ranks failed"
 """Pattern of the cause for a rank that is killed before it has its orders."""

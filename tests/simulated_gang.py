@@ -87,6 +87,9 @@ class Cluster(AgentLauncher):
         self.is_there = True
         self.hindered_by = ""
 
+    def title(self, worker: str) -> str:
+        return f"pod-of-{worker}"
+
     def hindrance(self) -> str:
         return self.hindered_by
 

@@ -89,7 +89,7 @@ def test_worker_whose_agent_cannot_start_is_not_asked_again(agents: Agents, erro
     assert recruit(agents) == [W2]
     told = str(agents.too_few_came("train", 600.0))
     assert told == (
-        f"1 of 2 workers could not take part in train; the first, {W1}: {type(error).__name__}: {error}. "
+        f"1 of 2 workers could not take part in train; the first, pod-of-{W1}: {type(error).__name__}: {error}. "
         "That worker's log may say more."
     )
 

@@ -184,7 +184,7 @@ def test_broken_gpu_is_infrastructure_that_the_message_names_with_its_host(error
         assert not exit_.is_consequence
         raised = error_of(exit_, 2)
         assert type(raised) is WorkerLostError
-        assert "rank 1 of 2 failed on tcp://10.0.0.2:4000 (host node-1): GPU 3 (UUID GPU-8f2c) of host" in str(raised)
+        assert "rank 1 of 2 failed on node-1 (tcp://10.0.0.2:4000): GPU 3 (UUID GPU-8f2c) of host" in str(raised)
         assert "Traceback of rank 1" in str(raised)
 
 
@@ -315,7 +315,7 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
     error = error_of(rank_exit(1, error=LockedError("bad batch"), log_tail="epoch 3\nstep 17\n"), 4)
     assert type(error) is GangError
     first, *rest = str(error).splitlines()
-    assert first == "rank 1 of 4 failed on tcp://10.0.0.2:4000 (host node-1): LockedError: bad batch"
+    assert first == "rank 1 of 4 failed on node-1 (tcp://10.0.0.2:4000): LockedError: bad batch"
     assert "Traceback of rank 1:" in rest
     assert any(line.endswith("in _users_function") for line in rest)
     assert rest[-2:] == ["epoch 3", "step 17"]
@@ -433,7 +433,7 @@ def test_verdict_names_the_step() -> None:
     error = error_of(rank_exit(1, 3, step=17), 2)
     assert type(error) is GangError
     assert error.step == 17
-    assert "(host node-1) after step 17: its process ended" in str(error)
+    assert "on node-1 (tcp://10.0.0.2:4000) after step 17: its process ended" in str(error)
 
 
 def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:

@@ -114,6 +114,25 @@ def test_a_worker_that_dask_has_paused_is_named(made: LocalCluster) -> None:
         assert agents.hindrance().startswith(f"; Dask has paused {worker.address}, and starts nothing there: ")
 
 
+def test_a_worker_is_named_by_its_dask_name_before_its_address_also_after_its_loss() -> None:
+    """On Flyte the Dask name is the start of the pod's name."""
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp://") as made,
+        Client(made) as client,
+    ):
+
+        async def start() -> Worker:
+            return await Worker(made.scheduler_address, name="f3a-n0-0-default-worker-8c1f")
+
+        pod = client.sync(start)
+        agents = DaskAgents(client)
+        [numbered] = agents.addresses.keys() - {pod.address}
+        client.sync(pod.close)
+        until(lambda: pod.address not in agents.present(), "the loss of the pod")
+        assert agents.title(pod.address) == f"f3a-n0-0-default-worker-8c1f ({pod.address})"
+        assert agents.title(numbered) == numbered
+
+
 def test_workers_that_are_kept_for_evaluations_go_to_no_other_gang_and_are_replaced(made: LocalCluster) -> None:
     with Client(made) as client:
         with contextlib.closing(DaskAgents(client, num_kept=1)) as agents:

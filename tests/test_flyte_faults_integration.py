@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import psutil
@@ -255,7 +256,7 @@ def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:
         attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
         cluster.workers[1].wait()
     check_stopped(execution, attempt, "was told to end")
-    assert "tcp://127.0.0.3" in attempt.error.message
+    assert f"the worker {gethostname()} (tcp://127.0.0.3" in attempt.error.message
     assert attempt.seconds < MAX_SECONDS
 
 

@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.protocol.placement import (
     leave_out,
     one_per_gpu,
     place_ranks,
+    title_of,
     worker_order,
 )
 
@@ -34,6 +35,22 @@ def node(
 
 def flat(places: list[list[Place]]) -> list[Place]:
     return [place for here in places for place in here]
+
+
+@pytest.mark.parametrize(
+    ("worker", "host", "title"),
+    [
+        (
+            "tcp://10.0.0.9:4000",
+            "f3a-n0-0-default-worker-8c1f-x2b",
+            "f3a-n0-0-default-worker-8c1f-x2b (tcp://10.0.0.9:4000)",
+        ),
+        ("local worker 2", "laptop", "local worker 2"),
+        ("laptop", "laptop", "laptop"),
+    ],
+)
+def test_a_worker_is_named_by_its_pod_before_its_address(worker: str, host: str, title: str) -> None:
+    assert title_of(worker, host) == title
 
 
 @pytest.mark.parametrize(

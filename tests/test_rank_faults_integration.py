@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from socket import gethostname
 from uuid import uuid4
 
 import pytest
@@ -23,7 +24,7 @@ from flytekitplugins.daskpytorch.node.ranks import TAIL_SIZE
 from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
 from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behind, until
 
-RANK_1 = "rank 1 on tcp://127.0.0.3"
+RANK_1 = f"rank 1 on {gethostname()} (tcp://127.0.0.3"
 """How rank 1 is called where it is blamed."""
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import fsspec
@@ -311,10 +312,10 @@ def test_flytes_verdict_on_a_failure(
     attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run", raw=raw, env=s3)
     assert (attempt.error.kind, attempt.error.origin) == (kind, origin)
     assert text in attempt.error.message
-    assert "rank 1 of 2 failed on tcp://" in attempt.error.message
+    assert f"rank 1 of 2 failed on {gethostname()} (tcp://" in attempt.error.message
     alert = re.search(r'role="alert"><strong>(.*?)</div>', attempt.deck, re.DOTALL)
     assert alert
-    assert "rank 1 of 2 failed on tcp://" in alert[1]
+    assert f"rank 1 of 2 failed on {gethostname()} (tcp://" in alert[1]
     assert text in alert[1]
     kept = submitted(attempt.output, endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
     assert kept["last-words-1"] == how.encode()

@@ -153,7 +153,7 @@ def test_a_fault_that_hits_an_attempt_while_it_ends_for_an_earlier_one() -> None
 @pytest.mark.parametrize("has_kept", [False, True])
 def test_an_exception_in_an_attempt_that_has_kept_nothing_may_be_the_end(has_kept: bool) -> None:
     why = "Not started again, because no checkpoint had been saved since the start"
-    message = f"rank 1 of 2 failed on {WORKERS[1]} (host here) after step 3: KeyboardInterrupt\n\n{why}"
+    message = f"rank 1 of 2 failed on here ({WORKERS[1]}) after step 3: KeyboardInterrupt\n\n{why}"
     story = Story(
         events=[placed(1), *([kept(3, 2)] if has_kept else []), {"kind": "ended", "at": 6, "text": message}],
         notes=trained(0, 0, 3, 2),

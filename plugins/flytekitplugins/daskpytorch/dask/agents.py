@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.protocol import placement
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.placement import worker_order
+from flytekitplugins.daskpytorch.protocol.placement import title_of, worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 
 HOW_TO_GET_WORKERS = (
@@ -64,7 +64,9 @@ class DaskAgents:
         found = cluster.identity(client, FIRST_LOOK_TIMEOUT)
         self.addresses = _addresses(client, found)
         """Name of each worker, as users see it -> its Dask address. Lost workers are included."""
-        self._paused = _paused(found)
+        self._names: dict[str, str] = {}
+        """Dask names of workers that somebody has named, by their addresses."""
+        self._note(found)
         made = client.cluster
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
         self.workers: Sequence[str] = sorted(self.addresses, key=worker_order)
@@ -153,7 +155,7 @@ class DaskAgents:
                 "scheduler runs, and make a new Client"
             ) from error
         self.addresses |= (here := _addresses(self._client, found))
-        self._paused = _paused(found)
+        self._note(found)
         with _lock:
             if self not in _held:
                 return list(here)
@@ -216,10 +218,19 @@ class DaskAgents:
         """Return True if the Dask client is connected to the scheduler, as far as the client knows."""
         return bool(self._client.status == "running")
 
+    def title(self, worker: str) -> str:
+        """Return the name of a worker for messages: its Dask name, on Flyte the start of the pod's, and its address."""
+        return title_of(worker, self._names.get(worker, worker))
+
+    def _note(self, scheduler: Mapping[str, Any]) -> None:
+        workers = scheduler["workers"].items()
+        self._paused = [address for address, info in workers if info["status"] == Status.paused.name]
+        self._names |= {address: info["name"] for address, info in workers if isinstance(info["name"], str)}
+
     def hindrance(self) -> str:
         """Return a text about paused workers, and about lost workers that Dask will not start again. Empty if none."""
         told = [
-            f"Dask has paused {worker}, and starts nothing there: its process takes more than "
+            f"Dask has paused {self.title(worker)}, and starts nothing there: its process takes more than "
             "distributed.worker.memory.pause of its memory limit"
             for worker in self._paused
         ]
@@ -302,10 +313,6 @@ def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
         for address, info in scheduler["workers"].items()
         if info["status"] not in LEAVING and info["name"] not in leaving
     }
-
-
-def _paused(scheduler: Mapping[str, Any]) -> list[str]:
-    return [address for address, info in scheduler["workers"].items() if info["status"] == Status.paused.name]
 
 
 def _scaled_away(client: Client) -> set[object]:

@@ -34,7 +34,7 @@ def serve(address: str, order: AgentOrder) -> None:
     """
     here = get_worker()
     if here.address != address:
-        raise RuntimeError(f"worker {address} was lost before it could start its ranks")
+        raise RuntimeError(f"the worker at {address} was lost before it could start its ranks")
     if here.nanny is not None:
         fork_client.hand_over(here.nanny)
         _run_on(here, _delay_sigterm_for_nanny, here)

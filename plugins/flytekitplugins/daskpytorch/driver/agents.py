@@ -304,16 +304,18 @@ class Agents:
             worker, error = next(iter(gone.items()))
             # A retry does not add a missing module to the worker's image.
             type_ = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
+            title = self.launcher.title(worker)
             return type_(
-                f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {worker}: "
+                f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {title}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}. That worker's log may say more.",
                 worker=worker,
                 cause=str(error),
                 kind="start",
             )
+        missing = ", ".join(map(self.launcher.title, sorted(self.expected)))
         return GangStartError(
             f"only {self.num_nodes} of {self.num_wanted} workers started their part of {name} within {timeout:g} s. "
-            f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}{self.launcher.hindrance()}. "
+            f"Missing: {missing or 'those that were lost'}{self.launcher.hindrance()}. "
             "They may be busy with other tasks, or cannot reach this process; look into their logs, or raise "
             "Gang(start_timeout=...)."
         )

@@ -11,6 +11,7 @@ from typing import Self
 
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, Kind, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, without_ours
+from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 REPEATED = "the same error came at the same step twice"
 """Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
@@ -99,7 +100,8 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
     rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
     step = root_failure.position[0]
     where = f" after step {step}" if step is not None else ""
-    message = f"{who} of {world_size} failed on {root_failure.worker} (host {root_failure.host}){where}: {how}"
+    on = title_of(root_failure.worker, root_failure.host)
+    message = f"{who} of {world_size} failed on {on}{where}: {how}"
     if refusal:
         message += f"\n\nNot started again, because {refusal}."
     if history:
@@ -206,7 +208,7 @@ class AttemptFailure:
         where = f" after step {step}" if step is not None else ""
         cause = "a hang" if root_failure.hang is not None else how
         return cls(
-            what=f"rank {root_failure.rank} on {root_failure.worker}{where}: {how}",
+            what=f"rank {root_failure.rank} on {title_of(root_failure.worker, root_failure.host)}{where}: {how}",
             cause=cause if failure is None or root_failure.gpu_fault else f"{failure.type_name} at {failure.place}",
             position=root_failure.position,
             is_infrastructure=root_failure.is_infrastructure,

@@ -61,7 +61,7 @@ class Saving:
         """Keep a whole checkpoint that an agent has linked into the driver's folder, or record a failure."""
         error: Exception | None = None
         if sent.failure is not None:
-            error = OSError(f"{peer.node.worker} could not send it: {sent.failure}")
+            error = OSError(f"{peer.node.title} could not send it: {sent.failure}")
         else:
             try:
                 self.vault.add(sent.file)

@@ -87,7 +87,7 @@ def _id_of_gang(state: GangState) -> str:
 def _check_versions(nodes: Sequence[Node]) -> None:
     mine = local_versions()
     differing = [
-        f"{node.worker} has {name} {theirs}, this process {mine.get(name)}"
+        f"{node.title} has {name} {theirs}, this process {mine.get(name)}"
         for node in nodes
         for name, theirs in node.versions.items()
         if theirs != mine.get(name)

@@ -219,7 +219,7 @@ class GangState:
         settings = self.request.settings
         may_shrink = settings.min_workers is not None and settings.max_restarts > 0
         goes_on = may_shrink and self.agents.num_nodes >= self.agents.num_least
-        reason = f"the worker {peer.node.worker} was told to end"
+        reason = f"the worker {peer.node.title} was told to end"
         if self.has_lost_scheduler:
             reason, goes_on = SCHEDULER_LOST, False
         self.request_stop(reason, ends_gang=not goes_on, is_workers=True)

@@ -17,6 +17,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
+from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 NUM_FILES_KEPT = 3
 """Number of newest whole checkpoints that an agent keeps on its node, so that a restart needs no download."""
@@ -164,11 +165,15 @@ def dial(order: AgentOrder) -> Connection:
         return _dial_once(order)
     except ConnectionAbortedError as error:
         raise ConnectionError(
-            f"the worker at {order.worker} called {':'.join(map(str, order.driver))} {len(REDIAL_WAITS) + 1} times, "
+            f"{_this_worker(order)} called {':'.join(map(str, order.driver))} {len(REDIAL_WAITS) + 1} times, "
             f"and the driver of its gang is not there, or has too many other callers (the last time {error}). The "
             "driver may have ended, another program may use its port, or a proxy between them may hang up. See the "
             "driver's log for other callers, and check that the worker reaches this address directly."
         ) from error
+
+
+def _this_worker(order: AgentOrder) -> str:
+    return f"the worker {title_of(order.worker, socket.gethostname())}"
 
 
 def _dial_once(order: AgentOrder) -> Connection:
@@ -177,7 +182,7 @@ def _dial_once(order: AgentOrder) -> Connection:
         sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)
     except OSError as error:
         raise ConnectionError(
-            f"the worker at {order.worker} cannot reach the driver at {host}:{port} ({error}). Workers must be able to "
+            f"{_this_worker(order)} cannot reach the driver at {host}:{port} ({error}). Workers must be able to "
             "open connections to the machine that runs the task: check network policies and firewalls."
         ) from error
     sock.settimeout(None)
@@ -186,6 +191,6 @@ def _dial_once(order: AgentOrder) -> Connection:
         return introduce(sock, order.token)
     except ConnectionRefusedError as error:
         raise ConnectionError(
-            f"the worker at {order.worker} called {host}:{port}, and the driver of its gang is not there ({error}). "
+            f"{_this_worker(order)} called {host}:{port}, and the driver of its gang is not there ({error}). "
             "The driver may have ended, and another program may use its port: check the driver, and start the run again"
         ) from error

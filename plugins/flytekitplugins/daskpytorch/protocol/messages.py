@@ -78,6 +78,10 @@ class AgentLauncher(Protocol):
         """
         return self
 
+    def title(self, worker: str) -> str:
+        """Return the name of a worker for messages, also of a worker whose agent has not reported its host."""
+        return worker
+
     def hindrance(self) -> str:
         """Return the reason for missing workers, as text to append to a message. Return an empty text if unknown."""
         return ""

@@ -32,6 +32,11 @@ class Node:
     versions: dict[str, str]
     """Package -> version on this node, for packages whose versions must equal the driver's."""
 
+    @property
+    def title(self) -> str:
+        """Name of the worker in messages."""
+        return title_of(self.worker, self.host)
+
     def key_of(self, gpu: str) -> GpuKey:
         """Return the identity of a visible GPU: its UUID, else the host and the GPU's name there."""
         uuid = self.uuid_of(gpu)
@@ -83,6 +88,14 @@ class Place:
     def device_index(self) -> int | None:
         """Index of the rank's own GPU among the GPUs that the rank sees. None without a GPU."""
         return None if self.gpu is None else self.visible_gpus.index(self.gpu)
+
+
+def title_of(worker: str, host: str) -> str:
+    """Return the name of a worker for messages: its host's name before its address.
+
+    On Kubernetes the host's name is that of the pod, by which the pod's log is found after the address is gone.
+    """
+    return f"{host} ({worker})" if "://" in worker and host != worker else worker
 
 
 def worker_order(address: str) -> list[tuple[int, str]]:
@@ -213,9 +226,9 @@ def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[
     for node, here in zip(nodes, places, strict=True):
         for place in here:
             if place.gpu is None:
-                lacking.append(f"rank {place.rank} on {node.worker}")
+                lacking.append(f"rank {place.rank} on {node.title}")
             elif (key := node.key_of(place.gpu)) in taken:
-                shared.append(f"rank {place.rank} on {node.worker} (GPU {place.gpu})")
+                shared.append(f"rank {place.rank} on {node.title} (GPU {place.gpu})")
             else:
                 taken.add(key)
     if asked == "nccl" and (lacking or shared):
