@@ -1343,7 +1343,9 @@ SETTINGS = st.fixed_dictionaries(
         "max_restarts": st.sampled_from([0, 1, 5, 5]),
         "hang_timeout": st.sampled_from([None, 20.0, "auto"]),
         "heeds": st.booleans(),
-        "keep": st.sampled_from([Keep(), Keep(last=1, best=2, metric="loss"), Keep(last=1, best=1, metric="held_out")]),
+        "keep": st.sampled_from(
+            [Keep(), Keep(last=1, best=2, metric="loss"), Keep(last=1, best=1, metric="held_out", mode="max")]
+        ),
         "evaluate": st.sampled_from([None, Evaluate(print), Evaluate(print, every=2, timeout=20.0)]),
     }
 )

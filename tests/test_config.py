@@ -40,7 +40,8 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2", 10**30]
 A_COUNT = "a whole number from 1 to 1000000"
 SECONDS = "seconds above 0 and at most 1209600"
 A_URI = "None, a folder or an fsspec URL such as s3://bucket/prefix"
-MODES = "one of min, max"
+MODES = "None or one of min, max"
+BOTH_WAYS = "given with mode='min' if low values are good, or mode='max' if high values are good"
 NO_URIS = ["", 7, Path("/kept"), "s4://bucket/kept", "s3:/bucket/kept", "s3//bucket/kept", "s3://", "memory://kept"]
 REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "backend", ["mpi"], "one of auto, gloo, nccl"),
@@ -71,6 +72,7 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Keep, "best", [2], "0 if metric is None"),
     (Keep, "metric", ["loss"], "None if best is 0"),
     (Keep, "mode", ["least"], MODES),
+    (EarlyStopping, "metric", ["score", "accuracy_loss", "lossless"], BOTH_WAYS),
     (EarlyStopping, "metric", [""], "a metric's name"),
     (EarlyStopping, "mode", ["least"], MODES),
     (EarlyStopping, "reduction_factor", [1, *NOT_A_COUNT], "a whole number from 2 to 1000000"),
@@ -206,7 +208,7 @@ def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_what_nobody_has_said_is_the_default() -> None:
     gang, stop = Gang(), EarlyStopping(metric="loss")
     assert (gang.max_restarts, gang.hang_timeout, gang.keep) == (3, "auto", Keep(last=2, best=0, metric=None))
-    assert (stop.mode, stop.reduction_factor, stop.grace_period) == ("min", 4, 1)
+    assert (stop.mode, stop.reduction_factor, stop.grace_period) == (None, 4, 1)
     assert DaskDDP().num_workers == 2
 
 

@@ -18,8 +18,9 @@ from rich.console import Console
 
 from any_records import records
 from clock import Clock
+from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, better
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
@@ -159,11 +160,17 @@ def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[st
     [
         *[(name, "min") for name in ("loss", "val_loss", "perplexity", "word_error_rate", "test/mse", "cer")],
         *[(name, "max") for name in ("accuracy", "val_acc", "f1", "eval/f1_macro", "r2", "mAP")],
+        *[
+            (name, "min")
+            for name in ("losses", "trainloss", "valLoss", "MeanSquaredError", "WER", "Loss/val", "val-ppl")
+        ],
+        *[(name, "max") for name in ("top1-acc", "val/auc", "F1Score", "BinaryAUROC", "acc@1", "bbox_mAP_50", "mIoU")],
+        *[(name, None) for name in ("lossless", "error_free", "neg_log_loss", "dice_loss", "score", "accuracy_drop")],
         *[(name, None) for name in ("learning_rate", "grad_norm", "concerns", "bitmap_size", "backlog")],
     ],
 )
 def test_what_is_good_follows_from_the_name(name: str, mode: str | None) -> None:
-    assert better(name) == mode
+    assert direction_of(name) == mode
 
 
 # ---- How it is going

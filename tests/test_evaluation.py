@@ -34,7 +34,7 @@ from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, MoodyFiles, World
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
-BEST = Keep(last=1, best=1, metric="held_out")  # the lowest step, in the simulation
+BEST = Keep(last=1, best=1, metric="held_out", mode="min")  # the lowest step, in the simulation
 MakeWorld = Callable[..., World]
 
 

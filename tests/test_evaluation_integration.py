@@ -23,7 +23,7 @@ from gangs import Notes
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 NUM_STEPS = 8
-KEEP = Keep(last=1, best=1, metric="distance")
+KEEP = Keep(last=1, best=1, metric="distance", mode="min")
 
 
 @pytest.fixture(scope="module", autouse=True)

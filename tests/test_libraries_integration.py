@@ -212,7 +212,7 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
     with ft.watching(tmp_path / "undisturbed") as launch:
         expected = launch(worker, gang=TWO_RANKS).futures.result()
     with ft.watching(tmp_path / "killed") as launch:
-        best = Keep(best=1, metric={"lightning": "validated", "transformers": "eval_loss"}[library])
+        best = Keep(best=1, metric={"lightning": "validated", "transformers": "eval_loss"}[library], mode="min")
         killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,), keep=best))
         results = killed.futures.result()
     assert killed.starts(0) == killed.starts(1) == [0, 4]

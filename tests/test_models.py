@@ -107,17 +107,19 @@ def test_a_result_that_is_an_exception_is_a_result() -> None:
 def test_the_best_is_a_finished_one_by_its_newest_value(models: ModelFutures) -> None:
     with pytest.raises(TimeoutError):
         models.best("loss", timeout=0.01)
+    with pytest.raises(ValueError, match=r"best\(metric='score'\): must be given with mode='min' if .*mode='max' if"):
+        models.best("score")  # at once, not after the models
     end(models)
     assert models.best("loss") is models[1]
     assert models.best("loss", "max") is models[0]
-    assert models.best("accuracy", "max") is models[0]
+    assert models.best("accuracy") is models.best("accuracy", "max") is models[0]
 
 
 def test_nothing_is_best(models: ModelFutures) -> None:
     end(models)
     with pytest.raises(ValueError, match=r"best\(metric='losss'\): no finished .*: accuracy, epoch, loss$"):
-        models.best("losss")
-    with pytest.raises(ValueError, match=r"best\(mode='low'\): must be one of min, max"):
+        models.best("losss", "min")
+    with pytest.raises(ValueError, match=r"best\(mode='low'\): must be None or one of min, max"):
         models.best("loss", "low")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="There are 0 models; the finished ones have logged: nothing"):
         models_of().best("loss")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -28,6 +28,9 @@ def kept(*losses: float | None) -> list[Kept]:
 
 
 BY_ACCURACY = Keep(last=1, best=1, metric="loss", mode="max")
+BY_NAME = {
+    name: Keep(last=1, best=1, metric=name) for name in ("val_loss", "val_accuracy", "top1-acc", "val/auc", "F1Score")
+}
 TWO_BEST = [Keep(last=1, best=2, metric="loss", mode=mode) for mode in ("min", "max")]  # type: ignore[arg-type]
 
 
@@ -48,6 +51,14 @@ TWO_BEST = [Keep(last=1, best=2, metric="loss", mode=mode) for mode in ("min", "
 )
 def test_the_last_and_the_best_stay(keep: Keep, losses: list[float | None], staying: list[int]) -> None:
     assert [entry.step for entry in retained(kept(*losses), keep)] == staying
+
+
+@pytest.mark.parametrize(("name", "best"), [(name, 0 if name == "val_loss" else 2) for name in BY_NAME])
+def test_the_best_by_a_metric_is_what_its_name_calls_good(name: str, best: int) -> None:
+    entries = [Kept(step, {name: value}) for step, value in enumerate((0.1, 0.5, 0.9, 0.3))]
+    assert [entry.step for entry in retained(entries, BY_NAME[name])] == [best, 3]
+    turned = replace(BY_NAME[name], mode="max" if name == "val_loss" else "min")
+    assert [entry.step for entry in retained(entries, turned)] == [2 - best, 3]
 
 
 def test_a_step_that_was_saved_again_takes_one_place_among_the_best() -> None:

@@ -91,6 +91,12 @@ def test_the_worse_ones_stop_at_the_rungs(mode: Any, sign: float) -> None:
     assert epochs_trained(models, [sign * value for value in (1.0, 2.0, 3.0, 4.0)], 10, HALVED) == [10, 4, 2, 1]
 
 
+def test_the_least_accurate_stop_first_without_a_mode() -> None:
+    models = Models(EarlyStopping(metric="val_accuracy", reduction_factor=2))
+    assert all(models.log(index, epoch=1, val_accuracy=value) for index, value in enumerate((0.1, 0.5)))
+    assert not models.log(2, epoch=1, val_accuracy=0.2)
+
+
 def test_the_first_at_a_rung_goes_on_however_bad_and_so_do_those_that_are_better() -> None:
     assert epochs_trained(Models(), [4.0, 3.0, 2.0, 1.0], 10) == [10] * 4
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.extras import is_installed
 
@@ -21,6 +22,20 @@ MAX_SHOWN = 200
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 """Pattern of characters that no text may have: control characters, and surrogates, which UTF-8 cannot encode."""
 KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+WORDS = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*")
+"""Pattern of the words of a chunk of a metric's name, such as `F1` and `Score` of `F1Score`."""
+LOW, HIGH = (
+    re.compile(rf"(?i)(train|val|valid|test|eval|avg|mean|top\d)?({words})\d*")
+    for words in (
+        "loss|losses|error|errors|err|perplexity|ppl|nll|bce|mse|mae|rmse|cer|wer|fid|lpips|bpb|bpc",
+        "accuracy|precision|recall|acc|f1|auc|auroc|bleu|rouge|iou|miou|dice|ap|map|r2|psnr|ssim|ndcg|reward",
+    )
+)
+"""Patterns of the words in metrics' names that mean: low values are good, high values are good."""
+UNDONE = frozenset(
+    ("neg", "negative", "minus", "no", "non", "free", "drop", "gap", "diff", "delta", "improvement", "reduction")
+)
+"""Words after or before which `LOW` and `HIGH` tell nothing, as in `neg_log_loss`."""
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 
 Rule = Callable[[Any], str | None]
@@ -130,6 +145,24 @@ def tuple_of(items: str, test: Callable[[Any], bool]) -> Rule:
     return must_be(f"a tuple of {items}", lambda value: isinstance(value, (tuple, list)) and all(map(test, value)))
 
 
+@functools.lru_cache(1000)
+def direction_of(metric: str) -> Literal["min", "max"] | None:
+    """Return `min` if a metric's name means that low values are good, `max` for high values. None: unknown."""
+    chunks = re.findall(r"[A-Za-z0-9]+", metric)
+    words = [*chunks, *(word for chunk in chunks for word in WORDS.findall(chunk))]
+    is_low, is_high = (any(map(pattern.fullmatch, words)) for pattern in (LOW, HIGH))
+    if is_low == is_high or not UNDONE.isdisjoint(map(str.lower, words)):
+        return None
+    return "min" if is_low else "max"
+
+
+def check_direction(problems: Problems, metric: object, mode: object) -> None:
+    """Note a problem if neither `mode` nor the metric's name tells whether low or high values are good."""
+    is_known = mode is not None or not is_text(metric) or direction_of(str(metric)) is not None
+    ways = "mode='min' if low values are good, or mode='max' if high values are good"
+    problems.unless(is_known, "metric", f"given with {ways}: the name does not tell")
+
+
 def uri(value: object) -> str | None:
     """Rule for storage: return None for a folder or an fsspec URL that all ranks can open, else the allowed values."""
     if not is_text(value):
@@ -173,6 +206,7 @@ def is_text(value: object) -> bool:
 
 COUNT = whole(1)
 SECONDS = must_be(f"seconds above 0 and at most {MAX_SECONDS}", is_seconds)
+MODE = optional(one_of("min", "max"))
 BOOLEAN = must_be("True or False", lambda value: isinstance(value, bool))
 KEY = must_be(
     "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', without '.' or '-' at the beginning",

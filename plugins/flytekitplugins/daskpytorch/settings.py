@@ -27,7 +27,6 @@ SET_BY_GANGS = re.compile(
     r"|CUDA_VISIBLE_DEVICES)"
 )
 """Pattern for the names of environment variables that a gang sets in each rank."""
-MODE = checks.one_of("min", "max")
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
 """Minimum `hang_timeout` of a gang, in seconds.
@@ -65,20 +64,23 @@ class Keep:
     """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)` or returned by the
     function of `Gang(evaluate=...)`. Checkpoints whose metric is missing or NaN are never among the best. None if
     `best` is 0."""
-    mode: Literal["min", "max"] = "min"
-    """Direction of the metric: `min` if low values are best, `max` if high values are best."""
+    mode: Literal["min", "max"] | None = None
+    """Direction of the metric: `min` if low values are best, `max` if high values are best. None: by the words of the
+    metric's name, such as loss, error or perplexity for `min`, and accuracy, auc or f1 for `max`. A name without such
+    a word, or with words of both directions, needs `mode`."""
 
     def __post_init__(self) -> None:
         rules = {
             "last": checks.COUNT,
             "best": checks.whole(0),
             "metric": checks.optional(NAME),
-            "mode": MODE,
+            "mode": checks.MODE,
         }
         problems = checks.Problems("Keep", self, rules)
         has_best = checks.is_whole(self.best, 1)
         problems.unless(not has_best or self.metric is not None, "best", "0 if metric is None")
         problems.unless(has_best or self.metric is None, "metric", "None if best is 0")
+        checks.check_direction(problems, self.metric, self.mode)
         problems.raise_any()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.report import Curve
 from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Points
 
@@ -18,10 +19,6 @@ HELD_OUT = re.compile(
 TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
 KIND = re.compile(r"_(step|epoch)$")
 """Pattern for the suffix, `_step` or `_epoch`, that Lightning adds to a metric's name."""
-LOW = re.compile(r"(?i)loss|error|perplexity|(^|[_/])(ppl|nll|mse|mae|rmse|cer|wer|fid)($|[_/])")
-HIGH = re.compile(
-    r"(?i)accuracy|precision|recall|(^|[_/])(acc|f1|auc|auroc|bleu|rouge|iou|miou|dice|map|r2|psnr)($|[_/]|\d)"
-)
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
 """Maximum number of metrics that a Deck draws. Records with and without held-out metrics count separately."""
@@ -108,12 +105,12 @@ class Metrics:
             names.sort(key=is_held_out)
             by_epoch = {name: points for name in names if (points := self._by_epoch(name))}
             held_out = [name for name in names if is_held_out(name)]
-            is_judged = bool(held_out) or better(base) is not None  # a learning rate by epoch has no news
+            is_judged = bool(held_out) or direction_of(base) is not None  # a learning rate by epoch has no news
             yield Chart(
                 title=(base if len(names) > 1 else names[0]).replace("_", " "),
                 by_step={name: self._by_step(name) for name in names},
                 by_epoch=by_epoch if is_judged and any(len(points) > 1 for points in by_epoch.values()) else {},
-                best={name: mode for name in held_out or names if (mode := better(name)) is not None},
+                best={name: mode for name in held_out or names if (mode := direction_of(name)) is not None},
             )
 
     def _by_step(self, name: str) -> Points:
@@ -140,12 +137,5 @@ def base_of(name: str) -> str:
     return bare or name
 
 
-def better(name: str) -> Literal["min", "max"] | None:
-    """Return `min` if a metric's name means that low values are good, `max` for high values. None: unknown."""
-    if LOW.search(name):
-        return "min"
-    return "max" if HIGH.search(name) else None
-
-
 def _rank_of(base: str, names: list[str]) -> tuple[bool, bool, bool]:
-    return base != "loss", better(base) is None, not any(map(is_held_out, names))
+    return base != "loss", direction_of(base) is None, not any(map(is_held_out, names))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
@@ -60,9 +61,10 @@ def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
         entries: Checkpoints in the order in which they were kept.
         keep: Retention policy, whose `metric` and `mode` define the best. Without a metric, the result is empty.
     """
-    metric, sign = keep.metric, {"min": 1, "max": -1}[keep.mode]
+    metric = keep.metric
     if metric is None:
         return []
+    sign = 1 if (keep.mode or direction_of(metric)) == "min" else -1
     measured = {entry.step: entry for entry in entries if not math.isnan(entry.metrics.get(metric, math.nan))}
     return sorted(measured.values(), key=lambda entry: sign * entry.metrics[metric])
 

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future, as_completed, wait
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from flytekitplugins.daskpytorch.checks import Problems, shown
+from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, shown
 from flytekitplugins.daskpytorch.dask.agents import Share
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.settings import MODE
 from flytekitplugins.daskpytorch.sweep.display import as_html, counted, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.sweep import Pool, Sweep
@@ -114,21 +113,25 @@ class ModelFutures(Futures[ModelFuture]):
         failed = (future for future in self._futures if future.status != STOPPED_EARLY)
         return next((error for future in failed if (error := error_of(future)) is not None), None)
 
-    def best(self, metric: str, mode: Literal["min", "max"] = "min", timeout: float | None = None) -> ModelFuture:
+    def best(self, metric: str, mode: Literal["min", "max"] | None = None, timeout: float | None = None) -> ModelFuture:
         """Wait for all models, and return the future of the finished model with the best newest value of a metric.
 
         Failed, cancelled and early stopped models do not count. Neither do values other than numbers.
 
         Args:
             metric: Name of a metric that rank 0 has logged.
-            mode: `min` if low values are good, `max` if high values are good.
+            mode: `min` if low values are good, `max` if high values are good. None: by the words of the name, as in
+                `Keep`.
             timeout: Seconds to wait. None: no limit.
 
         Raises:
             TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
-            ValueError: `mode` has another value, or no finished model has logged a number of that name.
+            ValueError: `mode` has another value, or is None and the name does not tell, or no finished model has logged
+                a number of that name.
         """
-        Problems("best", SimpleNamespace(mode=mode), {"mode": MODE}).raise_any()
+        problems = Problems("best", SimpleNamespace(metric=metric, mode=mode), {"mode": MODE})
+        check_direction(problems, metric, mode)
+        problems.raise_any()
         self._wait(timeout)
         finished = [future for future in self._futures if future.status == "finished"]
         values = {future: _number(future.metrics.get(metric)) for future in finished}
@@ -138,7 +141,7 @@ class ModelFutures(Futures[ModelFuture]):
                 f"best(metric={shown(metric)}): no finished model has logged a number of that name. "
                 f"There are {counted(self)}; the finished ones have logged: {names}"
             )
-        return (min if mode == "min" else max)(numbers, key=numbers.__getitem__)
+        return (min if (mode or direction_of(metric)) == "min" else max)(numbers, key=numbers.__getitem__)
 
     def to_frame(self) -> pd.DataFrame:
         """Return the present state as a table with a row for each model, by index.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.settings import MODE, NAME
+from flytekitplugins.daskpytorch.settings import NAME
 
 if TYPE_CHECKING:
     import optuna
@@ -44,8 +44,9 @@ class EarlyStopping:
     """Name of the metric that is compared at the rungs. Rank 0 must log the metric together with `epoch`, which should
     count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN
     at a rung is stopped."""
-    mode: Literal["min", "max"] = "min"
-    """Direction of the metric: `min` if low values are best, `max` if high values are best."""
+    mode: Literal["min", "max"] | None = None
+    """Direction of the metric: `min` if low values are best, `max` if high values are best. None: by the words of the
+    metric's name, as in `Keep`."""
     reduction_factor: int = 4
     """Divisor, from 2 up, of the number of compared models: one in `reduction_factor` models goes on."""
     grace_period: int = 1
@@ -53,8 +54,15 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         require_extra("sweep", "EarlyStopping(...)")
-        rules = {"metric": NAME, "mode": MODE, "reduction_factor": checks.whole(2), "grace_period": checks.COUNT}
-        checks.Problems("EarlyStopping", self, rules).raise_any()
+        rules = {
+            "metric": NAME,
+            "mode": checks.MODE,
+            "reduction_factor": checks.whole(2),
+            "grace_period": checks.COUNT,
+        }
+        problems = checks.Problems("EarlyStopping", self, rules)
+        checks.check_direction(problems, self.metric, self.mode)
+        problems.raise_any()
 
 
 @dataclass(frozen=True, kw_only=True)

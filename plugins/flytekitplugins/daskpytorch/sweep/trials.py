@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
@@ -43,6 +45,7 @@ class Trials:
         self.metric = asked.metric if len(self.study.directions) == 1 else None
         """Metric for early stopping. None without one, or if the study has several directions, by which Optuna cannot
         prune."""
+        _tell_of_direction(asked)
         self._lock = threading.Lock()
         """Lock of the study and the trials. No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
@@ -138,7 +141,7 @@ class Trials:
             return f"and the study's {type(self.study.pruner).__name__} wants it to end"
         if math.isnan(value):
             return "which is not a number"
-        best = f"among the best 1/{self.asked.reduction_factor} ({self.asked.mode})"
+        best = f"among the best 1/{self.asked.reduction_factor} ({self.asked.mode or direction_of(self.asked.metric)})"
         return f"which is not {best} of what models had there"
 
     def tell(self, index: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
@@ -271,7 +274,7 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         return optuna.create_study(
             storage=optuna.storages.InMemoryStorage(),
             sampler=optuna.samplers.RandomSampler(),  # unused
-            direction="minimize" if settings.mode == "min" else "maximize",
+            direction="minimize" if (settings.mode or direction_of(settings.metric)) == "min" else "maximize",
             pruner=optuna.pruners.SuccessiveHalvingPruner(
                 min_resource=settings.grace_period,
                 reduction_factor=settings.reduction_factor,
@@ -281,6 +284,17 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         )
     finally:
         optuna.logging.set_verbosity(verbosity)
+
+
+def _tell_of_direction(asked: EarlyStopping | Search) -> None:
+    if isinstance(asked, EarlyStopping) or asked.metric is None or len(asked.study.directions) > 1:
+        return
+    wanted = "min" if asked.study.direction.name == "MINIMIZE" else "max"
+    if direction_of(asked.metric) not in (None, wanted):
+        say(
+            f"Search(metric={asked.metric!r}): the study prefers {wanted}imal values. If this is not intended, "
+            "call optuna.create_study with the other direction (default: minimize)"
+        )
 
 
 def _is_last(record: LogRecord) -> bool:
