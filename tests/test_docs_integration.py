@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.image_spec.default_builder import create_docker_context
 from flytekit.tools.translator import get_serializable
 from flytekit.types.directory import FlyteDirectory
 
@@ -69,8 +71,11 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert command
     done = run(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    parameters = literal_eval(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])  # in any order
-    assert parameters["weight"] == pytest.approx([2.0, -3.0], abs=0.3)
+    assert "step 20/20" in done.stderr
+    for page in ("README.md", "docs/index.md"):
+        shown = re.search(r"the command prints `(.+)` in each run", PAGES[page])
+        assert shown, page
+        assert done.stdout.splitlines()[-1] == shown[1]
 
 
 def test_the_tutorial_runs_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +353,20 @@ def test_the_configuration_is_what_it_says_to_the_backend(tmp_path: Path, monkey
     assert template.k8s_pod.pod_spec["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert template.metadata.interruptible
     assert [(secret.group, secret.key) for secret in template.security_context.secrets] == [("wandb", "api_key")]
+
+
+def test_the_image_spec_makes_an_image_with_this_package(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(block("ImageSpec("), names)
+    create_docker_context(names["image"], tmp_path)
+    assert "daskpytorch[wandb] @ git+" in (tmp_path / "requirements_uv.txt").read_text()
+    assert " git" in (tmp_path / "Dockerfile").read_text()
+
+
+def test_the_network_policy_leaves_the_pods_to_each_other() -> None:
+    policy = yaml.safe_load(block("kind: NetworkPolicy", "yaml"))["spec"]
+    pods = [{"podSelector": policy["podSelector"]}]
+    assert (policy["ingress"], policy["egress"][0]) == ([{"from": pods}], {"to": pods})
 
 
 def test_the_task_on_one_node_runs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The benchmarks' harness: rows, the table of `benchmarks/all.py`, options, and turns of the compared ways."""
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they import
 import all as everything
 from figures import FILE, Figure, Goal, report
 from running import take_turns
+
+from pages import PAGES
 
 ON = "2026-11-23; 2 cores, load 0.4 before the start; Python 3.11.7"
 
@@ -67,6 +70,25 @@ def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path, monkey
 def test_every_command_is_a_benchmark_that_reports_its_figures():
     for script, *_ in everything.COMMANDS:
         assert "report(" in (everything.BENCHMARKS / script).read_text(), script
+
+
+def test_pages_repeat_the_figures_of_the_benchmarks_page():
+    page = everything.PAGE.read_text()
+    cells = re.findall(r"^\| .+? \| ([^|]+) \| ([^|]+) \|(?: [^|]+ \|){2} \[\d\] \|", page, re.MULTILINE)
+    measured = [tuple(map(_number, row)) for row in cells]
+    compared = PAGES["README.md"].partition("## How it compares")[2]
+    shown = re.findall(r"^\| [^|]+ \| ([\d.,]+)[^|]*\| ([^|]*) \|", compared, re.MULTILINE)
+    assert len(shown) > 10
+    assert [row for row in shown if tuple(map(_number, row)) not in measured] == []
+    medians = re.findall(r"^\|.+\| ([\d.]+ s) \| ([\d.]+)\W([\d.]+) s \|", PAGES["docs/benchmarks.md"], re.MULTILINE)
+    assert len(medians) > 9
+    assert [row for row in medians if "{} ({}-{})".format(*row) not in page] == []
+
+
+def _number(text: str) -> str:
+    """The first number of a cell that is no part of a word. Empty: the cell has none."""
+    found = re.search(r"(?<![\w.])[\d.,]*\d", text)
+    return found[0] if found else ""
 
 
 def test_a_new_measurement_takes_the_place_of_all_rows_of_the_same_name():
