@@ -591,6 +591,26 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(gang_of: Make
         assert told.endswith("; that of step 101 could not be committed in time")
 
 
+@pytest.mark.parametrize("is_program", [False, True])
+def test_grace_period_ends_threads_that_outlive_the_ranks_functions_which_a_program_has_not_finished(
+    gang_of: MakeWorld, *, is_program: bool
+) -> None:
+    world = gang_of(grace_period=10.0)
+    assert world.state.attempt is not None
+    world.state.attempt.is_program = is_program
+    for worker in (W1, W2):
+        world.deliver(world.agent(worker))
+    for agent in world.connected():
+        agent.orders.clear()  # `Leave`: their threads go on
+    world.feed(world.state.request_stop, REASON)
+    world.wait(10.0)
+    world.obey_all()
+    if is_program:
+        assert isinstance(raised(world), PreemptedError)
+    else:
+        assert world.results == [0, 1]
+
+
 def test_shards_are_stored_though_another_checkpoint_is_not(
     world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import state
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
+from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.rank import ending
 from flytekitplugins.daskpytorch.sweep import storage
 from processes import until
@@ -220,7 +221,7 @@ def touch_later(path: Path) -> None:
 
 def never_end(how: str) -> str:
     """Return while something goes on for ever."""
-    ending.END_GRACE = 1.0
+    program_end.NOTICE_AFTER, program_end.MAX_WAIT = 0.5, 1.5
     match how:
         case "thread":
             threading.Thread(target=time.sleep, args=(600,), name="feeder").start()
@@ -399,7 +400,8 @@ def test_what_would_never_end_is_ended_and_named(
 ) -> None:
     assert dispatch.run(client, never_end, how, gang=ONCE).result(MAX_WAIT) == ["returned"] * 2
     told = capfd.readouterr()
-    assert f"rank 1 is ended 1 s after its function, with what had not ended by then: {named}" in told.out + told.err
+    assert f"rank 1 has ended, and its process waits for at most 1.5 s for {named}" in told.out + told.err
+    assert f"rank 1 is ended after 1.5 s, with what had not ended by then: {named}" in told.out + told.err
     assert "most recent call first" in told.out + told.err
 
 

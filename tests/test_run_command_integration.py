@@ -127,6 +127,34 @@ def test_an_end_without_an_exit_code_has_that_of_a_shell(folder: Path, end: str,
     assert run("--max-restarts", "0", "ends.py").returncode == code
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os._exit(0)", 0, ""),
+        ("os.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(0)'])", 0, ""),
+        ("atexit.register(os._exit, 5)", 5, "exit code 5"),
+        ("threading.Thread(target=time.sleep, args=(600,), name='uploader').start()", 1, "'uploader'"),
+    ],
+)
+def test_the_exit_code_of_a_programs_process_counts_and_nothing_is_trained_again(
+    folder: Path, end: str, code: int, said: str
+) -> None:
+    (folder / "ends.py").write_text(
+        textwrap.dedent(f"""
+            import atexit, os, sys, threading, time
+            from flytekitplugins.daskpytorch.process import program_end
+
+            program_end.NOTICE_AFTER, program_end.MAX_WAIT = 0.5, 1.0
+            open(f"ran-{{os.environ['RANK']}}", "a").write("once")
+            {end}
+        """)
+    )
+    done = run("--nproc", "2", "ends.py")
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert [(folder / f"ran-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
+
+
 @pytest.mark.parametrize("is_own", [False, True])
 def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
     if is_own:

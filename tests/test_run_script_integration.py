@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -124,6 +125,48 @@ def test_a_program_sees_what_it_sees_under_torchrun(project: Path, *, is_module:
         assert mine.pop("argv")[:-1] == other.pop("argv")[:-1]
         assert mine == other
         assert mine["points"] == ["__main__"] * 2
+
+
+LEAVES = """
+    import atexit
+    import concurrent.futures
+    import csv
+    import shutil
+    import threading
+    import time
+    from pathlib import Path
+
+
+    def touch_later(name):
+        time.sleep(0.3)
+        Path(name).touch()
+
+
+    rows = open("rows.csv", "w")
+    csv.writer(rows).writerows([number] for number in range(101))
+    threading.Thread(target=touch_later, args=("thread",)).start()
+    concurrent.futures.ThreadPoolExecutor(1).submit(touch_later, "executor")
+    KEPT = concurrent.futures.ThreadPoolExecutor(1)
+    KEPT.submit(int)
+    atexit.register(Path("first").rename, "second")
+    atexit.register(Path("first").touch)
+    atexit.register(shutil.rmtree, "out")
+    atexit.unregister(shutil.rmtree)
+"""
+
+
+def what_is_left_by(script: str) -> tuple[int, set[str]]:
+    """Run the script, and return the number of rows and the names of files that it has left."""
+    run_script(script)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # the rank goes on
+        names = pool.submit(lambda: {path.name for path in Path().iterdir()}).result()
+    return len(Path("rows.csv").read_text().splitlines()), names & {"thread", "executor", "first", "second", "out"}
+
+
+def test_run_script_returns_after_what_python_does_at_the_scripts_end(project: Path) -> None:
+    (project / "leaves.py").write_text(textwrap.dedent(LEAVES))
+    [left] = on_this_machine(what_is_left_by, "leaves.py", num_ranks=1).result()
+    assert left == (101, {"thread", "executor", "second", "out"})
 
 
 def test_an_exit_code_is_the_ranks_error_with_the_scripts_own_lines(project: Path) -> None:

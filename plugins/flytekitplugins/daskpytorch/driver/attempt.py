@@ -6,6 +6,7 @@ The driver's thread records events in an `Attempt`, and `Brain` reads their mean
 
 import functools
 import math
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,8 @@ from flytekitplugins.daskpytorch.protocol.reports import Located, Remembered, Sh
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import Goodput
 
+NONE = pickle.dumps(None)
+"""Return value of a program's rank that has reported none."""
 KEPT_FOR = 1.0
 """Seconds that a rank whose debugger steps keeps the terminal. A step over a collective may need another rank."""
 
@@ -102,6 +105,8 @@ class Attempt:
     """Agents that carry the attempt's ranks, lost agents included."""
     has_observers: bool = False
     """True if rank 0 has observers, which need time to close at its end."""
+    is_program: bool = False
+    """True if the ranks run a script or module, so that the exit code of a rank's process is its result."""
     ready: set[int] = field(default_factory=set)
     """Ranks that have joined the process group."""
     results: dict[int, Any] = field(default_factory=dict)
@@ -166,7 +171,7 @@ class Attempt:
     checkpoint's commit that delayed ranks."""
     prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
-    """Exits without a result. After a rank's result, its exit counts as good."""
+    """Exits without a result. After a function's result, its rank's exit counts as good."""
     _has_independent_failure: bool = False
 
     def __post_init__(self) -> None:
@@ -372,7 +377,9 @@ class Attempt:
     def _note(self, rank: int, **how: Any) -> None:
         self.prompts.forget(rank)
         self.exits[rank] = exit_ = self._exit(rank, **how)
-        if rank not in self.results:
+        if self.is_program and exit_.exitcode == 0:  # by `os._exit`, or as another program after `os.execv`
+            self.results.setdefault(rank, NONE)
+        if rank not in self.results or (self.is_program and exit_.exitcode and not exit_.stopped):
             self._bad_exits[rank] = exit_
             self._has_independent_failure |= not exit_.is_consequence
 

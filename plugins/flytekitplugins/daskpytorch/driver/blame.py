@@ -65,7 +65,7 @@ def describe(exit_: RankExit) -> str:
         hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
         hint += f" of torch's NCCL watchdog, which said: {exit_.watchdog.strip()[:500]}" if exit_.watchdog else ""
         return f"ended by signal {number}, {_signal_name(number)}{hint}"
-    return f"its process ended early with exit code {exit_.exitcode}, without returning a result"
+    return f"its process ended with exit code {exit_.exitcode}, without an exception"
 
 
 def _describe_error(exit_: RankExit) -> str:
@@ -194,6 +194,8 @@ class AttemptFailure:
     """True for an exception of the function, unless it reads like the loss of a peer."""
     is_final: bool = False
     """True if the failure would recur in each attempt."""
+    is_late: bool = False
+    """True if all ranks had come to the end of their program before."""
     is_quit: bool = False
     """True if the user quit the rank's debugger."""
     gets_further: bool = False
@@ -201,9 +203,10 @@ class AttemptFailure:
     to stop."""
 
     @classmethod
-    def of(cls, root_failure: RankExit, *, gets_further: bool) -> Self:
+    def of(cls, root_failure: RankExit, *, gets_further: bool, has_delivered: bool = False) -> Self:
         """Return the summary of an attempt whose root failure is this exit."""
         how, failure = describe(root_failure), root_failure.failure
+        is_late = has_delivered and not root_failure.is_infrastructure
         step = root_failure.position[0]
         where = f" after step {step}" if step is not None else ""
         cause = "a hang" if root_failure.hang is not None else how
@@ -214,7 +217,8 @@ class AttemptFailure:
             is_infrastructure=root_failure.is_infrastructure,
             kind=kind_of(root_failure),
             is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
-            is_final=failure.is_final if failure is not None else root_failure.is_deadlock,
+            is_final=failure.is_final if failure is not None else root_failure.is_deadlock or is_late,
+            is_late=is_late,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             gets_further=gets_further,
         )
@@ -235,7 +239,8 @@ class FailurePolicy:
         if self.limit == 0:
             return self.without
         if failure.is_final:
-            return "its debugger was told to quit" if failure.is_quit else "it is certain to come again"
+            why = "all ranks had come to the end of their program" if failure.is_late else "it is certain to come again"
+            return "its debugger was told to quit" if failure.is_quit else why
         if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
             return REPEATED
         if failure.is_exception and not failure.gets_further:

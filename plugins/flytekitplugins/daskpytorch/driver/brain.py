@@ -23,14 +23,15 @@ from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState
 from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
-MAX_LEAVE_WAIT = 75.0
-"""Timeout, in seconds, between the last rank's result and its exit. Covers closing rank 0's observers."""
+MAX_LEAVE_WAIT = 75.0 + program_end.MAX_WAIT
+"""Timeout, in seconds, between the last rank's result and its exit. Covers rank 0's observers and Python's exit."""
 SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
@@ -253,6 +254,8 @@ class Brain:
         if attempt.stop_at is None and not self._state.awaits_evaluations(attempt):
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
+        if attempt.stop_at is not None and self._state.stop_request is not None:
+            attempt.stop_at = min(attempt.stop_at, self._state.stop_request.deadline)
 
     def _stop(self) -> Phase:
         """Order the agents to stop every rank."""
@@ -295,8 +298,7 @@ class Brain:
         self._ended_at = self._now()
         if attempt.is_failing and attempt.hang is None:
             attempt.explain_failure()
-        is_stopped = attempt.has_stopped_early or (self._calls is not None and self._state.stop_request is not None)
-        if attempt.has_delivered and not is_stopped and not self._state.is_cancelled:
+        if self._state.is_complete(attempt):
             if (count := len(attempt.ranks_of)) < (num_wanted := self._agents.num_wanted):
                 self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude
@@ -387,7 +389,7 @@ class Brain:
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # The stop request itself may make a rank fail.
         gets_further = attempt.has_saved or self._saving.is_busy or self._state.stop_request is not None
-        return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
+        return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further, has_delivered=attempt.has_delivered)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """Upload the newest checkpoint, within a time limit, and return the `PreemptedError` that ends the gang."""

@@ -45,7 +45,14 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     for peer, here in zip(carriers, places, strict=True):
         peer.start(job, code, here)
     placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
-    made = Attempt(number=number, places=placed, carriers=carriers, has_observers=bool(job.observers), clock=state.now)
+    made = Attempt(
+        number=number,
+        places=placed,
+        carriers=carriers,
+        has_observers=bool(job.observers),
+        is_program=request.script is not None,
+        clock=state.now,
+    )
     made.prompts.tell = functools.partial(state.observers.tell, "debugging")
     return made
 

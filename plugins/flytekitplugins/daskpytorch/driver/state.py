@@ -96,6 +96,14 @@ class GangState:
         """Rank whose debugger uses the terminal, or None."""
         return self.attempt.prompts.shown if self.attempt is not None else None
 
+    def is_complete(self, attempt: Attempt) -> bool:
+        """Return True if the ended attempt has delivered its results, and neither failed nor was stopped before."""
+        is_unfinished = attempt.has_stopped_early or attempt.is_failing or self.is_cancelled
+        if self.stop_request is not None:
+            is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())
+            is_unfinished |= is_cut or self.calls is not None
+        return attempt.has_delivered and not is_unfinished
+
     @property
     def has_lost_scheduler(self) -> bool:
         """True if the Dask scheduler is gone.

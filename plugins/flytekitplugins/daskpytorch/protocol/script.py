@@ -14,6 +14,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from flytekitplugins.daskpytorch.process import program_end
+
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
@@ -54,11 +56,14 @@ class Script:
         copy = _place.script if self.file is not None else None
         if copy is not None and str(copy) != self.file:  # on another machine than the driver's
             root = copy.parents[len(Path(self.file or "").relative_to(self.folder or "").parts) - 1]
-            _run_module(self.given, self.args, str(root)) if self.is_module else run_script(copy, *self.args)
+            _run_module(self.given, self.args, str(root)) if self.is_module else _run_script(copy, self.args)
             return
         with contextlib.suppress(FileNotFoundError):  # an installed program on another machine
             os.chdir(self.directory)
-        (run_module if self.is_module else run_script)(self.given, *self.args)
+        if self.is_module:
+            _run_module(self.given, self.args, str(Path.cwd()))
+        else:
+            _run_script(self.given, self.args)
 
 
 # ---- In the driver --------------------------------------------------------------------------------------------------
@@ -179,7 +184,8 @@ def run_script(path: str | os.PathLike[str], *args: object) -> None:
     """Run a Python script in this rank, as `torchrun path *args` would run the script.
 
     `sys.argv`, `sys.path[0]`, `__main__`, `__file__` and the working folder are those of a script that Python runs. An
-    exit code of 0 is a normal end. A second run in the same process starts afresh: its modules are imported anew.
+    exit code of 0 is a normal end. `run_script` returns after the script's threads and exit functions have ended, and
+    its open files are written. A second run in the same process starts afresh: its modules are imported anew.
 
     As a gang's function, `dispatch.run(client, run_script, "train.py", "--lr", "0.1")` sends the script's folder to
     workers on other machines. A script that a task's function runs must lie beside a module of the project.
@@ -201,6 +207,11 @@ def run_script(path: str | os.PathLike[str], *args: object) -> None:
         >>> dispatch.run(client, run_script, "train.py", "--lr", "0.1").result()
         [None, None]
     """
+    with finished():
+        _run_script(path, args)
+
+
+def _run_script(path: str | os.PathLike[str], args: Sequence[object]) -> None:
     file = _found(Path(path))
     shown_as = _place.originals.get(str(file), str(file.absolute()))
 
@@ -232,7 +243,13 @@ def run_module(name: str, *args: object) -> None:
         >>> dispatch.run(client, run_module, "fit").result()
         [None, None]
     """
-    _run_module(name, args, str(Path.cwd()))
+    with finished():
+        _run_module(name, args, str(Path.cwd()))
+
+
+def finished() -> contextlib.AbstractContextManager[None]:
+    """Return a context of a program's run, at whose end the process does what Python does at the program's end."""
+    return program_end.finished("the program", program_end.MAX_WAIT if _place.is_rank else None)
 
 
 def _run_module(name: str, args: Sequence[object], folder: str) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, script
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
@@ -101,10 +102,10 @@ def main(channel: Connection) -> int:
         link.has_failed = not failure.is_consequence
         link.send(failure)
         link.has_reported = True
-        ending.wind_up(order.place.rank, link, 1)
+        ending.wind_up(order.place.rank, link, 1, has_returned=False)
         return 1
     session.see_out()
-    ending.wind_up(order.place.rank, link, int(is_stopped), exit_code=0)
+    ending.wind_up(order.place.rank, link, int(is_stopped), has_returned=True)
     return 0
 
 
@@ -167,7 +168,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     if link.has_failed and held is None:
         for seconds in (ending.FIRST_FLUSH, ending.EXIT_TIME):
             time.sleep(max(0.0, min(seconds, latest - time.monotonic())))
-            ending.flush_files()
+            program_end.flush_files()
             link.has_closed_observers.wait(latest - time.monotonic())  # the main thread closes them
         if link.has_reported:
             os._exit(STOPPED)

@@ -21,7 +21,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.script import Script
+from flytekitplugins.daskpytorch.protocol.script import Script, finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,8 @@ class TaskScript:
         places = {name: output.location.format(inputs=given) for name, output in self.outputs.items()}
         before = {name: state_of(folder / place) for name, place in places.items()}
         # The ranks of a task are in the working folder already, which may be another than at the task's definition.
-        replace(self.script, args=tuple(self._words(given, places)), directory=str(folder))()
+        with finished():
+            replace(self.script, args=tuple(self._words(given, places)), directory=str(folder))()
         if not current_rank().is_main:
             return None
         made = tuple(

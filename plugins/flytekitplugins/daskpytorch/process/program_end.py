@@ -1,0 +1,154 @@
+"""What Python does at the end of a program: threads, executors, exit functions and open files. Runs in ranks.
+
+A rank does so for its whole process before it exits. `run_script` does so for what the script has started, as the
+function that has called `run_script` goes on.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import io
+import multiprocessing
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+NOTICE_AFTER = 10.0
+"""Seconds after which a program that does not end names what it waits for."""
+MAX_WAIT = 300.0
+"""Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
+Then the rank ends regardless."""
+T = TypeVar("T")
+LATE = 1
+"""Exit code of a rank that ends after `MAX_WAIT`."""
+
+
+@contextlib.contextmanager
+def watched(who: str, max_wait: float | None) -> Iterator[None]:
+    """Name what the block waits for, if the block takes long. End this process if the block takes `max_wait` seconds.
+
+    Args:
+        who: Name of the program that ends.
+        max_wait: Seconds until the end of this process. None: no limit.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        if is_over.wait(NOTICE_AFTER):
+            return
+        limit = f" for at most {max_wait:g} s" if max_wait is not None else ""
+        _write(f"{who} has ended, and its process waits{limit} for {_named_rest()}")
+        if not is_over.wait(max_wait and max_wait - NOTICE_AFTER):
+            _write(f"{who} is ended after {max_wait:g} s, with what had not ended by then: {_named_rest()}")
+            faulthandler.dump_traceback(2)
+            os._exit(LATE)
+
+    threading.Thread(target=watch, name="daskpytorch-end", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _write(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())  # not by `sys.stderr`, whose lock a hanging thread may hold
+
+
+def _named_rest() -> str:
+    """Return the names of the threads and child processes for which Python waits at its exit."""
+    main = threading.main_thread()
+    left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]
+    return ", ".join(left) or "an exit function"
+
+
+@contextlib.contextmanager
+def finished(who: str, max_wait: float | None) -> Iterator[None]:
+    """After the block, do what Python does at a program's end with what the block has started in this process.
+
+    If the block raises an exception, the process does so at its own exit.
+
+    Args:
+        who: Name of the program that the block runs.
+        max_wait: As for `watched`.
+    """
+    threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
+    with _noted_exit_functions() as functions:
+        yield
+    with watched(who, max_wait):
+        while left := {each for each in threading.enumerate() if each not in threads and not each.daemon}:
+            _shut_down_executors(left)
+            for thread in left:
+                thread.join()
+        for child in multiprocessing.active_children():
+            if child not in children and not child.daemon:
+                child.join()
+        while functions:
+            atexit.unregister(function := functions.pop())
+            try:
+                function()
+            except Exception:  # Python goes on with the next function, too
+                traceback.print_exc()
+    flush_files()
+
+
+@contextlib.contextmanager
+def _noted_exit_functions() -> Iterator[list[functools.partial[Any]]]:
+    """Yield a list of the exit functions that this thread registers during the block."""
+    register, unregister, thread = atexit.register, atexit.unregister, threading.current_thread()
+    noted: list[functools.partial[Any]] = []
+
+    def note(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        register(call := functools.partial(function, *args, **kwargs))
+        is_for_process = getattr(function, "__self__", None) is weakref.finalize  # after its call no finalizer works
+        if threading.current_thread() is thread and not is_for_process:
+            noted.append(call)
+        return function
+
+    def forget(function: Callable[..., Any]) -> None:
+        unregister(function)
+        for call in [each for each in noted if each.func == function]:
+            unregister(call)
+            noted.remove(call)
+
+    atexit.register, atexit.unregister = note, forget  # type: ignore[assignment] # mypy sees no equal signature
+    try:
+        yield noted
+    finally:
+        atexit.register, atexit.unregister = register, unregister
+
+
+def _shut_down_executors(threads: set[threading.Thread]) -> None:
+    """Let the executors that own these threads finish their work and end the threads."""
+    for each in list(_instances(Executor)):
+        own = {getattr(each, "_executor_manager_thread", None), *getattr(each, "_threads", ())}
+        if not threads.isdisjoint(own):
+            each.shutdown()
+
+
+def flush_files() -> None:
+    """Write the buffers of all open files, such as a log that the program never closes.
+
+    Files that were open at a `gc.freeze()` of the program's own are left out: `gc` cannot tell them in a short time.
+    """
+    for each in _instances(io.IOBase):
+        with contextlib.suppress(Exception):  # a closed file, a full disk, a pipe without a reader
+            each.flush()
+
+
+def _instances(of: type[T]) -> Iterator[T]:
+    """Yield all living objects of a type, as far as `gc` knows them."""
+    objects = gc.get_objects()
+    kinds = set()
+    for key, kind in {id(type(each)): type(each) for each in objects}.items():  # not all types have a hash
+        with contextlib.suppress(Exception):  # of a metaclass
+            if issubclass(kind, of):
+                kinds.add(key)
+    yield from (each for each in objects if id(type(each)) in kinds)
