@@ -10,6 +10,7 @@ import pytest
 import specs
 from backend import failures, render
 from flytekitplugins.daskpytorch.flyte.task import CLUSTER_SETTINGS, GANG_SETTINGS
+from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
 from processes import SCRIPTS
 
 Made = dict[str, Any]
@@ -158,6 +159,28 @@ def test_labels_and_annotations_of_a_pod_template_are_those_of_the_job_and_of_it
         assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "training"
         assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "6"
     assert job["spec"]["cluster"]["spec"]["worker"]["replicas"] + 2 == 6
+
+
+def test_autoscalers_leave_the_nodes_of_all_pods_alone_unless_the_task_says_otherwise(made: dict[str, Made]) -> None:
+    for name, each in made.items():
+        own = {"karpenter.sh/do-not-disrupt": "false"} if name == "examples examples.more.own_environment" else {}
+        assert (UNDISTURBED | own).items() <= each["metadata"]["annotations"].items(), name
+
+
+# ---- What the console links to
+
+
+def test_the_console_links_to_the_run_of_weights_and_biases_where_the_task_names_its_entity() -> None:
+    links = {name: [uri for uri in uris if "wandb" in uri] for name, uris in render.golden("links").items()}
+    assert links["examples.readme.train"] == ["https://wandb.ai/my-team/pet-names/runs/f3a-n0"]  # DaskDDP
+    assert links["examples.more.on_one_node"] == ["https://wandb.ai/team/pets/runs/f3a-n0"]
+    assert links["examples.more.gpus_of_workers"] == []  # without an entity
+    assert "taskConfig" not in str(render.golden("links"))
+
+
+def test_a_task_that_tracks_without_a_link_knows_its_executions_page() -> None:
+    for container in containers(example("more.gpus_of_workers")).values():
+        assert environment(container)["FLYTE_EXECUTION_URL"].startswith("https://flyte.example/console/")
 
 
 # ---- GPUs

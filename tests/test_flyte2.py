@@ -31,6 +31,7 @@ pytest.importorskip("flyteplugins.dask")
 import flyte
 import flyte.errors
 import flyte.storage
+from flyte._internal.runtime.task_serde import translate_task_to_wire
 from flyte.models import SerializationContext
 from flyteplugins.dask import Dask
 from flyteplugins.dask import Scheduler as TheirScheduler
@@ -101,6 +102,18 @@ def test_the_pods_have_our_settings_of_dask_below_the_users() -> None:
     assert (task.env_vars[name], task.env_vars["OWN"]) == ("7", "1")
     assert task.env_vars["DASK_DISTRIBUTED__WORKER__PRELOAD"] == "flyteplugins.daskpytorch.preload"
     assert task.override(env_vars={name: "8"}).env_vars[name] == "8"
+
+
+def test_autoscalers_leave_the_nodes_of_a_tasks_pods_alone_unless_the_user_says_otherwise() -> None:
+    evict, disrupt = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
+    own = flyte.PodTemplate(labels={"team": "names"}, annotations={disrupt: "false"})
+    for config in (DaskDDP(), SpawnDDP(), DaskCluster()):
+        plain, told = (translate_task_to_wire(made(config, pod_template=each), SERIALIZED) for each in (None, own))
+        assert plain.task_template.k8s_pod.metadata.annotations == {evict: "false", disrupt: "true"}
+        assert told.task_template.k8s_pod.metadata.annotations == {evict: "false", disrupt: "false"}
+        assert told.task_template.k8s_pod.metadata.labels == {"team": "names"}
+    assert own.annotations == {disrupt: "false"}
+    assert made(SpawnDDP(), pod_template="theirs").pod_template == "theirs"
 
 
 def test_all_else_is_the_same_objects() -> None:

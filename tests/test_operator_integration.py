@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,6 +26,7 @@ from flytekit.core.type_engine import TypeEngine
 
 from backend import render
 from backend.kube import Kube, argument, kubernetes, of_attempt
+from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
 from processes import MARK, nothing_left_behind, until
 
 JOB = "f3a-n0-0"
@@ -144,7 +146,8 @@ def test_a_job_trains_and_its_cluster_is_gone(
     training = counting(kube, tmp_path, sources, monkeypatch, steps=3, pace=0.0)
     job = training.execution.start()
     until(lambda: len(kube.pods("worker")) == 2, lambda: f"the workers\n{kube.logs()}")
-    labels = [pod["metadata"]["labels"] for pod in kube.plane.alive("pods")]
+    metadata = [pod["metadata"] for pod in kube.plane.alive("pods")]
+    labels = [each["labels"] for each in metadata]
     assert kube.ends(JOB) == "Successful", kube.logs()
     assert outputs(job)["o0"].scalar.primitive.integer == 3
     assert [line["step"] for line in training.lines(1)] == [1, 2, 3]
@@ -154,6 +157,7 @@ def test_a_job_trains_and_its_cluster_is_gone(
     assert sorted(each["dask.org/component"] for each in labels) == ["job-runner", "scheduler", "worker", "worker"]
     assert {each["kueue.x-k8s.io/queue-name"] for each in labels} == {"training"}
     assert {each["dask.org/cluster-name"] for each in labels} == {JOB}
+    assert all(UNDISTURBED.items() <= each["annotations"].items() for each in metadata)
     training.check_clean()
 
 
@@ -203,3 +207,21 @@ def test_a_job_runner_that_is_killed_fails_the_job_and_the_next_attempt_goes_on(
     training.wait(done + 2)
     assert training.lines()[-1]["attempt"] == "1"
     assert training.lines()[-1]["first"] > 1
+
+
+@pytest.mark.slow
+def test_a_job_runner_that_is_deleted_leaves_the_job_running_and_a_checkpoint_for_the_next_attempt(
+    training: Training,
+) -> None:
+    first = training.execution.start()
+    training.wait(10)
+    training.kube.drain(f"{JOB}-runner")
+    assert is_tried_again_by_flyte(first)  # by what it has left, which Flyte reads at the job's end
+    time.sleep(3)  # the operator would report the end within a second
+    assert training.kube.status(JOB) == "Running"
+    assert len(training.kube.pods("worker")) == 2
+    done = len(training.lines())
+    training.execution.start(1, str(argument(first, "--checkpoint-path")))
+    training.wait(done + 2)
+    assert training.lines()[-1]["attempt"] == "1"
+    assert training.lines()[-1]["first"] > 10

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from flytekit import PodTemplate, Resources, task
+from flytekit import PodTemplate, Resources, TaskMetadata, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.extras.accelerators import A100
 from flytekit.tools.translator import get_serializable
@@ -15,6 +15,10 @@ from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1PodSpec, V1
 from flytekitplugins.daskpytorch import Gang, SpawnDDP
 from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.node.hardware import FoundGpus
+from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
+
+HAS_ANNOTATIONS = "annotations" in TaskMetadata.__dataclass_fields__  # from flytekit 1.16.2 on
+ANNOTATED: dict[str, Any] = {"annotations": UNDISTURBED} if HAS_ANNOTATIONS else {}
 
 
 def template(config: object | None, **options: Any) -> Any:
@@ -52,7 +56,7 @@ def pod(mount_path: str) -> PodTemplate:
 def test_it_is_an_ordinary_python_task_with_shared_memory(options: dict[str, Any]) -> None:
     made = template(SpawnDDP(nproc=4, gang=Gang(max_restarts=1), start_method="spawn"), **options)
     assert made.type == "python-task"
-    assert made == template(None, shared_memory=True, **options)
+    assert made == template(None, shared_memory=True, **ANNOTATED, **options)
     assert made.extended_resources.shared_memory.mount_path == "/dev/shm"
 
 
@@ -63,7 +67,7 @@ def test_shared_memory_of_a_chosen_size() -> None:
 
 def test_shared_memory_that_the_pod_template_mounts_is_left_alone() -> None:
     made = template(SpawnDDP(), pod_template=pod("/dev/shm"))
-    assert made == template(None, pod_template=pod("/dev/shm"))
+    assert made == template(None, pod_template=pod("/dev/shm"), **ANNOTATED)
     assert not made.extended_resources.HasField("shared_memory")
 
 

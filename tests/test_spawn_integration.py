@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,9 @@ def test_what_a_rank_is_given_and_gives(project: Path) -> None:
     assert (done.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"
     assert "rank 0 was here" in done.deck
     assert 'class="dpt-card dpt-chart"' in done.deck  # what it logged
+    checkpoints = f"{done.folder}/checkpoint/daskpytorch/gang"
+    assert f"forked: its checkpoints: {checkpoints}\n" in done.output
+    assert re.search(rf"<td>checkpoints</td><td><a [^>]*>{checkpoints}</a>", done.deck)
     uploaded = done.outputs["file"].scalar.blob.uri
     assert uploaded.startswith(str(done.folder / "raw"))
     assert Path(uploaded).read_text() == "hello from rank 0"

@@ -39,6 +39,7 @@ from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
 
 SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(
@@ -57,6 +58,8 @@ QUIET = {
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
 }
 CONFIGS = [DaskDDP, DaskCluster]
+HAS_ANNOTATIONS = "annotations" in TaskMetadata.__dataclass_fields__
+"""True from flytekit 1.16.2 on."""
 
 
 def make(config: object, **options: Any) -> Any:
@@ -169,6 +172,23 @@ def test_pod_template_passes_through_with_our_settings_in_its_primary_container(
     assert template.config["primary_container_name"] == "primary"
 
 
+@pytest.mark.skipif(not HAS_ANNOTATIONS, reason="flytekit is older than 1.16.2")
+@pytest.mark.parametrize("config", [DaskDDP, SpawnDDP, DaskCluster])
+def test_autoscalers_leave_the_nodes_of_a_tasks_pods_alone_unless_the_user_says_otherwise(config: type) -> None:
+    """Flyte lets annotations of a task win over those of its pod template."""
+    evict, disrupt = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
+
+    def annotations(**options: Any) -> dict[str, str]:
+        template = serialised(make(config(), **options))
+        below = template.k8s_pod.metadata.annotations if template.k8s_pod is not None else {}
+        return {**below, **template.metadata.k8s_object_metadata.annotations}
+
+    assert annotations() == {evict: "false", disrupt: "true"}
+    assert annotations(annotations={disrupt: "false", "mine": "1"}) == {evict: "false", disrupt: "false", "mine": "1"}
+    of_template = PodTemplate(pod_spec=V1PodSpec(containers=[]), annotations={evict: "true"})
+    assert annotations(pod_template=of_template) == {evict: "true", disrupt: "true"}
+
+
 # ---- Dask's settings ------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +216,12 @@ def test_config_has_what_the_consoles_link_is_made_from(kind: Any) -> None:
     assert template.config["entity"] == "team"
     assert template.config["host"] == "https://wandb.example"
     assert template.config["link_type"] == "wandb-daskpytorch"
+
+
+@pytest.mark.parametrize("of_run", [{}, {"entity": "team", "id": "own"}, {"entity": "team", "mode": "offline"}])
+def test_a_run_that_the_consoles_link_could_not_name_has_none(of_run: Any) -> None:
+    template = serialised(make(DaskDDP(wandb=Wandb(project="names", **of_run))))
+    assert template.config == {"link_type": "none"}  # by any type, Flyte tells the pod FLYTE_EXECUTION_URL
 
 
 def test_wandbs_secret_is_requested_once() -> None:
@@ -267,6 +293,7 @@ def test_what_flytekit_says_of_a_plain_task_it_says_of_ours(config: Any, decorat
         "accelerator": A100,
         "pod_template": PodTemplate(pod_spec=V1PodSpec(containers=[]), labels={"team": "names"}),
         "pod_template_name": "template",
+        **({"labels": {"team": "names"}, "annotations": {**UNDISTURBED, "team": "names"}} if HAS_ANNOTATIONS else {}),
     }
 
     @decorator

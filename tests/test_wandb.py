@@ -8,6 +8,7 @@ import http.server
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -167,7 +168,7 @@ def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsy
     inputs = [{"lr": 0.1}, {"lr": 0.2, "layers": "(1, 2)"}, {"experiment": 3}, {"experiment": "(4, 5)"}]
     assert [run.config for run in runs] == [{**of_model, "gang": GANG, "team": "a"} for of_model in inputs]
     out, err = capsys.readouterr()
-    assert (out, err.count("\n"), err.count("no API key found"), err.count("WANDB_API_KEY")) == ("", 1, 1, 1)
+    assert (out, err.count("\n"), err.count("no API key found"), err.count("Wandb(secret=...)")) == ("", 1, 1, 1)
     assert {(run.mode, run.key) for run in runs} == {("offline", None)}
 
 
@@ -351,6 +352,35 @@ def _end_wandb() -> None:
 def file_of(folder: Path) -> Path:
     [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
     return file
+
+
+@pytest.mark.parametrize(
+    ("execution", "told"),
+    [
+        ("f3a", ("name its Flyte secret, Wandb(secret=...)", "is lost with the pod unless Wandb(dir=...)")),
+        ("local", ("call `wandb login`", "send it later with `wandb sync`")),
+        (None, ("call `wandb login`", "send it later with `wandb sync`")),
+    ],
+)
+def test_a_run_without_a_key_says_what_to_do_where_the_task_runs(
+    execution: str | None, told: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert settings(execution=execution).mode == "offline"
+    said = capsys.readouterr().err
+    assert all(each in said for each in told)
+
+
+def test_nobody_is_sent_for_the_files_of_a_pod_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for made in (Wandb(project="names", mode="offline"), Wandb(project="names", mode="offline", dir=str(tmp_path))):
+        tracker = Tracker(settings(made, execution="f3a"))
+        tracker.begins()
+        assert tracker._shared is not None
+        told.append(tracker._where(tracker._shared.run))
+        tracker.close(0)
+    assert told[0] == f"offline, and lost with the pod {socket.gethostname()}: Wandb(secret=...) records online"
+    assert told[1].startswith(f"wandb sync {tmp_path}/wandb/offline-run-")
 
 
 def run_in(folder: Path) -> dict[str, Any]:

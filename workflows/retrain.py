@@ -298,7 +298,8 @@ def say_what_failed(
     err: FlyteError | None = None,
 ) -> None:
     """Print the failure and the current champion. The registry stays unchanged."""
-    what = f"{err.message} (node {err.failed_node_id})" if err is not None else "see the nodes before this one"
+    # `err.failed_node_id` is the node of this task, both locally and on a backend.
+    what = err.message if err is not None else "see the nodes before this one"
     print(f"the retraining has failed: {what}")
     print(f"in the registry {registry} {_champion_in(registry)}")
 

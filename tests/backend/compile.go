@@ -56,12 +56,15 @@ func (r registered) compile() []string {
 	return accepted
 }
 
-func (r registered) resources(ctx context.Context) map[string]any {
-	made := map[string]any{}
+func (r registered) resources(ctx context.Context) (map[string]any, map[string][]string) {
+	made, links := map[string]any{}, map[string][]string{}
 	for _, task := range r.tasks {
-		made[task.GetId().GetName()] = newWorld(ctx, task).resource(ctx)
+		name, w := task.GetId().GetName(), newWorld(ctx, task)
+		made[name] = w.resource(ctx)
+		w.round(ctx)
+		links[name] = w.links
 	}
-	return made
+	return made, links
 }
 
 func (r registered) workflow(name string) *admin.WorkflowSpec {

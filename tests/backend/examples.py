@@ -10,12 +10,21 @@ from flytekit import PodTemplate, Resources, task
 from flytekit.extras.accelerators import A100
 from kubernetes.client import V1PodSpec
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, WorkerGroup, current_rank
+from flytekitplugins.daskpytorch import (
+    DaskCluster,
+    DaskDDP,
+    Gang,
+    Scheduler,
+    SpawnDDP,
+    Wandb,
+    WorkerGroup,
+    current_rank,
+)
 
 ON_GPUS = WorkerGroup(number_of_workers=2, limits=Resources(cpu="16", mem="64Gi", gpu="4"))
 
 
-@task(task_config=DaskDDP(workers=ON_GPUS), shared_memory="16Gi", accelerator=A100)
+@task(task_config=DaskDDP(workers=ON_GPUS, wandb=Wandb(project="pets")), shared_memory="16Gi", accelerator=A100)
 def gpus_of_workers() -> int:
     return current_rank().world_size
 
@@ -30,7 +39,7 @@ def gpus_of_all() -> int:
 
 
 @task(
-    task_config=SpawnDDP(),
+    task_config=SpawnDDP(wandb=Wandb(project="pets", entity="team")),
     accelerator=A100,
     shared_memory=True,
     requests=Resources(cpu="16", mem="64Gi", gpu="4"),
@@ -44,9 +53,10 @@ def on_one_node() -> int:
 @task(
     task_config=DaskCluster(workers=WorkerGroup(number_of_workers=3, limits=Resources(cpu="500m", mem="1500Mi"))),
     environment={"DASK_DISTRIBUTED__WORKER__DAEMON": "True", "OMP_NUM_THREADS": "1"},
+    annotations={"karpenter.sh/do-not-disrupt": "false"},
 )
 def own_environment() -> None:
-    """What the task says of Dask wins."""
+    """What the task says of Dask and its pods wins."""
 
 
 SMALL = WorkerGroup(number_of_workers=2, limits=Resources(cpu="1", mem="2Gi"))

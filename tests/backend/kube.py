@@ -65,8 +65,12 @@ class Kube:
         self.portal.call(self.plane.remove, plural, found)
 
     def evict(self, name: str) -> None:
-        """Drain a pod's node: SIGTERM, the grace period, SIGKILL."""
+        """Have a pod's node evict it: SIGTERM, the grace period, SIGKILL."""
         self.portal.call(self.kubelet.evict, name)
+
+    def drain(self, name: str) -> None:
+        """Drain a pod's node: the same, and the pod's object is deleted."""
+        self.portal.call(self.kubelet.drain, name)
 
     def kill(self, name: str) -> None:
         """Kill all processes of a pod."""

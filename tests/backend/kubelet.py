@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,19 @@ class Kubelet:
             await asyncio.sleep(ROUND)
 
     async def evict(self, name: str) -> None:
-        """As where a node is drained, or its spot machine taken away: a grace period, then the end."""
+        """As where a node lacks memory or shuts down: a grace period, then the end. The pod's object stays."""
         container = self.containers.pop(name)
         await self._end(container)
         await self._report(container.pod, "Failed", reason="Evicted")
+
+    async def drain(self, name: str) -> None:
+        """As where a node is drained: the pod is marked as deleted, ends within a grace period, and is gone."""
+        container = self.containers.pop(name)
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        await self.plane.change("pods", container.pod, {"metadata": {"deletionTimestamp": now}})
+        await self._end(container)
+        await self._report(container.pod, "Failed" if container.process.returncode else "Succeeded")
+        await self.plane.remove("pods", container.pod)
 
     def kill(self, name: str) -> None:
         """As where the kernel kills for memory: all processes of the container at once."""

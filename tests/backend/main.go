@@ -29,20 +29,22 @@ import (
 type result struct {
 	Compiled  map[string][]string       `json:"compiled"`
 	Resources map[string]map[string]any `json:"resources"`
-	Attempts  map[string]course         `json:"attempts"`
+	// What the console links to, by profile and task.
+	Links    map[string]map[string][]string `json:"links"`
+	Attempts map[string]course              `json:"attempts"`
 }
 
 func main() {
 	ctx, folder := context.Background(), os.Args[2]
 	accessor := viper.NewAccessor(config.Options{StrictMode: true, SearchPaths: []string{os.Args[1]}})
 	must(accessor.UpdateConfig(ctx))
-	found := result{Compiled: map[string][]string{}, Resources: map[string]map[string]any{}, Attempts: map[string]course{}}
+	found := result{Compiled: map[string][]string{}, Resources: map[string]map[string]any{}, Links: map[string]map[string][]string{}, Attempts: map[string]course{}}
 	for _, file := range globbed(folder, "*", "*_1.pb") {
 		profile := filepath.Dir(file)
 		if name := filepath.Base(profile); found.Resources[name] == nil {
 			registered := read(profile)
 			found.Compiled[name] = registered.compile()
-			found.Resources[name] = registered.resources(ctx)
+			found.Resources[name], found.Links[name] = registered.resources(ctx)
 		}
 	}
 	task := load(filepath.Join(folder, "errors", "task"), &admin.TaskSpec{}).GetTemplate()

@@ -27,7 +27,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import specs
 from backend import failures
-from pages import blocks
+from pages import block, blocks
 
 REPOSITORY = TESTS.parent
 GOLDEN = FOLDER / "golden"
@@ -45,13 +45,14 @@ serialize_to_folder([sys.argv[1]], settings, ".", sys.argv[2])
 def sources() -> Iterator[Path]:
     """What the golden files are made from."""
     yield from sorted((TESTS / "specs").glob("*.yaml"))
-    yield from (FOLDER / name for name in ("examples.py", "failures.py", "flyte.yaml", "go.mod"))
+    yield from (FOLDER / name for name in ("examples.py", "failures.py", "go.mod"))
     yield from sorted(FOLDER.glob("*.go"))
 
 
 def digests() -> dict[str, str]:
-    """Of the sources as they stand, and of the guide's tasks."""
-    read = {path.name: path.read_bytes() for path in sources()} | {"README.md": guides_tasks().encode()}
+    """Of the sources as they stand, and of the guides' tasks and configuration."""
+    guides = {"README.md": guides_tasks().encode(), "flyte.yaml": guides_configuration().encode()}
+    read = {path.name: path.read_bytes() for path in sources()} | guides
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(read.items())}
 
 
@@ -63,6 +64,11 @@ def golden(name: str) -> Any:
 def guides_tasks() -> str:
     """The blocks of "Run it on Flyte"."""
     return "\n".join(blocks("python", "docs/guides/run_on_flyte.md"))
+
+
+def guides_configuration() -> str:
+    """What a backend's administrator adds to Flyte's configuration, by the guide."""
+    return block("task-plugins:", "yaml")
 
 
 def lay_out(folder: Path) -> None:
@@ -107,9 +113,9 @@ def rendered(folder: Path) -> dict[str, Any]:
     go = {"GOFLAGS": "-p=1 -mod=readonly", **os.environ}
     built = folder / "backend"
     subprocess.run(["nice", "-n", "19", GO, "build", "-o", str(built), "."], cwd=FOLDER, env=go, check=True)
-    done = subprocess.run(
-        [str(built), str(FOLDER / "flyte.yaml"), str(folder)], capture_output=True, text=True, check=False
-    )
+    configuration = folder / "flyte.yaml"
+    configuration.write_text(guides_configuration())
+    done = subprocess.run([str(built), str(configuration), str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-20_000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -127,7 +133,8 @@ def contents(folder: Path) -> dict[str, Any]:
     }
     left = {path.stem: ErrorDocument.FromString(path.read_bytes()) for path in (folder / "errors").glob("*.pb")}
     documents = {name: failures.described(document) for name, document in left.items()}
-    return {**profiles, "attempts": found["attempts"], "failures": documents, "digests": digests()}
+    links = found["links"]["examples"]
+    return {**profiles, "attempts": found["attempts"], "links": links, "failures": documents, "digests": digests()}
 
 
 def on_dask(made: Mapping[str, Any]) -> bool:

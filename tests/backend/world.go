@@ -57,7 +57,9 @@ type world struct {
 	store     *storage.DataStore
 	execution *v1alpha1.FlyteWorkflow
 	phases    map[int][]string
-	job       *daskAPI.DaskJob
+	// Where the console's links of the newest attempt lead.
+	links []string
+	job   *daskAPI.DaskJob
 }
 
 func init() {
@@ -109,6 +111,10 @@ func (w *world) record(_ context.Context, message proto.Message) error {
 		number, phase := int(task.GetRetryAttempt()), task.GetPhase().String()
 		if known := w.phases[number]; len(known) == 0 || known[len(known)-1] != phase {
 			w.phases[number] = append(known, phase)
+		}
+		w.links = []string{}
+		for _, link := range task.GetLogs() {
+			w.links = append(w.links, link.GetUri())
 		}
 	}
 	return nil

@@ -11,7 +11,8 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
                 f"{self.name}: {kind} has a cluster or ranks of its own, and cannot be reusable: leave reusable out of "
                 "its environment"
             )
+        self.pod_template: Any = _undisturbed(self.pod_template)
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task. If the infrastructure fails, raise a system error, after which Flyte restarts the attempt."""
@@ -278,6 +280,17 @@ def num_gpus(resources: Any) -> int:
     """Return the number of GPUs in a `flyte.Resources` or None. 0: no GPUs."""
     device = resources.get_device() if resources is not None else None
     return device.quantity if device is not None and device.device_class == "GPU" else 0
+
+
+def _undisturbed(template: Any) -> Any:
+    """Add this package's annotations to a task's pod template, below the user's, unless the user names a template.
+
+    Flyte 2's SDK serialises a pod template with the package `kubernetes`, which the SDK does not install.
+    """
+    if isinstance(template, str) or not find_spec("kubernetes"):
+        return template
+    template = template or flyte.PodTemplate()
+    return replace(template, annotations=in_ranks.UNDISTURBED | (template.annotations or {}))
 
 
 def _identity(value: Any) -> bytes:

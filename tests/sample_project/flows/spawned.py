@@ -65,6 +65,8 @@ def forked(number: float, text: str) -> Found:
         Deck("Made in rank 0", "<p>rank 0 was here</p>")
         context.checkpoint.write(b"kept")
     current_rank().log({"loss": 0.5}, step=1)
+    current_rank().checkpoint.save({"step": 1}, step=1)
+    current_rank().checkpoint.flush()
     return look_around(number, text, Path(context.working_directory, "file.txt"))
 
 

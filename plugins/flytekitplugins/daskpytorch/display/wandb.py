@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import gang_config, run_id
-from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.wandb_run import IN_POD, LATER, RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.process.worker import in_thread
@@ -29,6 +29,8 @@ KEYLESS = ("offline", "disabled")
 OLD_MODES = {"dryrun": "offline", "run": "online"}
 """Current names of wandb's modes, by their old names."""
 TOKEN_FILES = ("identity_token_file", "credentials_file")
+NO_LINK = "none"
+"""Type of a link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
 LINK_TYPE = "wandb-daskpytorch"
 """Type of the link from Flyte's console to a Weights & Biases run, as Flyte's configuration names this type.
 
@@ -127,16 +129,18 @@ def _settled(
     notes: str | None,
 ) -> RunSettings:
     """Return the settings of the run: the user's values first, then wandb's settings, then the task's defaults."""
+    in_pod = execution is not None and execution != "local"
     try:
         found = dict(asking.result())
-        missing = "no API key found; set WANDB_API_KEY or call `wandb login`"
+        remedy = "name its Flyte secret, Wandb(secret=...)" if in_pod else "set WANDB_API_KEY or call `wandb login`"
+        missing = f"no API key found; {remedy}"
     except OSError as error:
         found, missing = {}, str(error)
     key, mode = secret or found.pop("api_key", None), wandb.mode or found.pop("mode", "online")
     mode = OLD_MODES.get(mode, mode)
     if wandb.mode is None and mode not in KEYLESS and not (key or "identity_token_file" in found):
         mode = "offline"
-        say(f"Weights & Biases: {missing}. The run stays offline; `wandb sync` sends it later.")
+        say(f"Weights & Biases: {missing}. {IN_POD if in_pod else LATER}.")
     short = task.rpartition(".")[2]
     id_, name = found.pop("run_id", None), found.pop("run_name", None)
     hidden = {"api_key", "mode", *(() if "identity_token_file" in found and secret is None else TOKEN_FILES)}
@@ -146,6 +150,7 @@ def _settled(
         name=wandb.name or name or short,
         mode=mode,
         key=None if mode in KEYLESS else key,
+        in_pod=in_pod,
         config=without_secrets(wandb.config),
         notes=None if "run_notes" in found else notes,
         given={name: value for name, value in found.items() if name not in hidden},
@@ -179,13 +184,14 @@ def model_settings(runs: Callable[[], RunSettings], *, index: int, key: str) -> 
 
 
 def console_link(wandb: Wandb) -> dict[str, str]:
-    """Return the entries of the task's `config` for the link from Flyte's console to the run."""
-    link = {"project": wandb.project, "host": wandb.host, "link_type": LINK_TYPE}
-    if wandb.entity:
-        link["entity"] = wandb.entity
-    if wandb.id:
-        link["id"] = wandb.id
-    return link
+    """Return the entries of the task's `config` for the link from Flyte's console to the run.
+
+    There is no link if Flyte's template cannot name the run: without an entity, or with the user's own id. Offline and
+    disabled runs have no page.
+    """
+    if wandb.entity is None or wandb.id is not None or wandb.mode in KEYLESS:
+        return {"link_type": NO_LINK}
+    return {"project": wandb.project, "entity": wandb.entity, "host": wandb.host, "link_type": LINK_TYPE}
 
 
 # ---- wandb's settings

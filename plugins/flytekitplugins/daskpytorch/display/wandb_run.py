@@ -9,6 +9,7 @@ import inspect
 import io
 import itertools
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
 """Start of the output line in which rank 0 writes the open run's URL or upload command."""
+
+LATER = "The run is recorded offline; send it later with `wandb sync`"
+IN_POD = "The run is recorded offline, and is lost with the pod unless Wandb(dir=...) is a folder on a volume"
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Timeout, in seconds, for wandb's server when a run is opened. After the timeout, the run is recorded offline."""
@@ -51,6 +55,8 @@ class RunSettings:
     mode: str
     """Mode of wandb: online, offline, disabled or shared."""
     key: str | None = field(repr=False)
+    in_pod: bool = False
+    """True in a task on Flyte's backend, whose pods take their files with them when they end."""
     config: Mapping[str, Any]
     """Configuration of the run: hyper-parameters and the gang's shape."""
     notes: str | None = None
@@ -193,14 +199,20 @@ class Tracker(RankObserver):
         except Exception as error:
             if self._settings.mode in ("offline", "disabled"):
                 raise
-            say(f"{LABEL}: {error!r}. The run is recorded offline; send it later with `wandb sync`.")
+            say(f"{LABEL}: {error!r}. {IN_POD if self._settings.in_pod else LATER}.")
             wandb.teardown(0)
             run = self._init("offline")
         run.define_metric("*", step_metric="step")
         if self._settings.mode != "disabled":
-            where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
-            print(f"{RUN_IS}{where}", file=Screen(), flush=True)
+            print(f"{RUN_IS}{self._where(run)}", file=Screen(), flush=True)
         self._shared = SharedRun(wandb, run, functools.partial(self._feeder.drain, CLOSE_TIMEOUT))
+
+    def _where(self, run: Any) -> str:
+        if not run.offline:
+            return str(run.url)
+        if self._settings.in_pod and not (self._settings.wandb.dir or os.environ.get("WANDB_DIR")):
+            return f"offline, and lost with the pod {socket.gethostname()}: Wandb(secret=...) records online"
+        return f"wandb sync {run.settings.sync_dir}"
 
     def _init(self, mode: str) -> Any:
         import wandb

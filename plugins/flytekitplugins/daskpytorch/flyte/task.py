@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
-from flytekit import Deck, PodTemplate, PythonFunctionTask
+from flytekit import Deck, PodTemplate, PythonFunctionTask, TaskMetadata
 from flytekit.configuration import SerializationSettings
 from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
@@ -66,6 +66,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         _refuse_stand_in(task_config, task_function)
+        kwargs["annotations"] = _annotations(**kwargs)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._made: Mapping[str, Literal] = {}
         """Outputs of the task as Flyte's literals, by name."""
@@ -328,6 +329,22 @@ def _refuse_stand_in(config: Any, function: Callable[..., Any]) -> None:
             f"process of its own. Put what trains into a function of a module, with @task(task_config={kind}(...)), "
             "or leave task_config out and call flytekitplugins.daskpytorch.dispatch.run in the notebook."
         )
+
+
+def _annotations(
+    *,
+    metadata: TaskMetadata | None = None,
+    annotations: Mapping[str, str] | None = None,
+    pod_template: PodTemplate | None = None,
+    **_: Any,
+) -> dict[str, str]:
+    """Return the annotations of a task's pods. The user's values, also those of a pod template, win over ours.
+
+    Flyte lets annotations of a task win over those of its pod template.
+    """
+    own = annotations or getattr(metadata, "annotations", None) or {}  # flytekit 1.16.0 and 1.16.1 have none
+    of_template = (pod_template.annotations if pod_template is not None else None) or {}
+    return {name: value for name, value in in_ranks.UNDISTURBED.items() if name not in of_template} | dict(own)
 
 
 def _is_local(ctx: FlyteContext) -> bool:

@@ -49,6 +49,12 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
 }
 """Environment variables for all pods of a Dask cluster on which a gang trains. Variables of the user win."""
 
+UNDISTURBED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+"""Annotations for all pods of a task, with which the cluster autoscaler and Karpenter leave the pods' nodes alone.
+
+A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does not see the end of a deleted pod.
+"""
+
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
@@ -174,6 +180,7 @@ class InRanks:
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
             request = self._request(inputs, rank_host(shown.results.folder), shown.observers)
+            shown.show_storage(request.storage)
             with self._received(shown) as received, self._launcher() as launcher:
                 supervisor = Supervisor(request, launcher, [shown.display, shown.recorder], received)
                 with ctrl_c.get(CtrlC()).ends(supervisor.cancel, supervisor.interrupt):

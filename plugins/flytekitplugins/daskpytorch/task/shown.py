@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.process.system import optional
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.display.machine import MachineLog
+    from flytekitplugins.daskpytorch.protocol.host import StoragePaths
     from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.task.local_runs import LocalRun
     from flytekitplugins.daskpytorch.task.results import TaskResults
@@ -197,10 +198,19 @@ class ShownTask(Shown):
     """Objects that show a task's training, and the store of the files that the task's ranks submit."""
 
     results: TaskResults
+    _storage: dict[str, str] = field(default_factory=dict)
+    """Address of the gang's checkpoints in Flyte's storage, by the place's name. Empty in a local run."""
+
+    def show_storage(self, storage: StoragePaths | None) -> None:
+        """Log the address of the gang's checkpoints, which an execution that is aborted shows nowhere else."""
+        if self.run is None and storage is not None:
+            self._storage["checkpoints"] = storage.own
+            self.display.say(f"its checkpoints: {storage.own}")
 
     def places(self) -> dict[str, str]:
         """Return paths and URLs of the training's results, checkpoints and tracker pages, by name such as `results`."""
-        return ({"results": self.results.folder} if self.results.has_files else {}) | super().places()
+        kept = self._storage if self.recorder.story.checkpoints else {}
+        return ({"results": self.results.folder} if self.results.has_files else {}) | kept | super().places()
 
     def files(self) -> dict[str, str]:
         """Return paths and URLs of the training's results, checkpoints, tracker pages and of each profile, by name."""
