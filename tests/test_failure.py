@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import copyreg
 import pickle
 import threading
+import traceback
 from bdb import BdbQuit
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -42,6 +45,38 @@ class CodedError(Exception):
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{text} ({code})")
+
+
+class KeywordError(OSError):
+    """One whose `__init__` takes keywords alone."""
+
+    def __init__(self, *, path: str) -> None:
+        super().__init__(2, "no such shard", path)
+        self.path = path
+
+
+class SlottedError(SyntaxError):
+    """One without a place in `args` for what it says."""
+
+    __slots__ = ("line",)
+
+    def __init__(self, *, line: int) -> None:
+        super().__init__("bad line", ("train.conf", line, 1, "x = ="))
+        self.line = line
+
+
+class TaggedGroup(ExceptionGroup[Exception]):
+    """A group with a `__new__` of its own."""
+
+    tag: str
+
+    def __new__(cls, errors: list[Exception], *, tag: str) -> Self:
+        made = super().__new__(cls, f"tag {tag}", errors)
+        made.tag = tag
+        return made
+
+    def __init__(self, errors: list[Exception], *, tag: str) -> None:
+        """Take what `__new__` takes."""
 
 
 class MuteError(Exception):
@@ -137,6 +172,53 @@ def test_exception_is_rebuilt_in_its_own_type_unless_it_cannot_be_or_would_end_t
     assert rebuilt is not error
     assert type(rebuilt) is (kind or type(None))
     assert rebuilt is None or rebuilt.args == error.args
+
+
+TEXT_ERRORS = {
+    UnicodeDecodeError: ("utf-8", b"\xe9", 0, 1, "unexpected end of data"),
+    UnicodeEncodeError: ("ascii", "\xe9", 0, 1, "ordinal not in range(128)"),
+    UnicodeTranslateError: ("abc", 1, 2, "why"),
+    **dict.fromkeys((SyntaxError, IndentationError, TabError), ("bad line", ("train.conf", 3, 1, "x = =", 3, 2))),
+    **dict.fromkeys((BaseExceptionGroup, ExceptionGroup), ("two", [ValueError("one"), KeyError("other")])),
+}
+"""What builtin exceptions are made of, where a text alone is not enough."""
+OF_PYTHON = sorted(
+    {kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, BaseException)},
+    key=lambda kind: kind.__name__,
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(kind(*TEXT_ERRORS.get(kind, ("text",))) for kind in OF_PYTHON),
+        FileNotFoundError(2, "No such file", "data.csv"),
+        OSError(18, "Cross-device link", "a", None, "b"),
+        ImportError("no name", name="module", path="/path"),
+        NameError("not defined", name="loss"),
+        AttributeError("no attribute", name="weight", obj=threading.Lock()),
+        StopIteration(3),
+        KeywordError(path="shard-0"),
+        SlottedError(line=4),
+        TaggedGroup([ValueError("one"), KeywordError(path="shard-0")], tag="t"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_exceptions_keep_text_fields_notes_and_causes_and_plain_pickle_is_as_before(error: BaseException) -> None:
+    error.__cause__, error.__context__ = ValueError("cause"), KeyError("context")
+    error.add_note("a note")
+    before = dict(copyreg.dispatch_table)
+    record = failure(error)
+    assert record.pickled is not None
+    rebuilt = pickle.loads(record.pickled)
+    assert (type(rebuilt), str(rebuilt), repr(rebuilt.args)) == (type(error), str(error), repr(error.args))
+    for name in {name for name in dir(error) if not name.startswith("_")} - {"obj", "add_note", "with_traceback"}:
+        if not callable(value := getattr(error, name, None)):
+            assert repr(getattr(rebuilt, name, None)) == repr(value), name
+    shown = traceback.format_exception(rebuilt)
+    assert shown[-2:] == traceback.format_exception(error)[-2:]
+    assert {"ValueError: cause\n"} < set(shown)
+    assert copyreg.dispatch_table == before  # others in this process pickle exceptions in their own way
 
 
 @pytest.mark.parametrize("pickled", [b"garbage", pickle.dumps(Panics())])

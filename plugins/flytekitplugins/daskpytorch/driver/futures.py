@@ -61,7 +61,6 @@ class GangFuture(Future[Any]):
         try:
             value = load()
         except BaseException as error:  # any error of a user's class or extension
-            error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
             self.set_exception(raisable(error, "unpickling a return value"))
         else:
             self.set_result(value)

@@ -132,23 +132,38 @@ class ReceivedResults:
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
         """Remove a rank's return value, and return a function that unpickles the value, once and in any thread."""
-        if small is not None:
-            return partial(pickle.loads, small)
-        parts = self._returned.pop(rank)
-        if isinstance(parts[0], MappedReturn):
-            return parts[0].load
-        return lambda: pickle.load(io.BufferedReader(Reader(self._take(parts))))  # noqa: S301 - from our own rank
+        parts: list[Kept] = [small] if small is not None else self._returned.pop(rank)
+        return partial(self._load, rank, parts, in_buffer=small is None)
 
     def drop_returned(self) -> None:
         """Free the space used by unread return values."""
         while self._returned:
             self._buffer.drop(self._returned.popitem()[1])
 
-    def _take(self, parts: list[Kept]) -> Iterator[bytes]:
-        for kept in parts:
-            data = self._buffer.get(kept)
-            self._buffer.drop([kept])  # before `yield`, as readers may stop after the last piece
-            yield data
+    def _load(self, rank: int, parts: list[Kept], *, in_buffer: bool) -> Any:
+        mapped = parts[0] if isinstance(parts[0], MappedReturn) else None
+        try:
+            if mapped is not None:
+                return mapped.load()
+            return pickle.load(io.BufferedReader(Reader(map(self._buffer.get, parts))))  # noqa: S301 - from our own rank
+        except BaseException as error:  # any error of a user's class or extension
+            pickled = [b"".join(map(self._buffer.get, parts))] if mapped is None else [mapped.pickled, *mapped.aside]
+            kept = _kept_for_user(pickled)
+            error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver{kept}")
+            raise
+        finally:
+            self._buffer.drop(parts if in_buffer else ())
+
+
+def _kept_for_user(pickled: list[bytes] | list[memoryview]) -> str:
+    """Write a value that cannot be unpickled to a file, and return the end of a sentence about the file."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix="daskpytorch-returned-", suffix=".pickle", delete=False) as file:
+            pickle.dump([*map(pickle.PickleBuffer, pickled)], file, protocol=5)
+    except OSError as error:
+        return f". The value is lost, as it could not be written to a file: {error}"
+    how = "data, *buffers = pickle.load(file); value = pickle.loads(data, buffers=buffers)"
+    return f". The pickle is kept in {file.name}. Read the file with: {how}"
 
 
 class ResultBuffer:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import cloudpickle
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.configuration import StatsConfig
@@ -24,6 +23,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch.flyte import context, deck
+from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.host import provide
 from flytekitplugins.daskpytorch.rank.returned import check_count
 from flytekitplugins.daskpytorch.task.script import TaskScript, once_per_node
@@ -88,7 +88,7 @@ class FlyteRank:
             output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
             checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
             previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
-            interface=cloudpickle.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
+            interface=pickling.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
             inputs=inputs.to_flyte_idl().SerializeToString(),
             task_name=task_name,
             results=results,
@@ -117,7 +117,7 @@ class FlyteRank:
 
     def arguments(self) -> dict[str, Any]:
         """Return the task's inputs as Python values."""
-        types, _, _ = cloudpickle.loads(self.interface)  # trusted: sent by this gang's driver
+        types, _, _ = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(self.inputs))
         return dict(TypeEngine.literal_map_to_kwargs(FlyteContextManager.current_context(), literal_map, types))
 
@@ -129,7 +129,7 @@ class FlyteRank:
         Raises:
             TypeError: The return value does not fit the declared outputs of the task.
         """
-        inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # trusted: sent by this gang's driver
+        inputs, outputs, tuple_name = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
         task = _Returned(self.task_name, interface, returned)

@@ -17,11 +17,8 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from types import TracebackType
 
-import cloudpickle
-from tblib import pickling_support
-
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
-from flytekitplugins.daskpytorch.protocol import gpu_faults
+from flytekitplugins.daskpytorch.protocol import gpu_faults, pickler
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
@@ -198,7 +195,7 @@ class Failure:
         error: object = None
         if self.pickled is not None:
             try:
-                error = cloudpickle.loads(self.pickled)  # from the gang's own rank, over its agent's connection
+                error = pickle.loads(self.pickled)  # noqa: S301 - from the gang's own rank, over its agent's connection
             except BaseException:  # extensions in Rust raise exceptions of their own on wrong data
                 error = None
         if error is None:
@@ -387,13 +384,12 @@ def _text_of(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        pickling_support.install(error)  # pickles its traceback and causes, too, and works with any __init__
-        data = cloudpickle.dumps(error)
+        data = pickler.dumps(error)
         if type(pickle.loads(data)) is not type(error):  # noqa: S301 - made two lines above
             return None
     except BaseException:  # a user's own class may raise any exception
         return None
-    return bytes(data) if len(data) <= MAX_PICKLED else None
+    return data if len(data) <= MAX_PICKLED else None
 
 
 def _is_of_memory(error: BaseException) -> bool:

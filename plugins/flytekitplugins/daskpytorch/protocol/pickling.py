@@ -14,17 +14,24 @@ import io
 import os
 import pickle
 import sys
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import cloudpickle
+from flytekitplugins.daskpytorch.protocol.pickler import Pickler, Reduced, class_by_value
 
 LARGE = 1 << 20
 """Minimum number of bytes of an array or a tensor whose memory may stay outside the pickle."""
+INTERPRETERS = (
+    *("gc.callbacks", "logging.root", "multiprocessing.context._default_context", "numpy.random.mtrand._rand"),
+    *("os.environ", "os.environb", "random._inst", "sys.__stderr__", "sys.__stdin__", "sys.__stdout__", "sys.argv"),
+    *("sys.flags", "sys.meta_path", "sys.modules", "sys.orig_argv", "sys.path", "sys.path_hooks", "sys.stderr"),
+    *("sys.path_importer_cache", "sys.stdin", "sys.stdout", "sys.warnoptions", "threading._main_thread"),
+    *("torch.default_generator", "warnings.filters"),
+)
+"""Objects that each process has one of: a rank uses its own. `from random import random` is a method of `_inst`."""
 REFUSED = {
     ("accelerate.accelerator", "Accelerator"),
     ("accelerate.data_loader", "DataLoaderDispatcher"),
@@ -104,29 +111,10 @@ def spare_parts(max_size: int) -> Mapping[str, bytes]:
     return parts
 
 
-def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
-    _, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return _code, (code.co_filename, *parts)
-
-
-def _code(file_name: str, *parts: Any) -> CodeType:
-    """Make a code object with its file name, for tracebacks, debuggers and `inspect`.
-
-    Cloudpickle >= 3.1.3 omits the file name.
-    """
-    return CodeType(*parts).replace(co_filename=file_name)
-
-
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
-_Reduced = tuple[Any, ...]
-"""Instructions for pickling an object, in the form that `__reduce_ex__` returns."""
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table: ClassVar[ChainMap[type, Callable[..., Any]]] = ChainMap(
-        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
-    )
-
+class _Pickler(Pickler):
     def __init__(self, file: io.BytesIO, max_size: int | None, put_aside: Callable[[memoryview], bool] | None) -> None:
         super().__init__(file, buffer_callback=self._takes if put_aside is not None else None)
         self._max_size = max_size
@@ -134,6 +122,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._namespace = vars(sys.modules["__main__"])
         self._reached: set[str] = set()
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
+        self._interpreters = dict(_interpreters_objects())
 
     def dump_definitions(self) -> None:
         """Pickle all definitions of `__main__` that the pickled value uses, directly or indirectly."""
@@ -150,6 +139,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)
+        if (own := self._interpreters.get(id(obj))) is not None:
+            return own.__reduce__()
         if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
             return instead
         if self._max_size is not None and not isinstance(obj, type):
@@ -161,32 +152,40 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
             if (apart := reduce_storage(obj, at_least=LARGE)) is not None:
                 return apart
-        if (by_value := self._reduce_named(obj)) is not None:
-            return by_value
         reduced = super().reducer_override(obj)
-        if name is not None and isinstance(obj, type) and isinstance(reduced, tuple):
-            _, _, (attributes, _), *_ = reduced
-            attributes["__qualname__"] = obj.__qualname__  # cloudpickle drops the names of enclosing classes
-        return reduced
+        return self._reduce_named(obj) if reduced is NotImplemented else reduced
 
-    def _reduce_named(self, obj: Any) -> _Reduced | None:
+    def reduce_class(self, cls: type) -> Reduced:
+        """Return instructions for pickling a class. Ranks that know the class get its present attributes."""
+        make, args, attributes, *rest = class_by_value(cls)
+        return make, args, self._by_name(attributes), *rest
+
+    def _dynamic_function_reduce(self, func: FunctionType) -> Reduced:
+        make, args, (state, slots), *rest = super()._dynamic_function_reduce(func)
+        return make, args, (state, slots | {"__globals__": self._by_name(slots["__globals__"])}), *rest
+
+    def _by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values, with names in place of the interpreter's objects. Pickle itself copies lists and dicts."""
+        return {name: self._interpreters.get(id(value), value) for name, value in values.items()}
+
+    def _reduce_named(self, obj: Any) -> Any:
         """Return instructions for pickling by value an object that pickle would look up in `__main__`.
 
         A rank's `__main__` starts empty.
 
         Returns:
-            The instructions, in the form of `__reduce_ex__`. None for other objects.
+            The instructions, in the form of `__reduce_ex__`. NotImplemented for other objects.
         """
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
-            return None
+            return NotImplemented
         if own.__reduce__ is object.__reduce__ and own.__reduce_ex__ is object.__reduce_ex__:
-            return None
+            return NotImplemented
         if own in self.dispatch_table:
-            return None
+            return NotImplemented
         reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if not isinstance(reduced, str):
-            return reduced  # type: ignore[no-any-return]
+            return reduced
         if self._namespace.get(reduced) is obj:
             self._reached.add(reduced)
         if isinstance(obj, _LRU_CACHE):
@@ -199,7 +198,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return memory.nbytes < LARGE or self._put_aside is None or not self._put_aside(memory)
 
 
-def _reduce_module(value: object) -> _Reduced | None:
+class _OfInterpreter(NamedTuple):
+    """Stands for an object of the interpreter. Unpickles as the receiver's own object."""
+
+    module: ModuleType
+    name: str
+
+    def __reduce__(self) -> Reduced:
+        return getattr, (self.module, self.name)
+
+
+def _interpreters_objects() -> Iterator[tuple[int, _OfInterpreter]]:
+    for path in INTERPRETERS:
+        module, _, name = path.rpartition(".")
+        if (value := getattr(sys.modules.get(module), name, None)) is not None:
+            yield id(value), _OfInterpreter(sys.modules[module], name)
+
+
+def _reduce_module(value: object) -> Reduced | None:
     if isinstance(value, ModuleType) and type(value) is not ModuleType:
         for name, module in list(sys.modules.items()):
             if module is value:
@@ -247,32 +263,32 @@ class _Bounded(io.BytesIO):
 # ---- Objects that hold the driver's rank: in the driver
 
 
-def _reduce_object(value: Any) -> _Reduced | None:
+def _reduce_object(value: Any) -> Reduced | None:
     """Return instructions for pickling an object that holds the driver's rank or world size. None for other objects."""
     reducer = _reducer_of(type(value))  # type: ignore[arg-type]  # mypy takes no class for hashable
     return None if reducer is None else reducer(value)
 
 
 @functools.lru_cache(1024)  # a pickle has many objects of few classes
-def _reducer_of(cls: type) -> Callable[[Any], _Reduced] | None:
+def _reducer_of(cls: type) -> Callable[[Any], Reduced] | None:
     reducers = (_REDUCERS.get((base.__module__, base.__qualname__)) for base in cls.__mro__)
     return next((reducer for reducer in reducers if reducer is not None), None)
 
 
-def _reduce_refused(value: Any) -> _Reduced:
+def _reduce_refused(value: Any) -> Reduced:
     make, arguments, *rest = value.__reduce_ex__(2)
     return _made_unless_in_gang, (type(value).__name__, make, arguments), *rest
 
 
-def _reduce_rank(_: Any) -> _Reduced:
+def _reduce_rank(_: Any) -> Reduced:
     return _current_rank, ()
 
 
-def _reduce_partial_state(value: Any) -> _Reduced:
+def _reduce_partial_state(value: Any) -> Reduced:
     return _partial_state, (type(value), vars(value).get("_cpu", False))
 
 
-def _reduce_training_arguments(value: Any) -> _Reduced:
+def _reduce_training_arguments(value: Any) -> Reduced:
     def is_cached(name: str) -> bool:  # the prefix is that of transformers 4, whose cached properties differ
         return name.startswith("__cached_") or isinstance(getattr(type(value), name, None), functools.cached_property)
 
@@ -280,12 +296,12 @@ def _reduce_training_arguments(value: Any) -> _Reduced:
     return _training_arguments, (type(value), kept | {"distributed_state": None})
 
 
-def _reduce_sampler(value: Any) -> _Reduced:
+def _reduce_sampler(value: Any) -> Reduced:
     make, arguments, *rest = value.__reduce_ex__(2)
     return _sampler, (value.num_replicas, value.rank, make, arguments), *rest
 
 
-_REDUCERS: dict[tuple[str, str], Callable[[Any], _Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
+_REDUCERS: dict[tuple[str, str], Callable[[Any], Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
     ("accelerate.state", "PartialState"): _reduce_partial_state,
     ("flytekitplugins.daskpytorch.context", "RankContext"): _reduce_rank,
     ("torch.utils.data.distributed", "DistributedSampler"): _reduce_sampler,
@@ -307,7 +323,7 @@ def _refusal(name: str, what: str) -> ValueError:
     )
 
 
-def _made_unless_in_gang(name: str, make: Callable[..., Any], arguments: _Reduced) -> Any:
+def _made_unless_in_gang(name: str, make: Callable[..., Any], arguments: Reduced) -> Any:
     if _world_size() > 1:
         raise _refusal(
             name, f"it knows a world of one process, and each of the {_world_size()} ranks would train alone"
@@ -332,7 +348,7 @@ def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:
     return made
 
 
-def _sampler(num_replicas: int, rank: int, make: Callable[..., Any], arguments: _Reduced) -> Any:
+def _sampler(num_replicas: int, rank: int, make: Callable[..., Any], arguments: Reduced) -> Any:
     """Make a `DistributedSampler` in a rank. Raise if the driver made the sampler for a world of one process.
 
     A sampler for another rank raises when it is iterated. An argument may hold a list of samplers, one per rank.

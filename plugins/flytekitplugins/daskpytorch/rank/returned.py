@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-import cloudpickle
-
+from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
 
 if TYPE_CHECKING:
@@ -83,12 +82,12 @@ def dump_returned(
 
 
 @functools.cache
-def _pickler(sharded: tuple[type, ...]) -> type[cloudpickle.Pickler]:
+def _pickler(sharded: tuple[type, ...]) -> type[pickler.Pickler]:
     """Return the pickler of return values. `sharded` are the classes that it refuses."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(pickler.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             _refuse_sharded(obj, sharded)
             if isinstance(obj, DistributedDataParallel):

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 from dask.base import normalize_token, tokenize
 
 from flytekitplugins.daskpytorch.checks import shown
@@ -23,6 +22,7 @@ from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
+from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.files import Files, unusable
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
@@ -178,7 +178,7 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return bytes(cloudpickle.dumps(value))
+        return pickler.dumps(value)
 
 
 # ---- Differences between two calls
