@@ -114,7 +114,7 @@ def test_the_search_finds_the_words_that_people_look_for(site: Path, tmp_path: P
         "faq": "questions.html",
         "ImageSpec": "installing.html",
         "limitations": "limitations.html",
-        "NetworkPolicy": "guides/security.html",
+        "NetworkPolicy": "guides/flyte_backend.html",
         "reproducible": "questions.html",
         "resume": "guides/checkpoints.html",
         "three of four GPUs": "guides/gpus.html",
