@@ -90,6 +90,43 @@ def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path,
     assert "[rank 0] from 3 0 2 2" in again.stdout
 
 
+HEEDS = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    how, rank = sys.argv[1], os.environ["RANK"]
+    if how == "handler":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    Path(f"waiting-{rank}").touch()
+    try:
+        time.sleep(600)
+    except (KeyboardInterrupt, SystemExit):
+        if how == "ignore" and rank == "1":
+            raise
+        time.sleep(0.5 if rank == "0" else 0)  # the other rank has ended
+        Path(f"best-{rank}").write_text("0.9")
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "how", "told"),
+    [(signal.SIGINT, "except", {0, 1}), (signal.SIGINT, "ignore", {0}), (signal.SIGTERM, "handler", {0, 1})],
+)
+def test_a_program_handles_the_commands_signal_itself(
+    folder: Path, order: signal.Signals, how: str, told: set[int]
+) -> None:
+    (folder / "heeds.py").write_text(textwrap.dedent(HEEDS))
+    with nothing_left_behind():
+        command = subprocess.Popen([*RUN, "--nproc", "2", "--max-restarts", "0", "heeds.py", how])
+        try:
+            until(lambda: all((folder / f"waiting-{rank}").exists() for rank in (0, 1)), "the program")
+            command.send_signal(order)
+            assert command.wait(60) == 128 + order
+        finally:
+            end(command)  # type: ignore[arg-type]
+    assert {path.name for path in folder.glob("best-*")} == {f"best-{rank}" for rank in told}
+
+
 def test_a_reader_of_the_output_may_leave(folder: Path) -> None:
     """As with `daskpytorch run train.py | head`."""
     (folder / "writes.py").write_text("for number in range(100_000): print(number)")

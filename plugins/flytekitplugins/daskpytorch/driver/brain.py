@@ -45,10 +45,7 @@ class GangCancelledError(Exception):
 
 
 Phase = Callable[[], Any]
-"""Phase of a gang: a method that acts on the events so far.
-
-The method returns the next phase, or None to repeat after the next event.
-"""
+"""Method that acts on the events so far. Returns the gang's next phase, or None to repeat after the next event."""
 
 
 class Brain:
@@ -184,19 +181,26 @@ class Brain:
         if self._calls is not None:
             self._calls.go_on(attempt, self._observers, is_stopping=self._state.stop_request is not None)
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
-        if is_time or self._state.is_cancelled or self._observers.stopped_early is not None:
-            return self._stop()
-        if attempt.is_failing:
-            if self._is_understood(attempt):
-                return self._stop()
-        elif attempt.has_delivered:
-            self._let_leave(attempt)
-        elif self._is_to_end(attempt):
+        if is_time or self._state.is_cancelled or self._observers.stopped_early is not None or self._must_stop(attempt):
             return self._stop()
         self._saving.give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
             attempt.tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
+
+    def _must_stop(self, attempt: Attempt) -> bool:
+        """Return True if the ranks must be stopped. Order ranks to leave once all functions have returned."""
+        request = self._state.stop_request
+        if request is not None and request.has_signalled:
+            if request.heeding.isdisjoint(attempt.running):
+                self._let_leave(attempt)
+            return request.has_been_obeyed(attempt)
+        if attempt.is_failing:
+            return self._is_understood(attempt)
+        if attempt.has_delivered:
+            self._let_leave(attempt)
+            return False
+        return self._is_to_end(attempt)
 
     def _is_understood(self, attempt: Attempt) -> bool:
         """Return True once a failure's cause is known, so that the driver can stop the attempt.
@@ -219,7 +223,7 @@ class Brain:
     def _is_to_end(self, attempt: Attempt) -> bool:
         """Return True if an attempt without failures must stop: it is late, preempted, hung or about to grow."""
         has_kept, self._saving.has_news = self._saving.has_news, False
-        if self._is_late(attempt):
+        if self._state.is_late(attempt):
             self._late = attempt.places.keys() - attempt.ready
             return True
         if self._state.stop_request is not None:
@@ -232,10 +236,6 @@ class Brain:
             with contextlib.suppress(ConnectionError):  # the workers leave by themselves after their scheduler
                 self._agents.recruit()
         return self._is_growing
-
-    def _is_late(self, attempt: Attempt) -> bool:
-        is_due = self._now() >= attempt.began_at + self._settings.start_timeout
-        return is_due and not attempt.is_formed and not attempt.prompts.debugged
 
     def _moments(self, attempt: Attempt) -> list[float | None]:
         """Return times (driver's clock, seconds) at which the attempt needs a decision without an event."""
@@ -354,7 +354,7 @@ class Brain:
     def _reason_to_go_on(self, attempt: Attempt) -> str:
         """Return the reason for a restart, or raise the error that ends the gang."""
         request = self._state.stop_request
-        if request is not None and not attempt.has_own_failure:  # the request explains lost workers
+        if request is not None and request.explains(attempt):
             return self._go_on_without(request)
         if self._is_growing and not attempt.has_independent_failure:
             return GROWS

@@ -1,5 +1,6 @@
 """Stop of a gang at one common step, and the timeouts of the gang's end. Runs in the driver."""
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +8,9 @@ from dataclasses import dataclass, field
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
+
+SIGNALS = (KeyboardInterrupt.__name__, SystemExit.__name__)
+"""Names of the exceptions by which a program ends after a signal."""
 
 
 class Deadlines:
@@ -59,6 +63,10 @@ class StopRequest:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     deadline: float = field(init=False)
     """Time at which the driver ends ranks that have not stopped, in seconds on the clock."""
+    heeding: set[int] = field(default_factory=set, init=False)
+    """Ranks whose program handles the request's signal."""
+    has_signalled: bool = field(default=False, init=False)
+    """True after the driver has passed the signal to the ranks' program, which ends itself within the grace period."""
     _is_asked: bool = False
     """True after the driver has ordered the ranks (`Hold`) to block in their next `should_stop` call."""
     _is_released: bool = False
@@ -71,12 +79,29 @@ class StopRequest:
         """Send the attempt's ranks the next stop order. Return True once the driver must end the ranks."""
         if not self._is_asked:
             self._is_asked = True
-            attempt.tell(Tell(Hold()))
+            attempt.tell(Tell(Hold(self._signal if attempt.is_program and self.ends_gang else None)))
         elif not self._is_released and attempt.have_answered(attempt.held):
             self._is_released = True
             last_call = max(attempt.held.values(), default=0)
-            attempt.tell(Tell(Release(last_call)))
-            if last_call == 0:
+            self.has_signalled = last_call == 0 and bool(self.heeding)
+            attempt.tell(Tell(Release(last_call, self._signal if self.has_signalled else None)))
+            if last_call == 0 and not self.has_signalled:
                 unheeded = 0.0 if self.is_awaited else self.deadlines.unheeded
                 self.deadline = min(self.deadline, self.clock() + unheeded)
         return self.clock() >= self.deadline and not attempt.has_delivered
+
+    @property
+    def _signal(self) -> int:
+        """The signal that has caused the request, as far as programs see it."""
+        return signal.SIGINT if self.is_awaited else signal.SIGTERM
+
+    def has_been_obeyed(self, attempt: Attempt) -> bool:
+        """Return True if the grace period is over, or all ranks have ended whose program handles the signal."""
+        return self.clock() >= self.deadline or attempt.exits.keys() >= self.heeding
+
+    def explains(self, attempt: Attempt) -> bool:
+        """Return True if the attempt has ended by the request: no rank has failed by itself, except by the signal."""
+        if not attempt.has_own_failure:
+            return True
+        failure = attempt.root_failure().failure
+        return self.has_signalled and (failure is None or failure.type_name in SIGNALS)

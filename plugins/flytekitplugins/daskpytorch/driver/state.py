@@ -96,12 +96,17 @@ class GangState:
         """Rank whose debugger uses the terminal, or None."""
         return self.attempt.prompts.shown if self.attempt is not None else None
 
+    def is_late(self, attempt: Attempt) -> bool:
+        """Return True if ranks have not joined the process group in time."""
+        is_due = self.now() >= attempt.began_at + self.request.settings.start_timeout
+        return is_due and not attempt.is_formed and not attempt.prompts.debugged
+
     def is_complete(self, attempt: Attempt) -> bool:
         """Return True if the ended attempt has delivered its results, and neither failed nor was stopped before."""
         is_unfinished = attempt.has_stopped_early or attempt.is_failing or self.is_cancelled
         if self.stop_request is not None:
             is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())
-            is_unfinished |= is_cut or self.calls is not None
+            is_unfinished |= is_cut or self.stop_request.has_signalled or self.calls is not None
         return attempt.has_delivered and not is_unfinished
 
     @property
@@ -285,8 +290,10 @@ class GangState:
                 self.terminals.note(attempt, rank, report)
             case reports.Ready():
                 self._note_ready(attempt, rank)
-            case reports.Held(num_calls):
+            case reports.Held(num_calls, heeds_signal):
                 attempt.held[rank] = num_calls
+                if heeds_signal and self.stop_request is not None:
+                    self.stop_request.heeding.add(rank)
             case reports.Stands(is_still):
                 attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located():

@@ -168,6 +168,12 @@ def leave_sigterm_to_parent() -> None:
         _is_registered = True
 
 
+def is_handled(number: int) -> bool:
+    """Return True if Python code handles this signal in this process, other than by `leave_sigterm_to_parent`."""
+    handler = signal.getsignal(number)
+    return callable(handler) and handler is not _pass
+
+
 def _pass(*_: object) -> None:
     """Handle SIGTERM without any effect."""
 

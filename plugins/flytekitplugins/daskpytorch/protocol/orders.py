@@ -174,6 +174,9 @@ class RankOrder:
 class Hold:
     """Order to a rank: block the next call of `should_stop`, and report the number of calls so far."""
 
+    signal: int | None = None
+    """Signal that the driver may pass to the rank's program. None: no signal."""
+
 
 @dataclass(frozen=True)
 class Release:
@@ -181,6 +184,8 @@ class Release:
 
     last_call: int
     """Number of the last call of `should_stop` that returns False. Later calls return True."""
+    signal: int | None = None
+    """Signal for the rank's program, which has never called `should_stop`. None: no signal."""
 
 
 @dataclass(frozen=True)

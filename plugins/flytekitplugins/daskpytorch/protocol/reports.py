@@ -128,6 +128,8 @@ class Held:
 
     num_calls: int
     """Number of the rank's calls of `should_stop` so far."""
+    heeds_signal: bool = False
+    """True if the rank's program handles the signal in `Hold`."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ import contextlib
 import functools
 import inspect
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
+from flytekitplugins.daskpytorch.process import signals
 from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_variables
 from flytekitplugins.daskpytorch.protocol.attaching import Attach, Detach, Typed
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -129,10 +132,12 @@ class Session:
         match order:
             case orders.Leave():
                 link.ended.set()
-            case orders.Hold():
-                link.send(reports.Held(rank.stop_signal.hold()))
-            case orders.Release(last_call):
+            case orders.Hold(number):
+                link.send(reports.Held(rank.stop_signal.hold(), number is not None and signals.is_handled(number)))
+            case orders.Release(last_call, number):
                 rank.stop_signal.release(last_call)
+                if number is not None:
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
             case orders.Settled(number):
                 self.checkpoint.sharded.settle(number)
             case orders.Locate(look):
