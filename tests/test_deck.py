@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import re
@@ -24,6 +25,7 @@ from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
@@ -462,6 +464,38 @@ def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
         *(("stepping", "80"), ("data", "5"), ("evaluation", "4"), ("saving", "3")),
         *(("lost", "1"), ("waiting", "2"), ("preparing", "1"), ("starting", "4")),
     ]
+    other = Recorder()
+    other.accounted(Goodput(total=7.0, stepping=3.0, waiting=2.0, starting=2.0))
+    colours = (
+        dict(re.findall(r'--c:(var\(--c\d\))">(\w+) <b>', page)),
+        dict(re.findall(r'--c:(var\(--c\d\))">(\w+) <b>', body(other))),
+    )
+    assert len(colours[0]) == 8
+    assert colours[1].items() < colours[0].items()
+
+
+def test_the_newest_pictures_and_histograms_are_drawn_as_far_as_the_page_has_room() -> None:
+    def log(step: int, **metrics: Any) -> None:
+        recorder.logged(replace(record(step), metrics=metrics))
+
+    recorder, empty = Recorder(), body(Recorder())
+    histogram = Histogram(counts=(1.0, 2.0), edges=(0.0, 1.0, 3.0))
+    log(1, sample=Picture(png=b"\x89PNG old", width=28, height=14), weights=histogram)
+    log(2, sample=Picture(png=b"\x89PNG new", width=28, height=14, caption="a seven"))
+    log(2, large=Picture(png=b"\x89PNG" * 200_000, width=28, height=14))
+    page = body(recorder)
+    assert re.findall(r'<img src="data:image/png;base64,([^"]+)" width="(\d+)" height="(\d+)"', page) == [
+        (base64.b64encode(b"\x89PNG new").decode(), "112", "56")
+    ]
+    assert "sample, step 2: a seven" in page
+    [drawn] = [data for data in chart_data(page) if data["title"] == "weights, step 1"]
+    assert (drawn["lines"][0]["x"], drawn["lines"][0]["y"]) == ([0.5, 2.0], [1.0, 2.0])
+    for number in range(20):
+        log(3, **{f"picture {number}": Picture(png=b"\x89PNG" * 20_000, width=28, height=14)})
+    assert len(body(recorder)) < len(empty) + 1_000_000
+    assert "picture 19, step 3" in body(recorder)
+    recorder.restarting("lost", 2)
+    assert "<img" not in body(recorder)
 
 
 def test_ranks_devices_and_versions_are_tables() -> None:

@@ -111,6 +111,11 @@ def test_inputs_are_the_arguments_without_secrets_and_cut() -> None:
     assert inputs == {"lr": 0.5, "text": "x" * 499 + "…", "num_many": 99, "api_key": "(hidden)"}
     assert named(min, 1).inputs == {}
 
+    def left(lr: float, momentum: float = 0.9, *rest: int, nesterov: bool = False, **more: int) -> None: ...
+
+    assert named(left, 0.5, seed=3).inputs == {"lr": 0.5, "momentum": 0.9, "nesterov": False, "seed": 3}
+    assert named(left, 0.5, 0.8, 7).inputs == {"lr": 0.5, "momentum": 0.8, "rest": "(7,)", "nesterov": False}
+
 
 # ---- TensorBoard
 

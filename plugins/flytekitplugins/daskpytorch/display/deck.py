@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -16,6 +17,7 @@ from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
 from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, plain_inputs, seconds_left
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord, SavedCheckpoint
@@ -28,6 +30,8 @@ NUM_OPEN = 8
 MAX_PAGE_POINTS = 24_000
 """Maximum number of points in all metric charts of a Deck together. Each point adds 17 bytes to the page."""
 MAX_SHOWN_RANKS = 1_000
+MIN_WIDTH, MAX_WIDTH = 112, 420
+"""Range of a picture's width on the page, in pixels."""
 SPEEDS = re.compile(
     r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
 )
@@ -111,6 +115,7 @@ def _pieces_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str
     return [
         *_how_it_goes(story),
         *_learning(story),
+        *_drawn(story.drawings),
         *_speed(story),
         *([report.section("Hints", report.card("", *map(report.text, story.hints)))] if story.hints else []),
         report.section("What happened", report.timeline(story.spans, story.events)),
@@ -208,6 +213,25 @@ def _draw(chart: Chart, marks: Mapping[str, Sequence[tuple[float, str]]], budget
         if curves:
             shown = {name: mode for name, mode in chart.best.items() if name in curves}
             yield report.line_chart(chart.title, curves, label, best=shown, marks=marks[label], max_points=budget)
+
+
+def _drawn(drawings: Mapping[str, tuple[int, Histogram | Picture]]) -> Iterable[str]:
+    pictures, histograms = [], []
+    for name, (step, drawing) in drawings.items():
+        title = f"{name.replace('_', ' ')}, step {step:,}"
+        if isinstance(drawing, Histogram):
+            points = [
+                (sum(edges) / 2, count) for edges, count in zip(pairwise(drawing.edges), drawing.counts, strict=True)
+            ]
+            histograms.append(report.line_chart(title, {"values": points}, "value", from_zero=True, log=False))
+        else:
+            width = min(MAX_WIDTH, max(MIN_WIDTH, drawing.width))
+            height = round(width * drawing.height / max(1, drawing.width))
+            caption = f"{title}: {drawing.caption}" if drawing.caption else title
+            pictures.append(report.Picture(file=drawing.png, width=width, height=height, caption=caption))
+    if drawings:
+        shown = [report.card("", report.pictures(pictures))] if pictures else []
+        yield report.section("Pictures", *shown, *([report.grid(*histograms)] if histograms else []))
 
 
 def _speed(story: Story) -> Iterable[str]:

@@ -11,6 +11,7 @@ from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS, GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol.observer import HINT_END, GoodputObserver, Shape
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Event, Span, Tone
@@ -21,6 +22,10 @@ MAX_EVENTS = 2_000
 MAX_SPANS = 400
 MAX_SPOILT = 20
 """Maximum number of metrics whose first NaN or infinity a Deck shows as an event."""
+MAX_DRAWINGS = 8
+"""Maximum number of pictures and histograms in a Deck."""
+MAX_PICTURES = 500_000
+"""Maximum number of bytes of a Deck's pictures together. Others are in trackers alone."""
 MAX_USAGE_POINTS = 400
 """Maximum number of points of a rank's curve of CPU, memory or GPU usage."""
 STEPS = "optimizer steps per second"
@@ -57,6 +62,8 @@ class Story(GoodputObserver):
     """True for a gang that stays, which is idle between its calls."""
     record: LogRecord | None = None
     """Newest log record of rank 0 in the current attempt. None before the first record."""
+    drawings: dict[str, tuple[int, Histogram | Picture]] = field(default_factory=dict)
+    """Newest picture or histogram of each name that rank 0 has logged, with its step."""
     rate: Pace = field(default_factory=Pace)
     """Steps per second of rank 0, from its newest log records."""
     outcome: State | None = None
@@ -139,6 +146,8 @@ class Story(GoodputObserver):
 
     def logged(self, record: LogRecord) -> None:
         """Record the metrics of rank 0's log record."""
+        for name, drawing in record.drawings.items():
+            self._draw(name, record.step, drawing)
         record = record.bare()
         numbers = record.numbers
         self.metrics.take(record.step, numbers, is_evaluation=record.is_evaluation)
@@ -150,9 +159,17 @@ class Story(GoodputObserver):
                 self._spoilt.add(name)
                 self._tell(f"{name} is {value:g} at step {record.step:,}", "bad")
 
+    def _draw(self, name: str, step: int, drawing: Histogram | Picture) -> None:
+        """Keep a picture or histogram, and drop the oldest ones for which the page has no room."""
+        self.drawings.pop(name, None)
+        if isinstance(drawing, Histogram) or len(drawing.png) <= MAX_PICTURES:
+            self.drawings[name] = step, drawing
+        while len(self.drawings) > MAX_DRAWINGS or sum(map(_size_of, self.drawings.values())) > MAX_PICTURES:
+            del self.drawings[next(iter(self.drawings))]
+
     def calling(self, name: str) -> None:
         """Record the begin of a staying gang's call, whose metrics replace those of the call before."""
-        self.metrics, self.record = Metrics(), None
+        self.metrics, self.record, self.drawings = Metrics(), None, {}
         self.rate.clear()
         self._spoilt.clear()
         self._tell(f"calls {name}")
@@ -196,6 +213,7 @@ class Story(GoodputObserver):
     def restarting(self, reason: str, step: int | None) -> None:
         """Record the reason for a restart, and drop the values that will be logged again."""
         self.metrics.cut(step)
+        self.drawings = {name: each for name, each in self.drawings.items() if step is not None and each[0] <= step}
         self.rate.clear()
         self.record = None
         self._spoilt.clear()
@@ -252,6 +270,10 @@ class Story(GoodputObserver):
 
     def _current(self, text: str, tone: Tone) -> Span:
         return Span(start=self._since, end=self.now, text=text, tone=tone)
+
+
+def _size_of(drawn: tuple[int, Histogram | Picture]) -> int:
+    return len(drawn[1].png) if isinstance(drawn[1], Picture) else 0
 
 
 def _outcome_of(error: BaseException) -> State:

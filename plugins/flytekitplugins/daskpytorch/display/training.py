@@ -55,10 +55,7 @@ def of_call(
     called = function_of(function)
     if isinstance(called, Script):
         args, called = (shlex.join(called.args),), lambda arguments: arguments
-    try:
-        inputs: Mapping[str, Any] = inspect.signature(called).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # no signature, as of a few builtins
-        inputs = kwargs
+    inputs = arguments_of(called, args, kwargs)
     return _training(name_of(function), _id(key, run_id(execution.name, "")), inputs)
 
 
@@ -66,6 +63,22 @@ def of_model(function: Callable[..., Any], group: str, index: int, experiment: A
     """Return the name, id and inputs of the training of one model of a `dispatch.map`."""
     training = _training(name_of(function), f"{group}-{index}", inputs_of(experiment))
     return dataclasses.replace(training, group=group, index=index)
+
+
+def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call by name, those left at their default included."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # no signature, as of a few builtins
+        return kwargs
+    bound.apply_defaults()
+    names = {each.kind: name for name, each in bound.signature.parameters.items()}
+    found: dict[str, Any] = dict(bound.arguments)
+    rest = names.get(inspect.Parameter.VAR_POSITIONAL, "")
+    if not found.get(rest, True):
+        del found[rest]
+    more: dict[str, Any] = found.pop(names.get(inspect.Parameter.VAR_KEYWORD, ""), {})
+    return found | more
 
 
 def group_of(key: str, execution: Execution) -> str:

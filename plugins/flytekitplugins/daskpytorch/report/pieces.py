@@ -264,17 +264,18 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     """
     parts = _largest({name: value for name, value in values.items() if value > 0 and math.isfinite(value)})
     total = sum(parts.values()) or 1.0
+    order = list(values if len(values) <= MAX_SHARES else parts)  # a part keeps its colour where another one is 0
     bar = "".join(
-        element("span", style=f"--c:var(--c{i});width:{100 * part / total:.2f}%")
-        for i, part in enumerate(parts.values())
+        element("span", style=f"--c:var(--c{order.index(name)});width:{100 * part / total:.2f}%")
+        for name, part in parts.items()
     )
     named = [
         element(
             "li",
             f"{text_of(name)} <b>{part / total:.0%}</b> {part:,.4g}{text_of(unit and ' ' + unit)}",
-            style=f"--c:var(--c{i})",
+            style=f"--c:var(--c{order.index(name)})",
         )
-        for i, (name, part) in enumerate(parts.items())
+        for name, part in parts.items()
     ]
     return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", "".join(named), "dpt-legend"))
 

@@ -192,14 +192,14 @@ class InRanks:
     def _shown(self, inputs: dict[str, Any]) -> Iterator[ShownTask]:
         """During the block, show the training's progress. At the end, show where its files are."""
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
-        from flytekitplugins.daskpytorch.display import machine
+        from flytekitplugins.daskpytorch.display import machine, training
         from flytekitplugins.daskpytorch.display.deck import Recorder
         from flytekitplugins.daskpytorch.task.results import TaskResults
         from flytekitplugins.daskpytorch.task.shown import ShownTask
 
         shown = ShownTask(
             display=machine.progress(self.name, is_plain=self._is_debugging),
-            recorder=Recorder(self.name, inputs),
+            recorder=Recorder(self.name, training.arguments_of(self._task_function, (), inputs)),
             observers=self._observers(),
             run=local_runs.local_run.get(),
             results=TaskResults(self.task_config.gang.grace_period, current_execution()),
@@ -250,7 +250,8 @@ class InRanks:
     def _training(self, inputs: dict[str, Any]) -> Training:
         from flytekitplugins.daskpytorch.display import training
 
-        return training.of_task(self.name, current_execution().name, inputs)
+        arguments = training.arguments_of(self._task_function, (), inputs)
+        return training.of_task(self.name, current_execution().name, arguments)
 
     def _observers(self) -> list[Observer]:
         """Make the observers of the gang's settings, and the observer for Weights & Biases if the config has it."""
