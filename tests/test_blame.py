@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.driver.blame import describe, error_of, find_root_failure, from_user
+from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, describe, error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.protocol.failure import (
     Failure,
     RankExit,
@@ -434,6 +434,15 @@ def test_verdict_names_the_step() -> None:
     assert type(error) is GangError
     assert error.step == 17
     assert "on node-1 (tcp://10.0.0.2:4000) after step 17: its process ended" in str(error)
+
+
+@pytest.mark.parametrize(("saved", "is_said"), [(None, True), (46, True), (50, False)])
+def test_the_note_of_a_restart_names_no_step_before_the_one_from_which_it_goes_on(
+    saved: int | None, *, is_said: bool
+) -> None:
+    failure = AttemptFailure.of(rank_exit(1, 3, step=46), gets_further=True, newest_step=saved)
+    assert ("after step 46" in failure.what) == is_said
+    assert failure.position == (46, None)
 
 
 def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:

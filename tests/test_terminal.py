@@ -6,9 +6,11 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +23,8 @@ from rich.console import Console
 import any_records
 import told
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
-from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay, describe_record
+from flytekitplugins.daskpytorch.display.lines import MAX_LINE, describe_record
+from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
@@ -58,9 +61,10 @@ def test_plain_lines_show_every_epoch_but_not_every_step() -> None:
         *[record(step, epoch=1, loss=1.0) for step in range(4)],
         record(4, epoch=1, loss=1.0, held_out_loss=2.0),
         *[record(step, epoch=2, loss=0.5) for step in range(5, 8)],
+        record(8, epoch=2, loss=1.0, held_out_loss=2.0),
     ).splitlines()
     steps = [line for line in lines if "step" in line]
-    assert [line.split("step ")[1].split("/")[0] for line in steps] == ["0", "4", "5"]
+    assert [line.split("step ")[1].split("/")[0] for line in steps] == ["0", "4", "8"]
     assert "starting 2 ranks on 2 workers, 2 hosts (CPU, gloo)" in lines[0]
     assert "[rank 1] [brackets] stay" in lines
 
@@ -76,6 +80,71 @@ def test_a_ranks_output_stays_as_it_is(*, is_terminal: bool, tab: str) -> None:
 def test_plain_lines_come_now_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_display, "PLAIN_INTERVAL", 0.0)
     assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step ") == 4
+
+
+def steps_of_lines(records: list[LogRecord]) -> list[int]:
+    """Steps of the permanent lines in a terminal."""
+    console = Console(file=(text := io.StringIO()), force_terminal=True, width=200, color_system=None)
+    display = ProgressDisplay(Board(console))
+    display.placed(SHAPE)
+    display.formed(0.5)
+    display._board.bars.stop()  # only permanent lines are written
+    for each in records:
+        display.logged(each)
+    return [int(step) for step in re.findall(r"train: .*?step (\d+)", text.getvalue())]
+
+
+STEPS = {"loss": 1.0, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("records", "steps"),
+    [
+        pytest.param(
+            [record(n, epoch=n // 4, **(STEPS if n % 4 < 3 else {"val_loss": 1.0})) for n in range(16)],
+            [0, 3, 7, 11, 15],
+            id="steps, then a validation",
+        ),
+        pytest.param([record(n, epoch=n, loss=1.0) for n in range(4)], [0, 1, 2, 3], id="one record an epoch"),
+        pytest.param(
+            [record(n, epoch=n // 4, **(STEPS if n % 2 else {"loss": 1.0})) for n in range(12)],
+            [0, 1, 5, 9],
+            id="a metric now and then",
+        ),
+        pytest.param(
+            [record(n, epoch=n // 2, loss=1.0, **({"val_loss": 1.0} if n == 3 else {})) for n in range(12)],
+            [0, 2, 3, 6, 8, 10],
+            id="a validation that does not come again",
+        ),
+        pytest.param([record(n, **(STEPS if n % 2 else {"loss": 1.0})) for n in range(12)], [0, 1], id="no epochs"),
+    ],
+)
+def test_a_terminal_gets_one_line_for_each_epoch_and_new_metric(records: list[LogRecord], steps: list[int]) -> None:
+    assert steps_of_lines(records) == steps
+
+
+def test_a_line_of_an_epoch_has_its_last_values_each_with_its_step() -> None:
+    lines = shown(record(3, epoch=1, loss=1.0), record(4, epoch=1, loss=0.5), record(6, epoch=1, val_loss=2.0))
+    assert "train: epoch 1  step 6/8  loss 0.5 (step 4)  val_loss 2" in lines.splitlines()
+
+
+def test_the_value_of_an_evaluation_keeps_its_step_in_the_last_line() -> None:
+    display = begun(Console(file=(text := io.StringIO()), width=200))
+    display.logged(record(1, loss=0.5))
+    display.logged(replace(record(4, distance=0.25), is_evaluation=True))
+    display.conclude("done", {})
+    assert text.getvalue().endswith("step 1/8  loss 0.5  distance 0.25 (step 4)\n")
+
+
+def test_a_terminal_breaks_lines_between_words() -> None:
+    console = Console(file=(text := io.StringIO()), force_terminal=True, width=40, color_system=None)
+    display = ProgressDisplay(Board(console), "train")
+    display.logged(record(0, **{f"metric{number}": 0.123 for number in range(9)}))
+    display.conclude("done", {"results": "s3://bucket/" + "x" * 60})
+    lines = text.getvalue().splitlines()
+    assert len(lines) > 5
+    assert text.getvalue().count("0.123") == 18
+    assert all(len(line) <= 40 or line.split()[-1].startswith("s3://") for line in lines)
 
 
 @pytest.fixture
@@ -104,7 +173,9 @@ def test_a_log_that_is_no_terminal_says_how_fast_it_goes_and_how_long_it_will_ta
     display = training(console_of(text, clock, width=200), clock)
     clock[0] += 10.0
     display.logged(record(4, time=clock[0], loss=0.5))
-    assert "train: step 4/8  loss 0.5  0.083 steps/s  36 s left" in text.getvalue().splitlines()
+    assert (
+        "train: epoch 2  step 4/8  loss 0.5  1,000 samples/s  0.083 steps/s  36 s left" in text.getvalue().splitlines()
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1 h 6 min"), (200_000, "4.6 days")])
@@ -129,7 +200,7 @@ def test_the_last_line_says_how_long_it_took_the_last_metrics_and_where_things_a
     display.ended(None)
     display.conclude("done", {"Deck": "/tmp/deck.html", "results": "s3://bucket/results"})
     assert text.getvalue().splitlines()[-3:] == [
-        "train: done after 8 s, epoch 2  step 7/8  loss 0.25  held_out_loss 0.75  1,000 samples/s",
+        "train: done after 8 s, epoch 2  step 7/8  loss 0.25 (step 3)  held_out_loss 0.75  1,000 samples/s",
         "  Deck: /tmp/deck.html",
         "  results: s3://bucket/results",
     ]
@@ -187,6 +258,18 @@ def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_m
     display.ended(None)
     assert "━" in text.getvalue()[before:]
     assert "loss 0.125" in text.getvalue()[before:]
+
+
+def test_the_clock_of_the_live_display_goes_on_through_a_restart(clock: list[float]) -> None:
+    console = console_of(io.StringIO(), clock, force_terminal=True, width=200)
+    display = training(console, clock)
+    display.restarting("lost", 2)
+    clock[0] += 60.0
+    display.formed(0.5)
+    with console.capture() as capture:
+        console.print(display._board.bars.get_renderable())
+    display.ended(None)
+    assert "0:01:08" in capture.get()
 
 
 # ---- What cannot be written, and odd records -------------------------------------------------------------------------
@@ -279,7 +362,7 @@ def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> N
 def test_a_record_is_one_line_without_control_characters(entry: LogRecord) -> None:
     text = describe_record(entry)
     assert text.isprintable()
-    assert len(text) <= terminal_display.MAX_LINE
+    assert len(text) <= MAX_LINE
     assert all(len(word) <= MAX_NAME or not set(word) - set("x…") for word in text.split())
 
 

@@ -4,45 +4,35 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from textwrap import TextWrapper
 from typing import IO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.display.training import GIB, Pace, num_done, seconds_left, size_of
+from flytekitplugins.daskpytorch.display.lines import News, Values, describe_record, in_a_line, pace_in_words
+from flytekitplugins.daskpytorch.display.training import GIB, Pace, num_done, size_of
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.process.streams import Screen, one_line
+from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver, Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord, RankUsage
 from flytekitplugins.daskpytorch.report import duration
-from flytekitplugins.daskpytorch.report.pieces import name_of
 
 PLAIN_INTERVAL = 10.0
 """Minimum number of seconds between two lines with metrics outside a terminal. A new epoch or an additional metric is
 shown at once."""
 LIVE = ("epoch", "loss", "samples_per_second")
 """Metrics in a live line of a wide terminal. A narrow terminal shows the loss alone."""
-MAX_LINE = 2_000
-"""Maximum number of characters of a line with a record's metrics."""
-MAX_METRICS = 200
-"""Maximum number of metrics in the line at a task's end. If there are more, the line has the last record's metrics."""
 MAX_HELD = 10_000
 """Maximum number of lines that wait while a rank's debugger has the terminal, or until the end of a cell with
 `%%ranks`. Older lines are dropped."""
-LARGE = 1e15
-"""Smallest absolute value of a whole number that is shown with an exponent, as in 1e+15."""
 WIDE = 100
 """Minimum width, in columns, of a terminal whose live lines have a progress bar, several metrics and the elapsed
 time."""
-LARGE_RATE = 10.0
-"""Smallest rate, in steps per second, that is shown as a whole number."""
-MAX_LEFT = 1e9
-"""Longest estimate of a training's remaining time, in seconds, that is shown."""
 
 MIN_CALL = 1.0
 """Seconds that a call of a gang that stays must take for a line at its end, if the call has logged nothing."""
@@ -83,12 +73,21 @@ class Board:
         if self.is_live:  # a program may end before its gang, and would leave the terminal without a cursor
             weakref.finalize(self, self.bars.stop)
 
-    def add(self, name: str) -> TaskID | None:
-        """Add a live line for a gang, and return the line's id. Return None if the board has no live lines."""
+    def add(self, name: str, began_at: float) -> TaskID | None:
+        """Add a live line for a gang, and return the line's id. Return None if the board has no live lines.
+
+        Args:
+            name: Name of the gang.
+            began_at: Time from which the line counts, by `time.monotonic`.
+        """
+        if not self.is_live:
+            return None
         with self._lock:
-            if self.is_live and self._held is None:
+            if self._held is None:
                 self.bars.start()
-            return self.bars.add_task("", name=name, text="", pace="", total=None) if self.is_live else None
+            line = self.bars.add_task("", name=name, text="", pace="", total=None)
+            self.bars.tasks[-1].start_time = began_at
+            return line
 
     def update(self, line: TaskID, record: LogRecord, pace: str) -> None:
         """Show a record's metrics and the pace in a live line."""
@@ -120,10 +119,18 @@ class Board:
                 self.output.write(f"{text}\n")
                 self.output.flush()
             elif self.is_live:
+                text = text if is_output else self._filled(text)
                 self._console.print(text, markup=False, emoji=False, soft_wrap=True)
             else:  # rich would replace tabs by spaces
                 self._console.file.write(f"{text}\n")
                 self._console.file.flush()
+
+    def _filled(self, text: str) -> str:
+        """Return a text whose lines are broken between words: a terminal would break figures."""
+        fill = TextWrapper(
+            max(20, self._console.width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(fill.fill(line) for line in text.splitlines())
 
     def hold(self, *, is_held: bool) -> None:
         """Hide live lines and hold back all others if `is_held` is True, else write the held lines and go on."""
@@ -160,9 +167,10 @@ class Display(GoodputObserver):
         self._is_debugging = False
         self._pace = Pace()
         self._shown_at = 0.0
-        self._epoch = 0
-        self._metrics: set[str] = set()
-        """Names of the metrics in the newest record."""
+        self._formed_at: float | None = None
+        """Time at which the ranks have joined the process group for the first time."""
+        self._news, self._row = News(), Values()
+        """What got a line, and the values since the last line."""
 
     def placed(self, shape: Shape) -> None:
         """Keep the gang's name."""
@@ -170,9 +178,10 @@ class Display(GoodputObserver):
 
     def formed(self, seconds: float) -> None:
         """Add the gang's live line."""
-        self._metrics.clear()  # the first record of an attempt is news
+        self._news, self._row = News(), Values()  # the first record of an attempt is news
+        self._formed_at = self._formed_at or time.monotonic()
         if self._line is None:
-            self._line = self._board.add(self._name)
+            self._line = self._board.add(self._name, self._formed_at)
 
     def noted(self, text: str) -> None:
         """Write a notice."""
@@ -196,17 +205,17 @@ class Display(GoodputObserver):
             self.say(f"evaluated: {describe_record(record)}")
             return
         self._pace.add(record.time, record.step)
-        pace = _pace_in_words(record, self._pace.per_second)
+        pace = pace_in_words(record, self._pace.per_second)
         if self._line is not None:
             self._board.update(self._line, record, pace)
-        epoch, is_live = record.epoch or 0, self._board.is_live
-        brings_news = epoch != self._epoch or not self._metrics.issuperset(record.metrics)
-        is_due = time.monotonic() - self._shown_at >= PLAIN_INTERVAL
-        self._epoch, self._metrics = epoch, set(record.metrics)
+        is_live, is_due = self._board.is_live, time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        self._row.add(record)
+        is_news = self._news.take(record, is_due=is_due)
         # A terminal shows many models by their live lines alone.
-        if not (is_live and self._mark) and (brings_news or (is_due and not is_live)):
+        if not (is_live and self._mark) and (is_news or (is_due and not is_live)):
             self._shown_at = time.monotonic()
-            self.say(f"{describe_record(record)}{pace and f'  {pace}'}")
+            self.say(f"{self._row}{pace and f'  {pace}'}")
+            self._row = Values()
 
     def say(self, text: str) -> None:
         """Write a line with the gang's name."""
@@ -230,7 +239,7 @@ class Display(GoodputObserver):
                 self._board.print(f"{self._name} was stopped early, {how}")
         elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
             how = "" if isinstance(error, PreemptedError) else f"{self._name or 'the gang'} failed: "
-            self._board.print(f"{how}{_in_a_line(error)}")
+            self._board.print(f"{how}{in_a_line(error)}")
 
     def _close_line(self) -> None:
         self.debugging(None)
@@ -273,9 +282,7 @@ class ProgressDisplay(Display):
         """Time at which the present call of a gang that stays has begun. None between its calls."""
         self._memory: dict[int, int] = {}
         """Main and GPU memory of each rank of a gang that stays, in bytes."""
-        self._newest: LogRecord | None = None
-        """Newest record of rank 0, completed by the newest values of earlier records' metrics. None before the first
-        record."""
+        self._newest = Values()
 
     def placed(self, shape: Shape) -> None:
         """Write the gang's size, devices and backend."""
@@ -292,28 +299,25 @@ class ProgressDisplay(Display):
         """Show the metrics of rank 0's newest record, and keep them for the line at the end."""
         super().logged(record)
         if record.rank == 0:
-            newest = self._newest
-            known = {**(newest.metrics if newest is not None else {}), **record.metrics}
-            of = newest if record.is_evaluation and newest is not None else record
-            self._newest = replace(of, metrics=known if len(known) <= MAX_METRICS else of.metrics)
+            self._newest.add(record)
 
     def calling(self, name: str) -> None:
         """Show a call of a gang that stays in the live line."""
         self._gang, self._called_at = self._gang or self._name, time.monotonic()
-        self._name, self._newest = name.rpartition(".")[2], None
+        self._name, self._newest = name.rpartition(".")[2], Values()
         self._pace.clear()
-        self._metrics.clear()
+        self._news, self._row = News(), Values()
         if self._line is not None:
             self._board.rename(self._line, self._name, "")
 
     def called(self, name: str, error: Exception | None) -> None:
         """Write how a call of a gang that stays has ended, if the call has failed, logged or taken a second."""
         seconds = time.monotonic() - (self._called_at or 0.0)
-        if error is not None or self._newest is not None or seconds >= MIN_CALL:
-            values = f", {describe_record(self._newest)}" if self._newest is not None else ""
+        if error is not None or self._newest.record is not None or seconds >= MIN_CALL:
+            values = f", {self._newest}" if self._newest.record is not None else ""
             how = "done" if error is None else "interrupted" if isinstance(error, CancelledError) else "failed"
             self.say(f"{how} after {duration(seconds)}{values}")
-        self._name, self._called_at, self._newest = self._gang, None, None
+        self._name, self._called_at, self._newest = self._gang, None, Values()
         self._show_idle()
 
     def used(self, usage: RankUsage) -> None:
@@ -330,7 +334,7 @@ class ProgressDisplay(Display):
     def restarting(self, reason: str, step: int | None) -> None:
         """Remove the gang's live line, and forget the metrics, which will be logged again."""
         super().restarting(reason, step)
-        self._newest = None
+        self._newest = Values()
 
     def ended(self, error: Exception | None) -> None:
         """Remove the gang's live line, and write lines that waited for a debugger. `conclude` writes the outcome."""
@@ -347,47 +351,9 @@ class ProgressDisplay(Display):
             advice: Text on how to go on from the checkpoint that the task has kept. None: no advice.
         """
         self.is_over, self._name = True, self._gang or self._name
-        values = f", {describe_record(self._newest)}" if self._newest is not None else ""
+        values = f", {self._newest}" if self._newest.record is not None else ""
         text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"
         self.say(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
             self._board.print(f"  {what}: {where}")
         self._tell_goodput()
-
-
-def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
-    """Return a record as a line: epoch, step, loss, other values, samples/s.
-
-    Args:
-        record: Record with the values.
-        only: Names of the values to show. None: all values.
-    """
-    numbers = {name: value for name, value in record.numbers.items() if only is None or name in only}
-    epoch, rate = numbers.pop("epoch", None), numbers.pop("samples_per_second", None)
-    parts = [] if epoch is None else [f"epoch {epoch:g}"]
-    parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
-    names = sorted(numbers, key=lambda name: name != "loss")
-    parts += [f"{name_of(name)} {_brief(numbers[name])}" for name in names]
-    if rate is not None:
-        parts.append(f"{_brief(rate, is_whole=True)} samples/s")
-    return one_line("  ".join(parts), MAX_LINE)
-
-
-def _pace_in_words(record: LogRecord, speed: float | None) -> str:
-    """Return steps per second and remaining time as text. Empty if the speed is unknown, and after the last step."""
-    if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
-        return ""
-    rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
-    left = seconds_left(record, speed)
-    return rate if left is None or not 0 <= left <= MAX_LEFT else f"{rate}  {duration(left)} left"
-
-
-def _in_a_line(error: Exception) -> str:
-    """Return the text of an error, or of the `GangError` that caused it and names the failed rank, in one line."""
-    cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
-    kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
-    return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)
-
-
-def _brief(value: float, *, is_whole: bool = False) -> str:
-    return f"{value:,.0f}" if (is_whole or value.is_integer()) and abs(value) < LARGE else f"{value:.4g}"

@@ -203,12 +203,22 @@ class AttemptFailure:
     to stop."""
 
     @classmethod
-    def of(cls, root_failure: RankExit, *, gets_further: bool, has_delivered: bool = False) -> Self:
-        """Return the summary of an attempt whose root failure is this exit."""
+    def of(
+        cls,
+        root_failure: RankExit,
+        *,
+        gets_further: bool,
+        has_delivered: bool = False,
+        newest_step: int | None = None,
+    ) -> Self:
+        """Return the summary of an attempt whose root failure is this exit.
+
+        The summary names the failed rank's last known step, unless the next attempt begins later, at `newest_step`.
+        """
         how, failure = describe(root_failure), root_failure.failure
         is_late = has_delivered and not root_failure.is_infrastructure
         step = root_failure.position[0]
-        where = f" after step {step}" if step is not None else ""
+        where = f" after step {step}" if step is not None and step >= (newest_step or step) else ""
         cause = "a hang" if root_failure.hang is not None else how
         return cls(
             what=f"rank {root_failure.rank} on {title_of(root_failure.worker, root_failure.host)}{where}: {how}",

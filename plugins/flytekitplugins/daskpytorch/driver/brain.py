@@ -389,7 +389,8 @@ class Brain:
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # The stop request itself may make a rank fail.
         gets_further = attempt.has_saved or self._saving.is_busy or self._state.stop_request is not None
-        return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further, has_delivered=attempt.has_delivered)
+        root, step = attempt.root_failure(), self._saving.newest_step
+        return AttemptFailure.of(root, gets_further=gets_further, has_delivered=attempt.has_delivered, newest_step=step)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """Upload the newest checkpoint, within a time limit, and return the `PreemptedError` that ends the gang."""
