@@ -49,7 +49,7 @@ class Models:
 
     def __init__(self, settings: EarlyStopping = LOSS, num_models: int = 4) -> None:
         self.said: list[str] = []
-        all_models = Trials(settings, num_models)
+        self.all = all_models = Trials(settings, num_models)
         self.judges = [all_models.watch(index, self.said.append) for index in range(num_models)]
 
     def log(self, model: int, **metrics: Any) -> bool:
@@ -95,6 +95,16 @@ def test_the_least_accurate_stop_first_without_a_mode() -> None:
     models = Models(EarlyStopping(metric="val_accuracy", reduction_factor=2))
     assert all(models.log(index, epoch=1, val_accuracy=value) for index, value in enumerate((0.1, 0.5)))
     assert not models.log(2, epoch=1, val_accuracy=0.2)
+
+
+@pytest.mark.parametrize("error", [ValueError("diverged"), CancelledError(), None])
+def test_values_of_a_model_that_failed_or_was_cancelled_stop_no_other(error: Exception | None) -> None:
+    models = Models()
+    assert models.log(0, epoch=1, loss=0.1)
+    models.all.tell(0, error, None, {})
+    models.all.tell(3, error, None, {})  # which has not logged
+    assert models.log(1, epoch=1, loss=0.5) == (error is not None)
+    assert not models.log(2, epoch=1, loss=0.6)
 
 
 def test_the_first_at_a_rung_goes_on_however_bad_and_so_do_those_that_are_better() -> None:

@@ -145,10 +145,18 @@ class Trials:
         return f"which is not {best} of what models had there"
 
     def tell(self, index: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
-        """Report a model's end to the user's study, if the model has begun."""
+        """Report a model's end to the user's study. In early stopping, withdraw a failed or cancelled model's values.
+
+        Models that have not begun are ignored.
+        """
         with self._lock:
-            if self.suggests and index in self._trials:
+            if index not in self._trials:
+                return
+            if self.suggests:
                 self._tell(self._trials[index].number, error, result, metrics)
+            elif error is not None and not isinstance(error, StoppedEarlyError):
+                # The pruner has each trial's values at its rungs here. A study in memory hands out its own trials.
+                self.study.get_trials(deepcopy=False)[self._trials[index].number].system_attrs.clear()
 
     def _tell(self, number: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
         from optuna.trial import TrialState
