@@ -43,6 +43,7 @@ A_URI = "None, a folder or an fsspec URL such as s3://bucket/prefix"
 MODES = "None or one of min, max"
 BOTH_WAYS = "given with mode='min' if low values are good, or mode='max' if high values are good"
 NO_URIS = ["", 7, Path("/kept"), "s4://bucket/kept", "s3:/bucket/kept", "s3//bucket/kept", "s3://", "memory://kept"]
+NO_URIS += [f"s3://bucket/{path}" for path in ("/kept", "a//b", "a/./b", "a/..", r"a\b", "a?versionId=b/c", "a\tb")]
 REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "backend", ["mpi"], "one of auto, gloo, nccl"),
     (Gang, "devices", ["some", 1], "one of own, all"),
@@ -187,7 +188,9 @@ def test_a_task_has_its_own_number_of_workers() -> None:
         DaskDDP(gang=Gang(workers=2))
 
 
-@pytest.mark.parametrize("uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept"])
+@pytest.mark.parametrize(
+    "uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept", "s3://bucket/a[b]*?::c%20 #~.{x}/"]
+)
 def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str | None) -> None:
     assert Gang(checkpoint_uri=uri).checkpoint_uri == uri
 

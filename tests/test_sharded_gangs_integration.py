@@ -31,12 +31,15 @@ from flytekitplugins.daskpytorch import Gang, GangStartError, Keep, current_rank
 from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol.host import open_filesystem
 from gangs import Notes, driver_of, on_this_machine
 from processes import dask_cluster, nothing_left_behind, until
 from seaweed import Weed
 from sharded_states import assert_same, make, state_of, whole
 
 NUM_STEPS = 24
+ODD_NAME = "a[b]*?::c %20#{d}~é"
+"""Characters that mean something to fsspec, to URLs or to shells."""
 MOST_DEATHS = 8
 """A busy machine gets no further than a step or two between two."""
 
@@ -114,12 +117,12 @@ def places(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def place(kind: str) -> str:
         if kind == "folder":
-            return str(tmp_path / "kept")
+            return f"file://{tmp_path}/{ODD_NAME}"
         for name, value in weed.env().items():
             monkeypatch.setenv(name, value)
         S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
         weed.make_bucket("shards")
-        return f"s3://shards/{tmp_path.name}"
+        return f"s3://shards/{tmp_path.name}/{ODD_NAME}"
 
     return place
 
@@ -149,7 +152,9 @@ def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_a
 
 
 @pytest.mark.parametrize("kind", ["folder", "S3"])
-def test_gangs_of_other_sizes_go_on_from_the_same_place(kind: str, places: Callable[[str], str]) -> None:
+def test_gangs_of_other_sizes_go_on_from_the_same_place_which_has_the_last_checkpoints_alone(
+    kind: str, places: Callable[[str], str]
+) -> None:
     uri, before = places(kind), None
     for num_ranks, stop in ((4, 3), (3, 6), (1, 8)):
         results, notes = run(stop, num_ranks=num_ranks, checkpoint_uri=uri)
@@ -157,6 +162,8 @@ def test_gangs_of_other_sizes_go_on_from_the_same_place(kind: str, places: Calla
             assert results[0]["first"] == notes.resumed_steps[0]
             assert_same(results[0]["start"], before)
         before = results[0]["end"]
+    kept = {path.partition("/gang/")[2].partition("/")[0] for path in open_filesystem(uri).find(uri)}
+    assert kept == {"manifest.json", *(f"step-{step}" for step in (6, 7, 8)[-Keep().last :])}
 
 
 def test_a_gang_that_a_flyte_task_starts_itself_keeps_its_shards_by_flytes_keys(

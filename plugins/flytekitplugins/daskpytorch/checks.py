@@ -36,6 +36,9 @@ UNDONE = frozenset(
     ("neg", "negative", "minus", "no", "non", "free", "drop", "gap", "diff", "delta", "improvement", "reduction")
 )
 """Words after or before which `LOW` and `HIGH` tell nothing, as in `neg_log_loss`."""
+UNSTABLE = re.compile(r"/\.{0,2}(/|$)|\\|\?versionId=")
+"""Pattern of what libraries and servers of object stores change in a path or read otherwise."""
+STABLE = "without '//', '.', '..', a backslash or '?versionId=' in its path"
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 
 Rule = Callable[[Any], str | None]
@@ -174,6 +177,8 @@ def uri(value: object) -> str | None:
 
     if protocol == "memory" or not rest.strip("/") or protocol not in {*registry, *known_implementations}:
         return f"{A_URI}, which every rank can reach" if protocol == "memory" else A_URI
+    if not has_stable_path(value):
+        return f"{A_URI}, {STABLE}"
     package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
     if protocol in registry or is_installed(package):
         return None
@@ -202,6 +207,12 @@ def is_auto(value: object) -> bool:
 def is_text(value: object) -> bool:
     """Return True for a non-blank text without control characters."""
     return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None
+
+
+def has_stable_path(value: object) -> bool:
+    """Return True for a folder, and for a URL whose path all libraries and servers read alike."""
+    protocol, is_url, path = str(value).partition("://")
+    return not is_url or protocol == "file" or UNSTABLE.search(path.rstrip("/")) is None
 
 
 COUNT = whole(1)

@@ -386,6 +386,10 @@ RULES_OF_MAP = RULES | {
     "experiments": checks.must_be("a list or another iterable that has an order, or a Search", _is_ordered),
     "stop_early": checks.optional(checks.instance_of(EarlyStopping)),
     "wandb": checks.optional(checks.instance_of(Wandb)),
-    "storage": checks.optional(checks.text("a folder or a URL")),
+    "storage": checks.optional(
+        checks.must_be(
+            f"a folder or a URL {checks.STABLE}", lambda value: checks.is_text(value) and checks.has_stable_path(value)
+        )
+    ),
     "name": checks.optional(checks.KEY),
 }

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from flytekitplugins.daskpytorch.checks import CONTROL_CHARACTERS
 from flytekitplugins.daskpytorch.data.access import CREDENTIALS, Access, credentials, is_aws
 
 logger = logging.getLogger(__name__)
@@ -278,8 +279,11 @@ def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _
 
 
 def _is_path(key: str) -> bool:
-    """Return True if obstore can read the object with this key. obstore changes keys that are no plain paths."""
-    return not any(part in ("", ".", "..") for part in key.split("/"))
+    """Return True if obstore can read the object with this key.
+
+    obstore changes keys that are no plain paths, and refuses control characters.
+    """
+    return CONTROL_CHARACTERS.search(key) is None and not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _from_obstore(error: Exception, uri: str) -> OSError:

@@ -54,7 +54,7 @@ class FlyteExecution(host.Execution):
 
     def filesystem(self, uri: str) -> Any:
         """Return the fsspec file system of a URI, opened with the settings that flytekit uses for its own data."""
-        return self._ctx.file_access.get_filesystem_for_path(uri)
+        return self._ctx.file_access.get_filesystem(split_protocol(uri)[0] or "file", path=uri)
 
     def new_folder(self) -> str | None:
         """Return the path or URI of a new folder in the task's output storage. None outside a task."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ CHUNK = 25 << 20
 
 The clients, s3fs and gcsfs, hold ten requests in memory.
 """
+NUM_REMOVERS = 8
+"""Number of files that are removed from storage at the same time."""
 
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
@@ -120,19 +123,15 @@ class Files:
             is_ours: Called with each file's path, relative to the folder. Returns True for files to remove.
 
         Raises:
-            OSError: Some of the files remain. For example, s3fs skips objects that it may not delete.
+            OSError: Some of the files remain.
         """
-        if paths := self._ours(folder, is_ours):
-            self.fs.rm(paths)
-            if left := self._ours(folder, is_ours):
-                raise OSError(f"{left[0]} still exists after its removal: the permission to delete may be missing")
+        paths = [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
+        with ThreadPoolExecutor(NUM_REMOVERS) as pool:  # `fs.rm` would take `[`, `*` and `?` of a name for a pattern
+            list(pool.map(self.fs.rm_file, paths))
         if self.is_local:
             with contextlib.suppress(OSError):  # the folder is not empty
                 Path(folder).rmdir()
                 Path(folder).parent.rmdir()
-
-    def _ours(self, folder: str, is_ours: Callable[[str], bool]) -> list[str]:
-        return [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
 
     def get(self, path: str, to: Path) -> None:
         """Download a file from storage to the path `to`."""

@@ -115,7 +115,10 @@ def open_filesystem(uri: str, **options: Any) -> Any:
         uri: A path, or an fsspec URL such as `s3://bucket/prefix`.
         options: The file system's own options, in addition to its settings in the environment.
     """
-    return url_to_fs(uri, **options)[0]
+    protocol, is_url, path = uri.partition("://")
+    host = path.partition("/")[0]
+    # without the path, of which fsspec would take `::` for a chain of file systems
+    return url_to_fs(f"{protocol}://{host}/" if is_url else "/", **options)[0]
 
 
 def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
