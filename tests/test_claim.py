@@ -67,7 +67,7 @@ def leave(paths: StoragePaths, **about: Any) -> None:
 
 def test_a_second_gang_is_refused_and_one_after_the_end_goes_on_at_once(paths: StoragePaths) -> None:
     with claimed(paths, "flows.first"):
-        pattern = r"in use by flows\.first on .* \(process \d+\), which began \d+ s ago.*Gang\(key=...\)"
+        pattern = r"in use by flows\.first on .* \(process \d+\), which began at .* UTC by its clock.*Gang\(key=...\)"
         with pytest.raises(GangStartError, match=pattern), claimed(paths, "flows.second"):
             pass
         assert written(paths)["name"] == "flows.first"
@@ -112,23 +112,43 @@ def test_an_owner_on_another_machine_that_does_not_renew_its_claim_is_taken_over
         assert time.monotonic() - begun_at >= 1.0
         assert written(paths)["name"] == "flows.second"
     told = capsys.readouterr().err
-    assert f"{paths.own} is claimed by flows.train on node-7 (process 4711), which began 9" in told
-    assert " s ago; waiting up to 1 s for a sign of life" in told
+    assert f"{paths.own} is claimed by flows.train on node-7 (process 4711), which began at 20" in told
+    assert " UTC by its clock; waiting up to 1 s for a sign of life" in told
     assert "taken over from flows.train on node-7" in told
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_owner_on_another_machine_that_renews_its_claim_is_not(
-    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("clock", [0, -86_400, 86_400], ids=["right", "a day slow", "a day fast"])
+def test_an_owner_on_another_machine_that_renews_its_claim_is_not_whatever_its_clock_says(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, clock: float
 ) -> None:
     monkeypatch.setattr(module, "STALE_AFTER", 60.0)
-    leave(paths)
+    now = time.time() + clock
+    leave(paths, since=now, renewed=now)
     with (
-        pytest.raises(GangStartError, match=r"in use by flows\.train on node-7 .* began \d+ s ago"),
-        claimed(paths, "flows.second", lambda: leave(paths, number=1)),
+        pytest.raises(GangStartError, match=r"in use by flows\.train on node-7 .* began at "),
+        claimed(paths, "flows.second", lambda: leave(paths, since=now, renewed=now, number=1)),
     ):
         pass
     assert written(paths)["id"] == "theirs"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("content", [b"", b'{"id": "the', b"\xff\x00", b"[]"])
+def test_a_damaged_claim_is_taken_over_and_mended(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "RENEW_EVERY", 0.1)
+    path = f"{paths.own}/claim.json"
+    paths.files.write(path, content)
+    with claimed(paths, "flows.second") as claim:
+        assert "taken over from a gang whose claim cannot be read" in capsys.readouterr().err
+        assert written(paths)["name"] == "flows.second"
+        paths.files.write(path, content)
+        until(lambda: paths.files.read(path) != content, "the owner to renew its claim")
+        assert written(paths)["name"] == "flows.second"
+        assert claim.loss is None
+    assert not paths.files.fs.exists(path)
 
 
 def test_who_waits_for_a_sign_of_life_can_be_ended(paths: StoragePaths) -> None:
@@ -137,21 +157,14 @@ def test_who_waits_for_a_sign_of_life_can_be_ended(paths: StoragePaths) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        pytest.param({"renewed": time.time() - 86_400}, id="a day ago"),
-        pytest.param({"job": ["execution", "train", "0"]}, id="the attempt before of the same task"),
-    ],
-)
-def test_who_is_known_to_have_ended_is_taken_over_at_once(
-    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any]
+def test_the_attempt_before_of_the_same_task_is_taken_over_at_once(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "POLL_INTERVAL", 1e9)  # nobody waits
     names = ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER")
     for name, value in zip(names, ("execution", "train", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    leave(paths, **left)
+    leave(paths, job=["execution", "train", "0"])
     with claimed(paths, "flows.second"):
         assert written(paths)["name"] == "flows.second"
 

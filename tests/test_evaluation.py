@@ -160,6 +160,7 @@ def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> No
     world.end_evaluation(WorkerLostError("worker tcp://10.0.0.9:1 was lost"))
     assert steps(world) == [1, 2]
     assert kept(world) == [2]  # the failed one is held no more
+    assert [saved.step for saved in world.watcher.checkpoints[-1]] == [2]
     [first, second] = [note for note in world.watcher.notes if "evaluation of the checkpoint" in note]
     assert first.endswith(f'step 1 failed, and the training goes on: {cause}\nFile "score.py", line 7')
     assert "step 2 failed, and the training goes on: worker tcp://10.0.0.9:1 was lost" in second

@@ -27,8 +27,6 @@ RENEW_EVERY = 10.0
 """Seconds between two renewals of a claim on a checkpoint folder by its owner."""
 STALE_AFTER = 60.0
 """Seconds without a renewal after which another gang takes over a claim on a checkpoint folder."""
-ANCIENT = 3600.0
-"""Age of a claim's last renewal, in seconds, from which another gang takes over the claim without waiting."""
 FIRST_LOOK = 1.0
 """Seconds after which a gang checks that its new claim is still there. Some stores let two gangs create a claim."""
 POLL_INTERVAL = 1.0
@@ -122,7 +120,7 @@ class Claim:
             with contextlib.suppress(Exception):  # storage without an answer may answer next time
                 if (holder := self._read()) is None:  # the folder was cleared
                     self._files.create(self._path, self._content())
-                elif holder.get("id") == self._about["id"]:
+                elif holder.get("id", self._about["id"]) == self._about["id"]:  # no id: the claim was damaged
                     self._number += 1
                     self._files.write(self._path, self._content())
                 else:
@@ -136,15 +134,17 @@ class Claim:
                     return
 
     def _content(self) -> bytes:
-        return json.dumps({**self._about, "number": self._number, "renewed": time.time()}).encode()
+        return json.dumps({**self._about, "number": self._number}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the content of the folder's claim, perhaps of another gang. None: there is no claim."""
+        """Return the content of the folder's claim, perhaps of another gang. Empty: unreadable. None: no claim."""
         self._files.fs.invalidate_cache()
         try:
             content = json.loads(self._files.read(self._path))
         except FileNotFoundError:
             return None
+        except ValueError:  # empty or cut off, as after a crash of its machine
+            return {}
         return content if isinstance(content, dict) else {}
 
     def _refusal(self, holder: Mapping[str, Any]) -> str:
@@ -203,14 +203,14 @@ def _is_alive(holder: Mapping[str, Any]) -> bool | None:
     job, mine = holder.get("job"), _job()
     if job and mine and job[:-1] == mine[:-1] and int(job[-1]) < int(mine[-1]):
         return False
-    return False if time.time() - holder.get("renewed", time.time()) > ANCIENT else None
+    return None
 
 
 def _told(holder: Mapping[str, Any]) -> str:
     if "since" not in holder:
         return "a gang whose claim cannot be read"
-    age = max(0.0, time.time() - holder["since"])
-    return f"{holder['name']} on {holder['host']} (process {holder['pid']}), which began {age:.0f} s ago"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(holder["since"]))
+    return f"{holder['name']} on {holder['host']} (process {holder['pid']}), which began at {since} UTC by its clock"
 
 
 def _machine() -> str:

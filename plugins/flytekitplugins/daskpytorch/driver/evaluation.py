@@ -160,8 +160,8 @@ class Evaluator:
         self._now = clock
         self._agenda = Agenda(self._settings.every if self._settings is not None else 1)
         self._code: Code | None = None
-        self.on_metrics: Callable[[], object] = lambda: None
-        """Called when `records` has a new record, and a checkpoint's description has got its metrics."""
+        self.on_end: Callable[[], object] = lambda: None
+        """Called after each evaluation: `records`, or the kept checkpoints and their metrics may have changed."""
         self.records: list[LogRecord] = []
         """Metrics that rank 0 has yet to get for its trackers."""
         self._gang: Supervisor | None = None
@@ -325,16 +325,15 @@ class Evaluator:
             if isinstance(metrics, WorkerLostError):  # Dask's scheduler may still list the lost worker
                 self._try_at = self._now() + RETRY_INTERVAL
             self._tell_failure(entry, metrics)
-            self._hold()
-            return
-        record = LogRecord(
-            rank=0, step=entry.step, num_steps=None, time=time.time(), metrics=metrics, is_evaluation=True
-        )
-        self.records.append(record)
-        self._observers.tell("logged", record)
-        self._committer.vault.note_evaluated(entry.identity, metrics)
+        else:
+            record = LogRecord(
+                rank=0, step=entry.step, num_steps=None, time=time.time(), metrics=metrics, is_evaluation=True
+            )
+            self.records.append(record)
+            self._observers.tell("logged", record)
+            self._committer.vault.note_evaluated(entry.identity, metrics)
         self._hold()  # afterwards, as the metrics may be the best
-        self.on_metrics()
+        self.on_end()
 
     def _tell_failure(self, entry: Entry, error: BaseException) -> None:
         what = f"the evaluation of the checkpoint of step {entry.step} failed, and the training goes on"

@@ -87,7 +87,7 @@ class GangState:
         self.evaluator = Evaluator(request, agents, committer, observers, make, self.now)
         self.terminals = Terminals(request.name, agents.launcher, observers, self.now)
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
-        self.evaluator.on_metrics = self._tell_metrics
+        self.evaluator.on_end = self._tell_metrics
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
@@ -375,7 +375,7 @@ class GangState:
         return is_awaited and not attempt.has_stopped_early
 
     def _tell_metrics(self) -> None:
-        """Tell trackers, observers and ranks about an evaluation's metrics, which may be the best."""
+        """Tell trackers, observers and ranks about an evaluation's metrics, and the checkpoints that are kept now."""
         self._tell_trackers()
         self.saving.tell_kept(self.attempt)
 

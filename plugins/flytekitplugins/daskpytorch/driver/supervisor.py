@@ -161,6 +161,7 @@ class Supervisor:
                     if request is not None and request.large is not None and request.start is None:
                         stack.callback(request.large.close)
                 self._state = state = self._listen(committer, folder, stack)
+                stack.callback(state.saving.tell_kept, None)  # after the last write to storage and `evaluator.end`
                 stack.callback(state.evaluator.end)
                 ends = state.deadlines
                 try:

@@ -221,7 +221,7 @@ class Observer:
         """Called when the checkpoint of this step is safe: on the driver's disk, or in storage if it is sharded."""
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Called after `resumed`, `kept` and evaluations, with all checkpoints that the gang keeps now."""
+        """Called after `resumed`, `kept` and evaluations, and at the end, with all checkpoints that the gang keeps."""
 
     def used(self, usage: RankUsage) -> None:
         """Called with a rank's use of its machine and its work so far, at most every two seconds for each rank."""
