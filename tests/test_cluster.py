@@ -43,6 +43,7 @@ def test_a_scheduler_that_says_nothing_does_not_hold_up_the_driver(
         cluster.opened(num_workers=1, start_timeout=1.5),
     ):
         raise AssertionError("there is no scheduler")
+    assert f"at {silent} (DASK_SCHEDULER_ADDRESS: unset it to train on this machine) in time" in str(failure.value)
     assert "See the scheduler pod's log" in str(failure.value)
 
 

@@ -112,7 +112,7 @@ def test_a_scheduler_that_falls_silent_while_workers_are_waited_for_is_named(
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        until(lambda: "0 of 1 Dask workers are here" in capfd.readouterr().err, "the wait to begin")
+        until(lambda: "0 of 1 Dask workers are at " in capfd.readouterr().err, "the wait to begin")
         cluster.scheduler.send_signal(signal.SIGSTOP)
         try:
             waiting.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from flytekitplugins.daskpytorch import __main__, doctor
+from flytekitplugins.daskpytorch import __main__, doctor, doctor_command
 from flytekitplugins.daskpytorch.doctor import Finding
 from flytekitplugins.daskpytorch.node import hardware
 
@@ -123,11 +124,26 @@ def test_an_address_without_a_scheduler_is_a_problem(address: str) -> None:
 # ---- The command
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(words) == 0
+    text = capsys.readouterr().out
+    for name in ("run", "attach", "doctor"):
+        assert re.search(rf"^  {name} +[A-Z].*[^.]\.$", text, re.MULTILINE), text
+        assert __main__.main([name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"Usage: daskpytorch {name} [OPTIONS]")
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["train.py"]) == 2
+    assert "No such command 'train.py'" in capsys.readouterr().err
+
+
 def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
-    assert __main__.main(["--no-gang", "--timeout", "0.5"]) == 1
+    assert __main__.main(["doctor", "--no-gang", "--timeout", "0.5"]) == 1
     text = capsys.readouterr().out
     assert f"\nok       torch                        {version('torch')}" in text
     assert "\nproblem  scheduler                    no answer from tcp://127.0.0.1:9" in text
@@ -136,7 +152,7 @@ def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
 def test_the_time_limit_must_be_one(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["--timeout", seconds]) == 2
+    assert __main__.main(["doctor", "--timeout", seconds]) == 2
     assert "--timeout" in capsys.readouterr().err
 
 
@@ -144,6 +160,6 @@ def test_an_end_of_file_is_an_error_and_no_ctrl_c(monkeypatch: pytest.MonkeyPatc
     def examine(*_: object, **__: object) -> Iterator[Finding]:
         raise EOFError("the file is cut short")
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_command, "examine", examine)
     with pytest.raises(EOFError, match="the file is cut short"):
-        __main__.main([])
+        __main__.main(["doctor"])

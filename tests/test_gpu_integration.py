@@ -86,7 +86,7 @@ def run(device: str) -> Iterator[Run]:
 
 @slow_on_cpu
 def test_the_doctor_finds_no_problem(device: str) -> None:
-    command = [sys.executable, "-m", "flytekitplugins.daskpytorch", "--json"]
+    command = [sys.executable, "-m", "flytekitplugins.daskpytorch", "doctor", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     found = {finding["what"]: finding for finding in json.loads(ran.stdout)}
     assert {what: each for what, each in found.items() if each["verdict"] == "problem"} == {}, ran.stderr

@@ -23,7 +23,7 @@ CHECKS = {
     "the task's command": "pyflyte-execute --help",
     "the scheduler's command": "dask-scheduler --version",
     "the workers' command": "dask-worker --version",
-    "the doctor": "python -m flytekitplugins.daskpytorch",
+    "the doctor": "daskpytorch doctor",
     "torch.compile": f"python -c '{COMPILED}'",
     "a workflow": GANG,
 }

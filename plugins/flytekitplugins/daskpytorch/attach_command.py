@@ -62,7 +62,7 @@ class Gang:
         return f"{self.listing.gang} ({self.id[:8]}), {len(self.listing.ranks)} ranks"
 
 
-@click.command()
+@click.command(short_help="List the ranks of running gangs, or open a rank's debugger.")
 @scheduler_option("gangs on the workers of this Dask scheduler (default: gangs on this machine)")
 @click.option("--gang", "name", metavar="NAME", help="only the gang of this function, or with this id")
 @click.argument("rank", type=int, required=False)

@@ -13,6 +13,8 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
 CONNECT_TIMEOUT = 10.0
 """Timeout, in seconds, for the Dask scheduler to answer."""
+SOURCE = f"--scheduler or {SCHEDULER_VARIABLE}: without them, this machine is meant"
+"""Settings that name the Dask scheduler, for messages."""
 
 
 def scheduler_option(what: str) -> Callable[[Any], Any]:
@@ -41,7 +43,8 @@ def call_on_each_host(scheduler: str, function: Callable[..., Any], *args: Any) 
             found = client.run(_in_thread, function, *args, workers=list(one_of_each_host.values()))
     except (OSError, GangStartError) as error:
         raise click.ClickException(
-            f"the scheduler at {scheduler} does not answer: {error}. Check the address, and the scheduler's log"
+            f"the scheduler at {scheduler} ({SOURCE}) does not answer: {error}. Check the address, "
+            "and the scheduler's log"
         ) from error
     return list(found.values())
 

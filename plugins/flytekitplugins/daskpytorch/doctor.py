@@ -1,4 +1,4 @@
-"""Checks whether gangs can train on this machine and on a cluster. Runs in `python -m flytekitplugins.daskpytorch`.
+"""Checks whether gangs can train on this machine and on a cluster. Runs in `daskpytorch doctor`.
 
 Each check yields findings. Requests to other processes have timeouts, so every check ends.
 """
@@ -65,7 +65,7 @@ NUM_VALUES = 2**18
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report that `python -m flytekitplugins.daskpytorch` prints."""
+    """One line of the report that `daskpytorch doctor` prints."""
 
     what: str
     """Name of the checked thing."""

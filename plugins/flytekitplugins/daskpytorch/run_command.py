@@ -15,9 +15,9 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
-from flytekitplugins.daskpytorch.command_line import CONNECT_TIMEOUT, scheduler_option
+from flytekitplugins.daskpytorch.command_line import CONNECT_TIMEOUT, SOURCE, scheduler_option
 from flytekitplugins.daskpytorch.display.terminal import Board
-from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
+from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
@@ -86,6 +86,7 @@ def _accepting_torchruns(command: click.Command) -> click.Command:
         "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun takes both, too
     },
     options_metavar="[OPTIONS] [-m]",
+    short_help="Run a script or module in several ranks, as torchrun does.",
 )
 @click.option(
     "--nproc",
@@ -252,7 +253,12 @@ def _client_of(scheduler: str | None, workers: int | None, gang: Gang) -> Iterat
 
     if scheduler is not None:
         os.environ[SCHEDULER_VARIABLE] = scheduler
-        cluster.greet(scheduler, min(CONNECT_TIMEOUT, gang.start_timeout))
+        try:
+            cluster.greet(scheduler, min(CONNECT_TIMEOUT, gang.start_timeout))
+        except OSError as error:
+            raise GangStartError(f"no Dask scheduler answers at {scheduler} ({SOURCE}): {error}") from error
     least = gang.min_workers or workers or 1
-    with cluster.opened(num_workers=workers or least, min_workers=least, start_timeout=gang.start_timeout) as client:
+    with cluster.opened(
+        num_workers=workers or least, min_workers=least, start_timeout=gang.start_timeout, source=SOURCE
+    ) as client:
         yield client

@@ -19,6 +19,7 @@ from distributed.utils import format_dashboard_link
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
@@ -60,7 +61,9 @@ def current_client() -> Client:
 
 
 @contextlib.contextmanager
-def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
+def opened(
+    *, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0, source: str | None = None
+) -> Iterator[Client]:
     """Yield a client of the task's Dask cluster once the workers are there. Close the client at the end of the context.
 
     In a local run, the cluster is made for this context, and its workers are threads of this process. This cluster
@@ -71,6 +74,7 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
         num_workers: Number of workers to wait for, or to make in a local run.
         min_workers: Number of workers that suffice after 30 seconds without a new worker. None: `num_workers`.
         start_timeout: Timeout for scheduler and workers together, in seconds.
+        source: Setting that names the scheduler's address, for messages. None: `DASK_SCHEDULER_ADDRESS`.
 
     Raises:
         GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
@@ -78,10 +82,13 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
     deadline = time.monotonic() + start_timeout
     with contextlib.ExitStack() as stack:
         if is_local():
-            client = stack.enter_context(_local_client(num_workers))
+            client, place = stack.enter_context(_local_client(num_workers)), "this machine"
         else:
-            client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
-        scheduler = _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
+            address = os.environ[SCHEDULER_VARIABLE]
+            place = f"{address} ({source or _source()})"
+            client = stack.enter_context(_connected(address, place, deadline))
+        least = min_workers or num_workers
+        scheduler = _wait_for_workers(client, place, num_workers, least, deadline, start_timeout)
         has_dashboard = _wants_dashboard() if is_local() else client.dashboard_link
         if has_dashboard and "dashboard" in scheduler.get("services", {}):
             say(f"Dask dashboard: {client.dashboard_link}", logging.INFO)
@@ -181,8 +188,14 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _source() -> str:
+    """Return the variable that names the scheduler. Outside Flyte's backend, perhaps a shell has kept the variable."""
+    is_on_backend = current_execution().name not in (None, "local")
+    return SCHEDULER_VARIABLE if is_on_backend else f"{SCHEDULER_VARIABLE}: unset it to train on this machine"
+
+
 @contextlib.contextmanager
-def _connected(address: str, deadline: float) -> Iterator[Client]:
+def _connected(address: str, place: str, deadline: float) -> Iterator[Client]:
     """Connect to a Dask scheduler, with retries, since scheduler and DNS name may appear later than this task."""
     notice = _Notice()
     while True:
@@ -195,19 +208,19 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
         except (OSError, TimeoutError) as error:
             if time.monotonic() + 1.0 >= deadline:
                 raise GangStartError(
-                    f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) in time: {error}. "
+                    f"no Dask scheduler answered at {place} in time: {error}. "
                     "See the scheduler pod's log. Likely causes: its image lacks this package, and so the command that "
                     "Flyte starts (Flyte 1: dask-scheduler, Flyte 2: dask scheduler); or its TLS settings differ from "
                     "this task's (DASK_DISTRIBUTED__COMM__...)."
                 ) from error
-            notice.give(f"waiting for the Dask scheduler at {address}")
+            notice.give(f"waiting for the Dask scheduler at {place}")
             time.sleep(min(1.0, max(0.0, left)))
     with client:
         yield client
 
 
 def _wait_for_workers(
-    client: Client, wanted: int, least: int, deadline: float, start_timeout: float
+    client: Client, place: str, wanted: int, least: int, deadline: float, start_timeout: float
 ) -> Mapping[str, Any]:
     notice = _Notice()
     here, newest_at = -1, time.monotonic()
@@ -223,13 +236,13 @@ def _wait_for_workers(
             return scheduler
         if now >= deadline:
             raise GangStartError(
-                f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s; "
+                f"{here} of {wanted} Dask workers came to {place} within {start_timeout:g} s; "
                 f"{least} are needed. Likely causes: the worker pods are still pending (kubectl get pods; GPUs, spot "
                 "capacity, tolerations), their image cannot be pulled, or their image lacks this package, and so the "
                 "command that Flyte starts (Flyte 1: dask-worker, Flyte 2: dask worker). Raise Gang(start_timeout=...) "
                 "if they only need longer."
             )
-        notice.give(f"{here} of {wanted} Dask workers are here, waiting for the others")
+        notice.give(f"{here} of {wanted} Dask workers are at {place}, waiting for the others")
         time.sleep(POLL_INTERVAL)
 
 
