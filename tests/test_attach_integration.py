@@ -82,11 +82,14 @@ def said(terminal: pexpect.spawn, line: str) -> str:
     return str(terminal.before)
 
 
-def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> None:
-    run, log = start(STOPS, "--scheduler", cluster.address, "--hang-timeout", "5")
+def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    run, log = start(STOPS, "--scheduler", cluster.address, "--hang-timeout", "5", "--log-dir", str(logs))
     try:
         until(lambda: "Attach by: daskpytorch attach 1" in log.read_text(), log.read_text)
         listed = attach("--scheduler", cluster.address)
+        [id_] = re.findall(r"^\S+ \((\S+)\), 2 ranks\n", listed.stdout)
+        assert attach("--gang", id_).stdout.splitlines()[0] == listed.stdout.splitlines()[0]
         assert re.search(r"\n0 +\S+ +1 +runs +\S+/script.py:12 ", listed.stdout), listed
         assert re.search(r"\n1 +\S+ +1 +stops at \S+/script.py:12 .* \S+/script.py:12 ", listed.stdout), listed
         stack = attach("0")
@@ -104,6 +107,7 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> N
 
         first = terminal("1")
         first.expect_exact("(Pdb rank 1) ")
+        assert repr(id_) in said(first, "p __import__('os').environ['TORCHELASTIC_RUN_ID']")
         assert "\r\n101\r\n" in said(first, "p secret")
         first.sendcontrol("]")
         first.expect_exact("detached; the rank waits on for a terminal")
@@ -125,4 +129,5 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster) -> N
     finally:
         end(run)
     assert "[rank 1] total 2" in log.read_text()
+    assert [folder.name for folder in logs.iterdir()] == [id_]
     assert "no gang runs" in attach().stderr

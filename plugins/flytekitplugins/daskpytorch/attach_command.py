@@ -6,7 +6,6 @@ Runs in the user's terminal. The driver of each gang answers, after both have pr
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import select
 import shutil
@@ -52,14 +51,9 @@ class Gang:
         return next((place for place in self.listing.ranks if place.rank == rank), None)
 
     @property
-    def id(self) -> str:
-        """Id that tells the gang from others of the same function."""
-        return hashlib.sha256(self.contact.token).hexdigest()[:16]
-
-    @property
     def title(self) -> str:
         """Name, id and size of the gang."""
-        return f"{self.listing.gang} ({self.id[:8]}), {len(self.listing.ranks)} ranks"
+        return f"{self.listing.gang} ({self.listing.id}), {len(self.listing.ranks)} ranks"
 
 
 @click.command(short_help="List the ranks of running gangs, or open a rank's debugger.")
@@ -189,7 +183,7 @@ def _gangs(contacts: Iterable[DriverContact], look: Look) -> Iterator[Gang]:
 
 
 def _is_named(gang: Gang, name: str) -> bool:
-    return gang.listing.gang.split(".")[-1] == name or gang.listing.gang == name or gang.id.startswith(name)
+    return gang.listing.gang.split(".")[-1] == name or name in (gang.listing.gang, gang.listing.id)
 
 
 def _table(gang: Gang) -> str:

@@ -1,7 +1,6 @@
 """Start of one attempt: places ranks on workers, and sends each agent its orders. Runs in the driver."""
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,7 +33,7 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     _check_versions(nodes)
     places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
     backend = placement.choose_backend(settings.backend, nodes, places)
-    logs = log_folder(settings, _id_of_gang(state))
+    logs = log_folder(settings, state.id)
     shape = Shape(
         name=request.name, backend=backend, nodes=nodes, places=places, log_folder=str(logs) if logs else None
     )
@@ -60,7 +59,7 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
 def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:
     request, settings, saving = state.request, state.request.settings, state.saving
     return Job(
-        gang=_id_of_gang(state),
+        gang=state.id,
         attempt=number,
         call=request.call,
         large=request.large.address if request.large is not None else None,
@@ -85,10 +84,6 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         observers=state.observers.for_rank(),
         patience=settings.evaluate.timeout if settings.evaluate is not None else 0.0,
     )
-
-
-def _id_of_gang(state: GangState) -> str:
-    return hashlib.sha256(state.agents.order.token).hexdigest()[:16]
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:

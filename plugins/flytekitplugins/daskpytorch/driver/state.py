@@ -4,6 +4,7 @@ Handlers only record messages of agents and reports of ranks. Only `Brain` decid
 every event at any time. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, assert_never
@@ -75,6 +76,7 @@ class GangState:
                 `clock`.
         """
         self.request = request
+        self.id = request.training.id if request.training is not None else secrets.token_hex(8)
         self.calls = request.calls
         """Calls of a gang that stays. None in a gang of one call."""
         self.agents = agents
@@ -85,7 +87,7 @@ class GangState:
         self.accountant = Accountant(asked_at, clock)
         self.observers = observers
         self.evaluator = Evaluator(request, agents, committer, observers, make, self.now)
-        self.terminals = Terminals(request.name, agents.launcher, observers, self.now)
+        self.terminals = Terminals(request.name, self.id, agents.launcher, observers, self.now)
         self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
         self.evaluator.on_end = self._tell_metrics
         self._broken: dict[str, str] = {}

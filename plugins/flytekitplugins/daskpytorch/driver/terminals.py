@@ -50,8 +50,11 @@ class Prompt:
 class Terminals:
     """The terminals that are attached to one gang, and the debuggers that wait for terminals."""
 
-    def __init__(self, gang: str, launcher: AgentLauncher, observers: Observers, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, gang: str, id_: str, launcher: AgentLauncher, observers: Observers, clock: Callable[[], float]
+    ) -> None:
         self._gang = gang
+        self._id = id_
         self._launcher = launcher
         self._observers = observers
         self._clock = clock
@@ -138,7 +141,7 @@ class Terminals:
 
     def _listing(self, attempt: Attempt | None, look: Look) -> Listing:
         ranks = [self._place(attempt, rank, look) for rank in sorted(attempt.places)] if attempt is not None else []
-        return Listing(gang=self._gang, ranks=ranks)
+        return Listing(gang=self._gang, id=self._id, ranks=ranks)
 
     def _place(self, attempt: Attempt, rank: int, look: Look) -> RankPlace:
         prompt = self._prompt_of(attempt, rank)

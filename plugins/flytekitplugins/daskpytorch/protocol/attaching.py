@@ -64,6 +64,8 @@ class Listing:
 
     gang: str
     """Name of the gang's function."""
+    id: str
+    """Id that tells the gang from others of the same function."""
     ranks: Sequence[RankPlace]
     """Empty while the gang waits for workers."""
 
