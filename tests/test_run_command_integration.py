@@ -139,6 +139,19 @@ def test_a_reader_of_the_output_may_leave(folder: Path) -> None:
     assert "BrokenPipe" not in said
 
 
+def test_options_of_the_interpreter_reach_the_ranks_and_output_to_a_full_disk_is_an_error(folder: Path) -> None:
+    (folder / "flags.py").write_text(
+        "import sys; open('flags', 'w').write(f'{sys.flags.optimize} {sys.flags.dev_mode} {sys.warnoptions}'); print(1)"
+    )
+    options = ["-O", "-X", "dev", "-W", "ignore:nothing"]
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, *options, *RUN[1:], "flags.py"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=200)
+    assert (folder / "flags").read_text() == "1 True ['default', 'ignore:nothing']"
+    assert done.returncode == 120, done.stderr
+    assert "No space left on device" in done.stderr
+
+
 def test_output_that_the_terminal_cannot_show_is_escaped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     (folder / "writes.py").write_text(r"""import sys; sys.stdout.reconfigure(encoding="utf-8"); print("50 %|\u2588")""")

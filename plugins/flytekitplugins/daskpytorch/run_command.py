@@ -38,6 +38,8 @@ WITHOUT_MEANING = (
 """Options of `torchrun` that take a value, and have no effect here."""
 FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
 """Options of `torchrun` that take no value, and have no effect here."""
+LOST_OUTPUT = 120
+"""Exit code with which Python ends, too, if it cannot write its output."""
 COUNT = click.IntRange(min=1)
 
 
@@ -175,7 +177,7 @@ def run(
 
     If a rank fails, all ranks start again from the newest checkpoint that the program saved by
     current_rank().checkpoint. The exit code is that of the rank that failed. Exit code 2: an option or the program
-    cannot be used. 130: Ctrl-C. 143: SIGTERM.
+    cannot be used. 120: the output cannot be written. 130: Ctrl-C. 143: SIGTERM.
     """
     if arguments[:1] == ("--",):  # torchrun drops a first --, too
         arguments = arguments[1:]
@@ -222,6 +224,9 @@ def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) ->
     finally:
         if deck is not None:
             say(f"the page of the training: {futures.report(deck)}")
+    if error is None and Board.output is not None and Board.output.error is not None:
+        click.echo(f"daskpytorch run: the ranks' output could not be written: {Board.output.error}", err=True)
+        return LOST_OUTPUT
     if error is None:
         return 0
     print(error.__cause__ if isinstance(error.__cause__, GangError) else error, file=sys.stderr)

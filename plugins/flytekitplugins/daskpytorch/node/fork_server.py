@@ -26,6 +26,7 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -59,12 +60,15 @@ PR_SET_PDEATHSIG = 1
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
     """Return the command line of a fresh Python interpreter that calls one of this module's main functions.
 
+    The interpreter has this one's options, such as `-O`, `-W` and `-X`.
+
     Args:
         main: Name of the function.
         arguments: Command-line arguments.
         path: The interpreter's `sys.path`.
     """
-    return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
+    return [sys.executable, *flags, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
 
 
 # ---- The server process ---------------------------------------------------------------------------------------------

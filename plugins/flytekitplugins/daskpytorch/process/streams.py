@@ -52,6 +52,8 @@ class Screen:
 
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
+        self.error: OSError | None = None
+        """Error by which text was lost, such as a full disk. None also if a reader has left, as after `| head`."""
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
         file = self._file
         if is_output and isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
@@ -59,9 +61,11 @@ class Screen:
 
     def write(self, text: str) -> int:
         """Write a text to the stream. Drop the text if the stream fails."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             if self._file is not None:
                 self._file.write(text)
+        except (OSError, ValueError) as error:
+            self._note(error)
         return len(text)
 
     def flush(self) -> None:
@@ -72,8 +76,12 @@ class Screen:
         except BrokenPipeError:
             if self._is_output:  # as after `| head`: Python would write the rest at its exit, and complain
                 _drop_output()
-        except (OSError, ValueError):
-            pass
+        except (OSError, ValueError) as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            self.error = error
 
     def __getattr__(self, name: str) -> object:
         """Return an attribute of the stream, such as `isatty` or `encoding`."""
