@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE,
 from flytekitplugins.daskpytorch.driver.hang_watch import ANSWER_TIME, HangWatch
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.start import start_attempt
-from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState
+from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, is_complete, is_late
 from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.protocol import messages, orders
@@ -223,7 +223,7 @@ class Brain:
     def _is_to_end(self, attempt: Attempt) -> bool:
         """Return True if an attempt without failures must stop: it is late, preempted, hung or about to grow."""
         has_kept, self._saving.has_news = self._saving.has_news, False
-        if self._state.is_late(attempt):
+        if is_late(self._state, attempt):
             self._late = attempt.places.keys() - attempt.ready
             return True
         if self._state.stop_request is not None:
@@ -298,7 +298,7 @@ class Brain:
         self._ended_at = self._now()
         if attempt.is_failing and attempt.hang is None:
             attempt.explain_failure()
-        if self._state.is_complete(attempt):
+        if is_complete(self._state, attempt):
             if (count := len(attempt.ranks_of)) < (num_wanted := self._agents.num_wanted):
                 self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude

@@ -98,25 +98,9 @@ class GangState:
         """Rank whose debugger uses the terminal, or None."""
         return self.attempt.prompts.shown if self.attempt is not None else None
 
-    def is_late(self, attempt: Attempt) -> bool:
-        """Return True if ranks have not joined the process group in time."""
-        is_due = self.now() >= attempt.began_at + self.request.settings.start_timeout
-        return is_due and not attempt.is_formed and not attempt.prompts.debugged
-
-    def is_complete(self, attempt: Attempt) -> bool:
-        """Return True if the ended attempt has delivered its results, and neither failed nor was stopped before."""
-        is_unfinished = attempt.has_stopped_early or attempt.is_failing or self.is_cancelled
-        if self.stop_request is not None:
-            is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())
-            is_unfinished |= is_cut or self.stop_request.has_signalled or self.calls is not None
-        return attempt.has_delivered and not is_unfinished
-
     @property
     def has_lost_scheduler(self) -> bool:
-        """True if the Dask scheduler is gone.
-
-        All workers end then, and may report their end before this value changes.
-        """
+        """True if the Dask scheduler is gone. All workers end then, and may report their end before this value changes."""
         return not self.agents.launcher.is_connected()
 
     # ---- from the user's side
@@ -398,3 +382,18 @@ class GangState:
     def note_commit(self, commit: Committed) -> None:
         """Record that a sharded checkpoint was committed, or that its commit failed."""
         self.saving.note_committed(self.attempt, commit)
+
+
+def is_late(state: GangState, attempt: Attempt) -> bool:
+    """Return True if ranks have not joined the process group in time."""
+    is_due = state.now() >= attempt.began_at + state.request.settings.start_timeout
+    return is_due and not attempt.is_formed and not attempt.prompts.debugged
+
+
+def is_complete(state: GangState, attempt: Attempt) -> bool:
+    """Return True if the ended attempt has delivered its results, and neither failed nor was stopped before."""
+    is_unfinished = attempt.has_stopped_early or attempt.is_failing or state.is_cancelled
+    if state.stop_request is not None:
+        is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())
+        is_unfinished |= is_cut or state.stop_request.has_signalled or state.calls is not None
+    return attempt.has_delivered and not is_unfinished
