@@ -100,7 +100,7 @@ class GangState:
 
     @property
     def has_lost_scheduler(self) -> bool:
-        """True if the Dask scheduler is gone. All workers end then, and may report their end before this value changes."""
+        """True if the Dask scheduler is gone. All workers end then, and may report that before this value changes."""
         return not self.agents.launcher.is_connected()
 
     # ---- from the user's side
