@@ -29,7 +29,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with nothing_left_behind():
-        done = run_program([*COMMAND, "--scheduler", cluster.address, "--json"], cwd=tmp_path, env={"PATH": path})
+        done = run_program(
+            [*COMMAND, "doctor", "--scheduler", cluster.address, "--json"], cwd=tmp_path, env={"PATH": path}
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert not {name for name, finding in found.items() if finding["verdict"] != "ok" and name != "GPUs"}
