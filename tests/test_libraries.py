@@ -109,6 +109,19 @@ def fabric_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
     return Fabric
 
 
+def test_a_fabric_of_one_device_may_stand_beside_that_of_all_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = fabric_with(monkeypatch, strategy(devices=None))
+    with pytest.raises(ValueError, match="does not fit the gang of 4 ranks"):
+        fabric()
+    fabric.strategy = strategy()
+    fabric()
+    fabric.strategy = strategy(devices=None)
+    assert fabric().num_launches == 1
+    fabric.strategy = strategy(devices=3)
+    with pytest.raises(ValueError, match="does not fit the gang of 4 ranks"):
+        fabric()
+
+
 @pytest.mark.parametrize(("host_rank", "is_first"), [(0, True), (1, False)])
 def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
     monkeypatch: pytest.MonkeyPatch, host_rank: int, *, is_first: bool

@@ -228,6 +228,8 @@ def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
         (["--env", "LR", "train.py"], "must be NAME=VALUE"),
         (["--hang-timeout", "soon", "train.py"], "must be auto, none or seconds"),
         (["--no-such", "train.py"], "No such option"),
+        (["--no_python", "ls"], "ranks run Python scripts and modules alone"),
+        (["train.pyc"], "zip archives and .pyc files are not run"),
         (["--deck", "no/folder/deck.html", "train.py"], "No such file"),
         ([], "Missing argument 'PROGRAM'"),
     ],
@@ -236,6 +238,7 @@ def test_bad_input_is_refused_at_once(
     folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "notes.txt").write_text("buy milk")
+    (folder / "train.pyc").write_bytes(b"\0\1\2")
     assert main(["run", *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -71,8 +71,17 @@ def _say_without_meaning(_: click.Context, option: click.Parameter, value: objec
         )
 
 
+def _refuse_other_programs(_: click.Context, __: click.Parameter, value: object) -> None:
+    if value:
+        raise click.UsageError("--no-python of torchrun is refused: ranks run Python scripts and modules alone")
+
+
 def _accepting_torchruns(command: click.Command) -> click.Command:
-    """Add the options of `torchrun` that have no effect here to a command, hidden."""
+    """Add the options of `torchrun` that have no effect here, or are refused, to a command, hidden."""
+    refused = click.Option(
+        ["--no-python"], hidden=True, expose_value=False, is_flag=True, callback=_refuse_other_programs
+    )
+    command.params.append(refused)
     for name in (*WITHOUT_MEANING, *FLAGS_WITHOUT_MEANING):
         is_flag = name in FLAGS_WITHOUT_MEANING
         option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_say_without_meaning)

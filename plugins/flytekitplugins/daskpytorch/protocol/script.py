@@ -334,7 +334,8 @@ def _compiled(file: Path, shown_as: str) -> CodeType:
     except (SyntaxError, ValueError) as error:
         if getattr(error, "filename", None) is not None:
             raise
-        raise SyntaxError(str(error), (str(file), 1, 0, "")) from error  # a file with null bytes
+        told = "no Python source: zip archives and .pyc files are not run, give the path of a .py file"
+        raise SyntaxError(told, (str(file), 1, 0, "")) from error  # a file with null bytes
 
 
 @contextlib.contextmanager

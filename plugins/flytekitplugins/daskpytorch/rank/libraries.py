@@ -103,12 +103,17 @@ def _check_trainers(module: ModuleType) -> None:
 
 
 def _check_fabrics(module: ModuleType) -> None:
+    """Make each new `Fabric` check that it uses all ranks. A later one may use a single device, as for evaluation."""
     begin = module.Fabric.__init__
+    has_all_ranks = False
 
     @functools.wraps(begin)
     def begin_checked(fabric: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal has_all_ranks
         begin(fabric, *args, **kwargs)
-        _check_strategy(module, "Fabric", fabric.strategy)
+        if not (has_all_ranks and getattr(fabric.strategy, "parallel_devices", None) is None):
+            _check_strategy(module, "Fabric", fabric.strategy)
+        has_all_ranks = True
         fabric.launch()  # a program for `fabric run` does not call `launch` itself, and a second call changes nothing
 
     module.Fabric.__init__ = begin_checked
