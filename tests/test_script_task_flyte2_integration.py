@@ -52,7 +52,8 @@ ASKS = """
 
     how = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())
     template = translate_task_to_wire(flows.plain, how).task_template
-    print(json.dumps([[*template.container.args], template.metadata.discovery_version]))
+    [container] = template.k8s_pod.pod_spec["containers"]  # not of `template.container`, as the pods have annotations
+    print(json.dumps([[*container["args"]], template.metadata.discovery_version]))
 """
 
 
