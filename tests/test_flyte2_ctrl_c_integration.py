@@ -51,8 +51,8 @@ if __name__ == "__main__":
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 """The cursor."""
 KEPT = re.compile(
-    r"^train: interrupted after \S+ s, step (\d+)/100000  loss 1; the checkpoint of step (\d+) is kept, "
-    r"DASKPYTORCH_RESUME=1 and the same command go on from it$",
+    r"^train: interrupted after \S+ s, step (\d+)/100000 loss 1; the checkpoint of step (\d+) is kept, "
+    r"DASKPYTORCH_RESUME=1 and the same command go on from it$".replace(" ", r"\s+"),  # a terminal breaks long lines
     re.MULTILINE,
 )
 OF_FLYTE = [str(SCRIPTS / "flyte"), "run", "--local", "training.py"]
