@@ -81,8 +81,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
     """Call `report` before an uncaught C++ exception aborts the process.
 
     gloo aborts a rank that receives a tensor of an unexpected shape. NCCL's watchdog aborts a rank whose collective has
-    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later. Call this
-    function after each default process group that forms, whose GPU backend then gets its hook.
+    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later.
     """
     global _handler
     rank = os.getpid()
@@ -92,7 +91,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
             report()
 
     _hook_aborts(report_of_rank)
-    if _set_terminate is None or _handler is not None:
+    if _set_terminate is None:
         return
 
     def handler() -> None:
