@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -162,3 +163,4 @@ def _run_rank(rank: int, run: Callable[[Path], dict[str, Any]], world_size: int,
     context.enter(RankContext(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size))
     torch.save(run(directory), directory / f"{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # as ranks end: torch's threads may abort the exit of Python (pytorch#190489)
