@@ -30,8 +30,6 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-BY_COMMAND = {"profile"}
-"""Extras of which a program is run, and nothing imported."""
 OF_THIS_REPOSITORY = {"workflows", "docs", "test", "dev", "bench"}
 """Those that are for its own files."""
 CONFIGURED: dict[str, Callable[[], Any]] = {
@@ -127,7 +125,7 @@ def test_without_flytekit_the_task_types_say_so(
 
 
 def test_each_extra_holds_what_is_looked_for() -> None:
-    assert EXTRAS.keys() - BY_COMMAND - OF_THIS_REPOSITORY == extras.PACKAGES.keys()
+    assert EXTRAS.keys() - OF_THIS_REPOSITORY == extras.PACKAGES.keys()
     distributions = packages_distributions()
     for extra, packages in extras.PACKAGES.items():
         there = (map(canonicalize_name, distributions[package.partition(".")[0]]) for package in packages)

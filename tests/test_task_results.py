@@ -80,17 +80,17 @@ def test_here_files_appear_in_their_place_while_the_gang_runs(here: TaskResults)
 def test_profiles_can_be_named_as_soon_as_they_are_here(here: TaskResults) -> None:
     assert here.profiles() == {}
     with here.received() as received:
-        submit(received, "profiles/rank-1.svg", b"flames")
+        submit(received, "profiles/rank-1.json.gz", b"trace")
         submit(received, "a", b"no profile")
         until(here.profiles, "the profile")
-    assert here.profiles() == {"rank-1.svg": f"{here.folder}/profiles/rank-1.svg"}
+    assert here.profiles() == {"rank-1.json.gz": f"{here.folder}/profiles/rank-1.json.gz"}
 
 
 def test_profiles_that_go_to_s3_can_be_named_once_they_are_there(remote: TaskResults) -> None:
     with remote.received() as received:
-        submit(received, "profiles/rank-1.svg", b"flames")
+        submit(received, "profiles/rank-1.json.gz", b"trace")
         assert remote.profiles() == {}
-    assert remote.profiles() == {"rank-1.svg": f"{remote.folder}/profiles/rank-1.svg"}
+    assert remote.profiles() == {"rank-1.json.gz": f"{remote.folder}/profiles/rank-1.json.gz"}
 
 
 def test_the_results_of_all_handlers_reach_s3(remote: TaskResults, tmp_path: Path) -> None:

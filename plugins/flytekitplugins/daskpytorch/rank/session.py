@@ -83,7 +83,7 @@ class Session:
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
         profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
-        looks = [profiler.draw_flame_graphs]
+        looks = []
         if order.job.settings.hints and 1 < place.world_size <= MAX_WORLD_SIZE:
             looks.append(self._entries.look)
         with profiler.watching(order.job.settings.profile):

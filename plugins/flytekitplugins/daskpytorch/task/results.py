@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.results.handler import write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
 PROFILES = "profiles"
-"""Name of the results folder's subfolder for profiles and flame graphs."""
+"""Name of the results folder's subfolder for traces by `Gang(profile=...)`."""
 FAILED_LIMIT = 60.0
 """Timeout, in seconds, for the upload of a failed gang's results. The gang's error is raised afterwards."""
 LOST = "These files are lost: check the disk and the task's access to its output storage"
@@ -65,7 +65,7 @@ class TaskResults:
                 self._make_empty_folder()
 
     def profiles(self) -> dict[str, str]:
-        """Return the URIs of the traces and flame graphs in the results folder, by file name."""
+        """Return the URIs of the traces by `Gang(profile=...)` in the results folder, by file name."""
         if not self._is_remote:
             self._profiles = _files_below(Path(self.folder.removeprefix("file://")) / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
