@@ -83,14 +83,6 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(Gpu *gpu, unsigned long long *bits
     return give_long(gpu, "slowdowns", bits);
 }
 
-int nvmlDeviceGetClockInfo(Gpu *gpu, unsigned kind, unsigned *megahertz) {
-    return kind == 1 ? give(gpu, "clock", megahertz) : NOT_SUPPORTED;
-}
-
-int nvmlDeviceGetTemperature(Gpu *gpu, unsigned sensor, unsigned *degrees) {
-    return sensor == 0 ? give(gpu, "degrees", degrees) : NOT_SUPPORTED;
-}
-
 int nvmlDeviceGetUtilizationRates(Gpu *gpu, unsigned *rates) { return give(gpu, "busy", rates); }
 
 int nvmlDeviceGetFieldValues(Gpu *gpu, int count, FieldValue *values) {

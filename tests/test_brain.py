@@ -9,7 +9,6 @@ import json
 import math
 import signal
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +36,8 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled, TimeEnds
-from flytekitplugins.daskpytorch.protocol.reports import Entered, Held, Hint, Located, Remembered, Timed, Wanted
+from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Wanted
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -277,28 +276,6 @@ def test_a_hint_is_given_once(gang_of: MakeWorld) -> None:
         "rank 0 logged loss=nan at step 3.",
         "rank 1 has returned alone.",
     ]
-
-
-def test_a_slow_rank_is_hinted_at_once_whichever_rank_reports_last(
-    gang_of: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 comes 50 ms late to each collective, the ranks report in turns, and time ends on request."""
-    world = gang_of()
-    monkeypatch.setattr(time, "time", lambda: 1_000.0)
-    is_timed = False
-    for window in range(8):
-        numbers = range(20 * window, 20 * window + 20)
-        for rank in (0, 1) if window % 2 else (1, 0):
-            times = {number: 100 + number / 10 + rank / 20 for number in numbers}
-            ends = {number: 100.051 + number / 10 for number in numbers if is_timed}
-            timed = {number: Timed(times[number], end, end) for number, end in ends.items()}
-            how: dict[str, Any] = {"window": window, "time": 1_000.0, "num_steps": window, "data": 0.0, "line": ""}
-            report = Entered(times=times, timed=timed, queued=0.0, is_partial=False, **how)
-            world.report(world.agent((W1, W2)[rank]), rank, report)
-        is_timed = all(messages.Tell(TimeEnds()) in world.agent(worker).orders for worker in (W1, W2))
-        world.obey_all()
-    [note] = [note for note in world.watcher.notes if "A hint" in note]
-    assert "rank 1 " in note
 
 
 # ---- Being told to end ----------------------------------------------------------------------------------------------

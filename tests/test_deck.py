@@ -364,8 +364,8 @@ def test_an_evaluation_belongs_to_the_epoch_of_its_step() -> None:
 
 def test_hints_have_a_section_of_their_own() -> None:
     recorder = Recorder()
-    hint = f"rank 1 is slow: {'the gang waits for it ' * 20}at the end"
-    Observers([recorder], name="m.train", hints=True).hint("slow rank 1", hint)
+    hint = f"rank 1 logged loss=nan: {'a value that is no number ' * 20}at the end"
+    Observers([recorder], name="m.train", hints=True).hint("loss", hint)
     page = body(recorder)
     assert page.index("<h2>Hints</h2>") < page.index(hint) < page.index("What happened")
     assert "Hints" not in body(Recorder())

@@ -149,14 +149,14 @@ def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_pa
     observer = begun(board(tmp_path))
     observer.logged(record(0, loss=3.0, note="slow"))
     observer.logged(record(7, loss=1.5, epoch=1, odd=object()))
-    observer.noted("train: rank 1 is slow")
+    observer.noted("train: rank 1 goes on")
     observer.ended(None)
     folder = tmp_path / "train-f3a-n0"
     assert observer.places() == {"TensorBoard": str(folder)}
     assert scalars(folder) == [(0, 3.0), (7, 1.5)]
     assert scalars(folder, "epoch") == [(7, 1.0)]
     assert texts(folder, "note") == [(0, "slow")]
-    assert texts(folder, "notes") == [(0, "train: rank 1 is slow")]
+    assert texts(folder, "notes") == [(0, "train: rank 1 goes on")]
     given = {name: value.string_value or value.number_value for name, value in session(folder, "start").hparams.items()}
     gang = {"gang/world_size": 2, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": 0}
     assert given == {"lr": 0.25, "data": "s3://names", **gang}
@@ -300,7 +300,7 @@ def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -
     observer = begun(flow(tags={"team": "names"}), training(link="https://flyte.example/f3a"))
     observer.logged(record(0, loss=3.0, note="slow"))
     observer.logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
-    observer.noted("train: rank 1 is slow")
+    observer.noted("train: rank 1 goes on")
     observer.ended(None)
     [run] = flow.runs
     assert observer.places() == {"MLflow": f"run {run.info.run_id} in sqlite:///{flow.store}/mlflow.db"}
@@ -313,7 +313,7 @@ def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -
     assert tags == {
         "team": "names",
         "note": "slow",
-        "mlflow.note.content": "train: rank 1 is slow",
+        "mlflow.note.content": "train: rank 1 goes on",
         "daskpytorch.execution": "https://flyte.example/f3a",
     }
 

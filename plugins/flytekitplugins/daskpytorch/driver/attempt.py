@@ -16,11 +16,10 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
-from flytekitplugins.daskpytorch.driver.slow_rank import SlowRankWatch
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate, TimeEnds
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Locate
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, Remembered, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
@@ -156,8 +155,6 @@ class Attempt:
     """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
     """Time to ask all ranks for their stacks, after a failure that a collective may have caused. Infinite: not set."""
-    slow_rank: SlowRankWatch = field(init=False)
-    """Times at which the ranks enter collectives."""
     stillness: Stillness | None = None
     """Time of each rank's last progress. None until the process group is formed."""
     hangs_at: float = 0.0
@@ -177,9 +174,6 @@ class Attempt:
     def __post_init__(self) -> None:
         self.began_at = self.clock()
         self.prompts = Prompts(self.clock)
-        hosts = {rank: node.host for rank, (_, node) in self.places.items()}
-        gpus = {rank: place.gpu for rank, (place, _) in self.places.items() if place.gpu is not None}
-        self.slow_rank = SlowRankWatch(hosts, gpus, functools.partial(self.tell, Tell(TimeEnds())))
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:

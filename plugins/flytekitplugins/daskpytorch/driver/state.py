@@ -256,7 +256,7 @@ class GangState:
                 self.observers.tell("logged", report)
             case RankUsage() | reports.Spent() | reports.GoodputWanted():
                 self._account_for(peer, attempt, rank, report)
-            case reports.Entered() | reports.Hint() | reports.Noted():
+            case reports.Hint() | reports.Noted():
                 self._tell_user(attempt, rank, report)
             case CheckpointFile():
                 self.saving.note_saved(peer, attempt, rank, report)
@@ -301,7 +301,7 @@ class GangState:
             case _:
                 assert_never(report)
 
-    def _tell_user(self, attempt: Attempt, rank: int, said: reports.Entered | reports.Hint | reports.Noted) -> None:
+    def _tell_user(self, attempt: Attempt, rank: int, said: reports.Hint | reports.Noted) -> None:
         match said:
             case reports.Hint(kind, text):
                 self.observers.hint(kind, f"rank {rank} {text}")
@@ -309,9 +309,6 @@ class GangState:
                 if is_debugged:
                     attempt.prompts.debugged.add(rank)
                 self.observers.note(f"rank {rank} {text}")
-            case reports.Entered():
-                if (found := attempt.slow_rank.hear(rank, said, time.time())) is not None:
-                    self.observers.hint(*found)
 
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         attempt.prompts.leave(rank, steps=steps)

@@ -220,11 +220,6 @@ class ShowStacks:
 
 
 @dataclass(frozen=True)
-class TimeEnds:
-    """Order to a rank: time the ends of its next collectives, since the rank or another one enters them late."""
-
-
-@dataclass(frozen=True)
 class Accounted:
     """The gang's goodput, in answer to a rank's request."""
 
@@ -296,18 +291,7 @@ class Quit:
 OrderToEnd = Leave | CallOrder | EndCall | TerminalOrder
 """Order that ends the rank, is about a call in a gang that stays, or comes from an attached terminal."""
 OrderToAll = (
-    Hold
-    | Release
-    | Settled
-    | Kept
-    | Accounted
-    | Evaluated
-    | Locate
-    | ShowStacks
-    | TimeEnds
-    | Prompt
-    | Interrupt
-    | OrderToEnd
+    Hold | Release | Settled | Kept | Accounted | Evaluated | Locate | ShowStacks | Prompt | Interrupt | OrderToEnd
 )
 OrderToRank = OrderToAll | Arrived
 """All orders after which the rank goes on."""

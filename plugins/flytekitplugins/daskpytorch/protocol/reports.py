@@ -65,45 +65,6 @@ class GoodputWanted:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Beginning and end of a collective in one rank, in seconds since the epoch."""
-
-    entered: float
-    seen_in: float
-    """Last time at which the collective had not ended."""
-    seen_out: float
-    """First time at which the collective had ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entered:
-    """Times at which the rank has entered its newest collectives of the default process group."""
-
-    window: int
-    """Number of the ten seconds since the epoch at whose beginning all ranks read their flight recorders."""
-    time: float
-    """Seconds since the epoch at which the report was made, on the rank's clock."""
-    times: Mapping[int, float]
-    """Number of a collective -> seconds since the epoch at which the rank entered the collective."""
-    is_partial: bool
-    """True if the rank also exchanges messages with single ranks, as in pipelines, which have late ranks by design."""
-    num_steps: int
-    """Number of the rank's optimizer steps so far."""
-    data: float
-    """Seconds of waiting for a data loader so far."""
-    line: str
-    """Line of the user's code at which the main thread was found most often. Empty if no line stands out."""
-    queued: float
-    """Seconds that the rank's main thread has waited for a core so far. 0 if the kernel does not tell."""
-    timed: Mapping[int, Timed]
-    """Number of a collective -> its beginning and end. Empty without an earlier order `TimeEnds`."""
-    gpu_clock: int | None = None
-    """Clock of the rank's GPU in MHz. None if unknown, or if the rank has not initialised CUDA."""
-    gpu_temperature: int | None = None
-    """Temperature of the rank's GPU in degrees Celsius. None if unknown, or if the rank has not initialised CUDA."""
-
-
-@dataclass(frozen=True)
 class Hint:
     """Hint to the user about a likely mistake in the function. Shown once for each kind."""
 
@@ -204,7 +165,6 @@ ShortReport = (
     | RankUsage
     | Spent
     | GoodputWanted
-    | Entered
     | Hint
     | Noted
     | Held

@@ -97,24 +97,23 @@ def set_timeout(timeout: timedelta) -> None:
         distributed.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
 
 
-def flight_records(*, has_nccl: bool, stacks: bool = True) -> Iterator[bytes]:
+def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
     """Yield the pickled records of collectives that torch's flight recorders hold in this rank.
 
     Args:
         has_nccl: True for a rank that uses NCCL, whose recorders are then read besides gloo's.
-        stacks: True to have the stack of each call.
     """
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
     dump: Callable[..., bytes] = c10d._dump_fr_trace  # noqa: SLF001
     with _without_compiler():
-        yield dump(True, stacks, False)
+        yield dump(True, True, False)
         if has_nccl:  # a rank without NCCL must not touch CUDA
-            yield c10d._dump_nccl_trace(True, stacks, False)  # noqa: SLF001
+            yield c10d._dump_nccl_trace(True, True, False)  # noqa: SLF001
             for backend in NCCL_BACKENDS[1:]:
                 with contextlib.suppress(TypeError):  # before torch 2.15 this function has only gloo's recorder
-                    yield dump(True, stacks, False, backend=backend)
+                    yield dump(True, True, False, backend=backend)
 
 
 @contextlib.contextmanager

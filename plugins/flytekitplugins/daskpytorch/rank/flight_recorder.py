@@ -11,8 +11,6 @@ import ctypes
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,39 +40,6 @@ def recall() -> Recalled | None:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
         return None
     return Recalled(groups=groups, collectives=collectives, members=members, newest_of_all=of_all)
-
-
-@dataclass(frozen=True)
-class Newest:
-    """This rank's newest collectives of the default group."""
-
-    entered: Mapping[int, float]
-    """Number of each collective -> seconds since the epoch at which the rank entered the collective."""
-    ended: AbstractSet[int]
-    """Numbers of those that have ended. With gloo, the flight recorder has no times of ends."""
-    is_partial: bool
-    """True if the rank also sends or receives messages of single ranks."""
-
-
-def newest() -> Newest | None:
-    """Return this rank's newest collectives of the default group. Safe in any thread.
-
-    None with NCCL, if torch's flight recorder is off or unreadable, or if ranks count differently.
-    """
-    try:
-        if not process_group.are_numbers_comparable():
-            return None
-        groups = torch_parts.groups()
-        if any("nccl" in name for group in groups for name in torch_parts.names_of_backends(group)):
-            return None  # a rank calls NCCL's collectives ahead of its GPU, so that a late call is no wait
-        entries = list(_entries(has_nccl=False, stacks=False))
-        world = "the default group (gloo)"
-        calls = [entry for entry in entries if not entry["is_p2p"] and _group_of(entry) == world][-MAX_COLLECTIVES:]
-        entered = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in calls}
-        ended = {entry["collective_seq_id"] for entry in calls if _is_done(entry)}
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
-        return None
-    return Newest(entered, ended, any(entry["is_p2p"] for entry in entries)) if entered else None
 
 
 def call_before_abort(report: Callable[[], None]) -> None:
@@ -153,8 +118,8 @@ def _name(name: str, described: str, backend: str) -> str:
     return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
 
 
-def _entries(*, has_nccl: bool, stacks: bool = True) -> Iterator[Mapping[str, Any]]:
-    for records in torch_parts.flight_records(has_nccl=has_nccl, stacks=stacks):
+def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
+    for records in torch_parts.flight_records(has_nccl=has_nccl):
         yield from pickle.loads(records).get("entries", ())  # noqa: S301 - by our own torch
 
 

@@ -25,8 +25,6 @@ BROKEN = {
 NO_DRIVER = {9: "the driver is not loaded", 18: "driver/library version mismatch"}
 """Return codes of NVML by which the library cannot talk to the driver. CUDA, which has a library of its own, may work:
 an image may have an old NVML."""
-SM_CLOCK, GPU_SENSOR = 1, 0
-"""Arguments of NVML: the clock of the streaming multiprocessors, and the temperature sensor of the GPU's chip."""
 UNCORRECTED, SINCE_LOAD = 1, 0
 """Arguments of NVML: uncorrectable memory errors, and counters since the driver was loaded."""
 RECOVERY_FIELD = 230
@@ -72,19 +70,6 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
         if (found := gpu(uuid)) is not None:
             used, _ = found.memory() or (None, None)
             return used, found.utilization()
-    return None, None
-
-
-def clock_and_temperature(uuid: str) -> tuple[int | None, int | None]:
-    """Return the clock of a GPU's multiprocessors in MHz, and its temperature in degrees Celsius. None: unknown.
-
-    Args:
-        uuid: The UUID, with or without the prefix `GPU-`. A MIG instance has the values of its GPU.
-    """
-    with contextlib.suppress(NvmlError):
-        if (found := gpu(uuid)) is not None:
-            clock = found.number("nvmlDeviceGetClockInfo", c_uint(), c_int(SM_CLOCK))
-            return clock, found.number("nvmlDeviceGetTemperature", c_uint(), c_int(GPU_SENSOR))
     return None, None
 
 

@@ -32,7 +32,6 @@ from flytekitplugins.daskpytorch.rank import (
     usage,
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.entries import MAX_WORLD_SIZE, Entries
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from flytekitplugins.daskpytorch.rank.usage import Gauge
@@ -58,7 +57,6 @@ class Session:
         self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
         """This rank's use of terminals for a debugger. None if the rank runs in the driver's process."""
-        self._entries = Entries(link.ledger, link.send, place.gpu_uuid)
         self.server: Server | None = None
         """Serves the calls of a gang that stays. None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
@@ -83,14 +81,11 @@ class Session:
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
         profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
-        looks = []
-        if order.job.settings.hints and 1 < place.world_size <= MAX_WORLD_SIZE:
-            looks.append(self._entries.look)
         with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),
                 usage.watched(link.ledger),
-                gauge.reporting(place.world_size, link.send, looks),
+                gauge.reporting(place.world_size, link.send),
             ):
                 yield
             link.send(reports.Spent(link.ledger.close(), is_last=True))
@@ -144,8 +139,6 @@ class Session:
                 self._locate(look)
             case orders.ShowStacks():
                 standstill.show_stacks()
-            case orders.TimeEnds():
-                self._entries.time_ends()
             case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
                 if self.prompt is not None:
                     self.prompt.obey(order)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,9 +188,7 @@ class Gauge:
         )
 
     @contextlib.contextmanager
-    def reporting(
-        self, world_size: int, send: Callable[[RankUsage], None], looks: Iterable[Callable[[], None]] = ()
-    ) -> Iterator[None]:
+    def reporting(self, world_size: int, send: Callable[[RankUsage], None]) -> Iterator[None]:
         """Send a usage sample every two seconds during the block, in a thread. Ranks of large gangs send fewer samples.
 
         A block with at least one sample sends a final sample at its end, which counts all steps of the rank.
@@ -198,7 +196,6 @@ class Gauge:
         Args:
             world_size: Number of ranks in the gang.
             send: Reports a sample.
-            looks: Functions to call every two seconds.
         """
         every = max(1, round(world_size / MAX_SAMPLES / INTERVAL))
         has_returned, is_over = threading.Event(), threading.Event()
@@ -210,8 +207,6 @@ class Gauge:
                 if is_over.wait(wait if wait > INTERVAL / 2 else wait + INTERVAL):
                     break
                 with optional("Reading what this rank uses"):
-                    for look in looks:
-                        look()
                     if (turn + self._rank) % every == 0:  # not all ranks of a large gang at once
                         send(self.read())
                         has_sent = True
