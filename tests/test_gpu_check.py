@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,25 +37,16 @@ NAMED = "import sys; open('/proc/self/comm', 'w').write(sys.argv[1]); print(flus
 """Program with the name that its argument gives, up to the end of its input."""
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_gpus.build(tmp_path_factory.mktemp("nvml"))
-
-
 @pytest.fixture
-def driver(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
     """Function that writes NVML's answers about GPU-1: those about a sound GPU, with changes. None: no answer."""
-    file = tmp_path / "gpus"
-    own = shutil.copy(library, tmp_path)  # a process initialises each library once
-    monkeypatch.setattr(nvml, "LIBRARY", str(own))
     monkeypatch.setattr(gpu_check, "PAUSE", 0.0)
-    monkeypatch.setenv("FAKE_NVML", str(file))
+    file = fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": SOUND})
 
     def describe(uuid: str = "GPU-1", others: dict[str, Any] | None = None, **changes: int | None) -> None:
         values = {key: value for key, value in {**SOUND, **changes}.items() if value is not None}
         fake_gpus.describe(file, {uuid: values, **(others or {})})
 
-    describe()
     return describe
 
 
@@ -75,24 +66,17 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
         ({"ecc": 2}, "2 uncorrectable memory errors (ECC) since its driver was loaded"),
         ({"remap_pending": 1}, "a row of its memory waits to be remapped at a reset"),
         ({"remap_failed": 1}, "a row of its memory could not be remapped"),
-        ({"retiring": 1}, "a page of its memory waits to be retired at a reset"),
         ({"recovery": 1}, "its driver asks for a reset"),
         ({"recovery": 2}, "its driver asks for a reboot of its host"),
         ({"recovery": 4}, "its driver asks for a reset after all work has left the GPU"),
-        ({"fabric": 0, "fabric_status": 999}, None),  # no NVLink fabric
-        ({"fabric_status": 999}, "it could not join its NVLink fabric (code 999)"),
-        ({"slowdowns": 0x4}, None),  # a limit of power, as under load
-        ({"slowdowns": 0x8 | 0x40}, "its clocks are slowed down by hardware and heat before any work"),
-        ({"slowdowns": 0x80}, "its clocks are slowed down by its power supply before any work"),
         ({"used": 30 << 30, "pid": 812}, None),
         ({"used": 60 << 30}, None),  # by processes of other containers, or by the own Dask worker
         ({"used": 60 << 30, "pid": ABSENT, "pid_memory": 60 << 30}, None),
         ({"used": 60 << 30, "pid": os.getppid(), "pid_memory": 60 << 30}, None),  # as a Dask worker's
-        ({"code": 15}, "NVML's nvmlDeviceGetHandleByUUID says: GPU is lost (code 15)"),
-        ({"code": 16}, "NVML's nvmlDeviceGetHandleByUUID says: GPU requires a reset (code 16)"),
+        ({"code": 15}, "NVML's nvmlDeviceGetHandleByUUID says: GPU is lost"),
+        ({"code": 16}, "NVML's nvmlDeviceGetHandleByUUID says: GPU requires restart"),
         ({"code": 4}, None),  # no permission
-        ({"ecc": 2, "address_code": 15}, "NVML's nvmlDeviceGetPciInfo_v3 says: GPU is lost (code 15)"),
-        (dict.fromkeys(["ecc", "remap_pending", "retiring", "recovery", "fabric", "slowdowns", "used", "bus"]), None),
+        (dict.fromkeys(["ecc", "remap_pending", "recovery", "used"]), None),
     ],
 )
 def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, int | None], fault: str | None) -> None:
@@ -110,7 +94,7 @@ def test_only_processes_outside_the_gangs_may_not_hold_the_memory(
     with subprocess.Popen([sys.executable, "-c", NAMED, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        driver(used=70 << 30, pid=other.pid, pid_memory=size << 30, slowdowns=0x8)  # slowed down by the process's work
+        driver(used=70 << 30, pid=other.pid, pid_memory=size << 30)
         text = f"other processes hold {size}.0 of 80.0 GiB of its memory (process {other.pid})"
         assert gpu_check.faults_of("1") == ([text] if is_fault else [])
         driver(used=70 << 30, pid=other.pid)  # of unknown size
@@ -128,10 +112,10 @@ def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
 
 def test_a_driver_that_does_not_work_is_the_gpus_fault(driver: Describe) -> None:
     driver(others={"*": {"code": 11}})
-    assert gpu_check.faults_of("GPU-1") == ["NVML's nvmlInit_v2 says: the driver finds an interrupt problem (code 11)"]
+    assert gpu_check.faults_of("GPU-1") == ["NVML's nvmlInit says: Interrupt Request Issue"]
 
 
-@pytest.mark.parametrize(("code", "cause"), [(9, "the driver is not loaded"), (18, "driver/library version mismatch")])
+@pytest.mark.parametrize(("code", "cause"), [(9, "Driver Not Loaded"), (18, "an NVML/RM version mismatch")])
 def test_a_library_that_does_not_suit_the_driver_is_no_fault(
     driver: Describe, caplog: pytest.LogCaptureFixture, code: int, cause: str
 ) -> None:
@@ -139,41 +123,52 @@ def test_a_library_that_does_not_suit_the_driver_is_no_fault(
     assert gpu_check.faults_of("GPU-1") == []
     assert nvml.usage("GPU-1") == (None, None)
     [record] = caplog.records
-    assert f"cannot be used here: {cause} (code {code})" in record.getMessage()
+    assert "cannot be used here: " in record.getMessage()
+    assert cause in record.getMessage()
 
 
 def test_usage_initialises_nvml_once_for_each_process(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = ctypes.c_int.in_dll(ctypes.CDLL(nvml.LIBRARY), "num_inits")
     driver(busy=25, used=50)
-    before = count.value
     assert {nvml.usage("GPU-1") for _ in range(3)} == {(50, 0.25)}
-    assert count.value == before + 1
+    assert sys.modules["pynvml"].num_inits == 1
     monkeypatch.setattr(os, "getpid", lambda: ABSENT)  # as in a forked child
     assert nvml.usage("GPU-1") == (50, 0.25)
-    assert count.value == before + 2
+    assert sys.modules["pynvml"].num_inits == 2
 
 
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:
-    instance = {"is": 1, "whole": 1, "used": 1 << 30, "total": 10 << 30}
+    instance = {"whole": 1, "used": 1 << 30, "total": 10 << 30}
     driver(ecc=3, used=70 << 30, others={"MIG-a": instance})
     gpu = nvml.gpu("MIG-a")
     assert gpu is not None
     assert (gpu.memory(), gpu.ecc_errors()) == ((1 << 30, 10 << 30), 3)
 
 
-def test_a_gpu_or_driver_that_nvml_does_not_know_passes(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_nvml_does_not_know_passes(driver: Describe) -> None:
     assert nvml.gpu("GPU-2") is None
     assert gpu_check.faults_of("GPU-2") == []
-    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml.so.none")
-    driver(ecc=3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the driver")
+def test_without_the_driver_nothing_is_known_and_nothing_said(capfd: pytest.CaptureFixture[str]) -> None:
+    """By the library itself."""
+    nvml._begin.cache_clear()
     assert gpu_check.faults_of("GPU-1") == []
+    assert nvml.usage("GPU-1") == (None, None)
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_the_functions_in_place_of_nvidia_ml_pys_take_as_many_arguments() -> None:
+    for name, function in vars(fake_gpus.fake_library()).items():
+        if name.startswith("nvml"):
+            assert len(signature(function).parameters) == len(signature(getattr(pynvml, name)).parameters), name
 
 
 def test_a_fault_that_has_passed_at_the_second_look_does_not_count(
     driver: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as clocks that heat slows down."""
-    driver(slowdowns=0x40)
+    """Such as the memory of a process that is ending."""
+    driver(ecc=1)
     monkeypatch.setattr(time, "sleep", lambda _: driver())
     assert gpu_check.faults_of("GPU-1") == []
 
@@ -190,24 +185,6 @@ def test_nvml_that_hangs_is_not_waited_for(driver: Describe, monkeypatch: pytest
         if thread.name == "daskpytorch-gpu-check":
             thread.join(30.0)
             assert not thread.is_alive()
-
-
-def test_the_kernels_log_is_quoted_beside_a_fault(
-    driver: Describe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "kmsg"
-    log.write_text(
-        "4,901,5140900,-;NVRM: Xid (PCI:0000:3b:00): 48, pid=812, name=python, An uncorrectable double bit error\n"
-        "4,902,5140901,-;NVRM: Xid (PCI:0000:af:00): 79, GPU has fallen off the bus.\n"
-        "4,903,5140902,-;NVRM: Xid (PCI:0000:3B:00): 63, Row Remapper\n"
-    )
-    assert gpu_check.xids_of("0000:3b:00", str(log)) == ["48", "63"]
-    assert gpu_check.xids_of("0000:3b:00", str(tmp_path / "none")) == []
-    monkeypatch.setattr(gpu_check, "KERNEL_LOG", str(log))
-    driver(ecc=1)
-    assert gpu_check.faults_of("GPU-1")[1:] == ["the kernel's log has Xid 48, 63 of this GPU"]
-    driver()
-    assert gpu_check.faults_of("GPU-1") == []  # a reset may have mended the GPU since
 
 
 # ---- The kernel, and the user's function

@@ -159,7 +159,7 @@ def check_by_nvml(device: str) -> tuple[dict[str, object] | None, list[str]]:
     uuid = str(torch.cuda.get_device_properties(current_rank().device).uuid)
     if (gpu := nvml.gpu(uuid)) is None:
         return None, gpu_check.faults_of(uuid)
-    answers = (gpu.memory, gpu.processes, gpu.ecc_errors, gpu.recovery, gpu.slowdowns, gpu.address)
+    answers = (gpu.memory, gpu.processes, gpu.ecc_errors, gpu.recovery, gpu.remapping)
     return {answer.__name__: answer() for answer in answers}, gpu_check.faults_of(uuid)
 
 

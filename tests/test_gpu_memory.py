@@ -160,7 +160,7 @@ def test_a_driver_that_hangs_delays_the_error_only_for_the_timeout(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
     monkeypatch.setattr(gpu_memory, "NVML_TIMEOUT", 0.1)
-    fake_gpus.describe(driver, {"GPU-1": {"is": 1, "hangs": 1}})
+    fake_gpus.describe(driver, {"GPU-1": {"hangs": 1}})
     lines, _ = explained(torch.OutOfMemoryError(MESSAGE), order)
     assert lines[-1] == "NVML gives no list of the GPU's processes (no answer)."
     fake_gpus.describe(driver, {})  # lets the abandoned thread end

@@ -207,7 +207,7 @@ def test_of_a_gpu_it_reads_off_what_there_is_to_know(
     expected: tuple[Any, Any],
 ) -> None:
     """Torch and NVML are simulated."""
-    fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": {"is": 1, **answers}})
+    fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": answers})
     monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[by_cuda]))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     read = Gauge(0, ledger, 2, "1").read()

@@ -154,7 +154,11 @@ class _LocalCluster(LocalCluster):  # type: ignore[misc]
 def _local_client(num_workers: int) -> Iterator[Client]:
     dashboard = _wants_dashboard()
     # Dask's profiler and tick take a tenth of a core from the ranks. Pods have the same settings (see `task`).
-    quiet = {"distributed.admin.tick.interval": "1s", "distributed.worker.profile.enabled": dashboard}
+    quiet = {
+        "distributed.admin.tick.interval": "1s",
+        "distributed.diagnostics.nvml": False,
+        "distributed.worker.profile.enabled": dashboard,
+    }
     with dask.config.set(_unless_set(quiet)):
         local = _LocalCluster(
             n_workers=num_workers,

@@ -40,10 +40,6 @@ RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 """Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
 NUM_NUMBERS = 1 << 18
 """Number of elements that the small kernel computes: 1 MiB, enough for each part of a large GPU to compute some."""
-KERNEL_LOG = "/dev/kmsg"
-XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:]+)[^)]*\): (\d+)", re.IGNORECASE)
-"""Pattern of the kernel's log lines about a GPU's errors: the GPU's PCI address, and the error's number."""
-MAX_XIDS = 5
 THREAD = "daskpytorch-gpu-check"
 """Name of the threads that call the GPU's driver, in which code that hangs cannot be ended."""
 
@@ -122,12 +118,10 @@ def faults_of(uuid: str) -> list[str]:
 
 def _look(uuid: str) -> list[str]:
     try:
-        if (gpu := nvml.gpu(uuid)) is None or not (found := list(read_faults(gpu))):
-            return []
-        xids = xids_of(gpu.address(), KERNEL_LOG)
+        gpu = nvml.gpu(uuid)
+        return [] if gpu is None else list(read_faults(gpu))
     except NvmlError as error:
         return [str(error)]
-    return [*found, *([f"the kernel's log has Xid {', '.join(xids)} of this GPU"] if xids else [])]
 
 
 def read_faults(gpu: Gpu) -> Iterator[str]:
@@ -143,17 +137,10 @@ def read_faults(gpu: Gpu) -> Iterator[str]:
         yield "a row of its memory could not be remapped"
     if is_remap_pending:
         yield "a row of its memory waits to be remapped at a reset"
-    if gpu.is_retirement_pending():
-        yield "a page of its memory waits to be retired at a reset"
     if action := gpu.recovery():
         yield f"its driver asks for {RECOVERIES.get(action, 'a reset after all work has left the GPU')}"
-    if code := gpu.fabric_error():  # CUDA itself refuses a fabric that is incomplete (error 802)
-        yield f"it could not join its NVLink fabric (code {code})"
     processes = gpu.processes()
-    others = _names_of_others(processes)
-    if (causes := gpu.slowdowns()) and not others:  # the work of another process may heat the GPU
-        yield f"its clocks are slowed down by {' and '.join(causes)} before any work"
-    strangers = sorted(pid for pid, name in others.items() if not RANK_NAME.match(name))
+    strangers = _strangers(processes)
     _, total = gpu.memory() or (0, 0)
     held = sum(processes[pid] for pid in strangers)
     # The GPU's memory in use proves nothing: a container lists neither the processes of others, nor always its own Dask
@@ -163,49 +150,19 @@ def read_faults(gpu: Gpu) -> Iterator[str]:
         yield f"other processes hold {held / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory ({named})"
 
 
-def _names_of_others(pids: Iterable[int]) -> dict[int, str]:
-    """Return the processes on a GPU by process ID, with their names, without this rank and its ancestors.
+def _strangers(pids: Iterable[int]) -> list[int]:
+    """Return the process IDs of neither ranks nor this rank's ancestors, such as a Dask worker.
 
-    An ancestor is a Dask worker, for example. A process that does not exist here is left out: NVML may list processes
-    of other containers by process IDs that mean nothing here.
+    A process that does not exist here is left out: NVML may list processes of other containers by process IDs that mean
+    nothing here.
     """
-    own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-    names: dict[int, str] = {}
-    for pid in set(pids) - own:
+    own = {process.pid for process in psutil.Process().parents()}
+    found = []
+    for pid in sorted(set(pids) - own - {os.getpid()}):
         with contextlib.suppress(psutil.Error):
-            names[pid] = psutil.Process(pid).name()
-    return names
-
-
-def xids_of(address: str, log: str) -> list[str]:
-    """Return the numbers of a GPU's newest errors (Xid) since the host's boot. Empty if the log may not be read.
-
-    An Xid is no fault of its own, as a reset may have mended the GPU since.
-
-    Args:
-        address: PCI address of the GPU, such as 0000:3b:00. Empty if unknown.
-        log: The kernel's log, which gives one record per read.
-    """
-    found: list[str] = []
-    try:
-        file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return []
-    try:
-        while record := _next_record(file):
-            found += [number for at, number in XID.findall(record) if at.lower() == address]
-    except OSError:  # no more records
-        pass
-    finally:
-        os.close(file)
-    return list(dict.fromkeys(found))[-MAX_XIDS:]
-
-
-def _next_record(file: int) -> str:
-    try:
-        return os.read(file, 1 << 13).decode(errors="replace")
-    except BrokenPipeError:  # the kernel has overwritten the record, and the next read goes on after the gap
-        return os.read(file, 1 << 13).decode(errors="replace")
+            if not RANK_NAME.match(psutil.Process(pid).name()):
+                found.append(pid)
+    return found
 
 
 # ---- The kernel

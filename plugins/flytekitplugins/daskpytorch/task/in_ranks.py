@@ -44,6 +44,8 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     # Two processes check the worker's memory, by default 10 times a second. The memory of ranks is not included.
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
+    # Dask asks each GPU for its usage twice a second in the worker's event loop, which a broken GPU may block.
+    "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
     # Dask must not restart an agent on another worker when the agent's worker dies.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
