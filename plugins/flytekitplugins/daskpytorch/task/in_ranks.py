@@ -38,14 +38,15 @@ CLUSTER_SETTINGS = {
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     # Dask checks its event loops 50 times a second, which takes 2 % of a core per process from the ranks.
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+    # Dask (2026.8) asks NVML for each GPU's usage in its event loops, which a broken GPU blocks. Dask does not start if
+    # NVML does not suit the GPU driver. nvidia-ml-py, by which Dask asks, comes with this package.
+    "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
 }
 GANG_SETTINGS = CLUSTER_SETTINGS | {
     # Dask profiles workers 100 times a second. A worker that runs only an agent needs no profile.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     # Two processes check the worker's memory, by default 10 times a second. The memory of ranks is not included.
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
-    # Dask asks each GPU for its usage twice a second in the worker's event loop, which a broken GPU may block.
-    "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
     # Dask must not restart an agent on another worker when the agent's worker dies.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
