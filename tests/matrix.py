@@ -38,7 +38,7 @@ GANGS = (
 """One on the task's own node, one on a Dask cluster."""
 OF_LIBRARIES = (
     *("agents", "checkpoint", "cluster", "collectives", "config", "deck", "dependencies", "dispatch", "export"),
-    *("extras", "flyte", "in_process", "inputs", "media", "own_node", "partitions", "program"),
+    *("extras", "flyte", "debug", "inputs", "media", "own_node", "partitions", "program"),
     *("sampling", "task", "task_results", "trials", "wandb"),
 )
 """The tests of what leans on torch, Dask, flytekit and the extras."""

@@ -404,7 +404,7 @@ def test_what_is_no_metric_is_refused_before_anything_is_copied(
     rank: Rank, metrics: Any, said: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[Any] = []
-    monkeypatch.setattr(checkpoint_module, "_copy", copied.append)
+    monkeypatch.setattr(checkpoint_module, "copy_of", copied.append)
     checkpoint = current_rank().checkpoint if where == "no gang" else rank.checkpoint(is_main=where == "main")
     with pytest.raises(TypeError, match=said):
         checkpoint.save({}, 1, metrics)

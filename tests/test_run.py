@@ -56,8 +56,6 @@ def test_its_futures_have_what_was_logged_and_kept_and_write_the_page(kept: Path
     futures.records.clear()  # a copy
     assert [record.metrics["loss"] for record in futures.records] == LOSSES
     assert (futures.metrics, futures.step) == ({"loss": 0.4, "word": "w"}, 3)
-    assert futures.goodput is not None
-    assert futures.goodput.total > 0
     best, newest = futures.checkpoints
     assert (futures.best_checkpoint, futures.newest_checkpoint) == (best, newest)
     assert (best.step, best.metrics, newest.step) == (1, {"loss": 0.2}, 3)

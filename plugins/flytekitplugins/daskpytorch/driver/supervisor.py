@@ -74,7 +74,6 @@ class Supervisor:
         GangStartError: The operating system is not Linux.
     """
 
-    needs_linux = True
     _state: GangState
     """State of the gang. Unset until the driver listens."""
 
@@ -85,8 +84,7 @@ class Supervisor:
         observers: Sequence[Observer] = (),
         received: ReceivedResults | None = None,
     ) -> None:
-        if self.needs_linux:
-            check_system()
+        check_system()
         self._request = request
         self._execution = current_execution()
         self._launcher = launcher
@@ -207,15 +205,8 @@ class Supervisor:
             post=self._calls.put,
             num_least=request.settings.min_workers or launcher.num_wanted,
         )
-        state = self._begin(agents, committer)
-        listener.listen(state)
-        stack.callback(listener.end)
-        stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)
-        return state
-
-    def _begin(self, agents: Agents, committer: Committer) -> GangState:
-        return GangState(
-            self._request,
+        state = GangState(
+            request,
             agents,
             committer,
             self._observers,
@@ -224,6 +215,10 @@ class Supervisor:
             make=Supervisor,
             running_clock=RunningClock(),
         )
+        listener.listen(state)
+        stack.callback(listener.end)
+        stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)
+        return state
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
         if not isinstance(request, messages.DownloadLarge):

@@ -82,7 +82,7 @@ class RankCheckpoint(Checkpoint):
             return
         with self._link.saving(step):
             self.flush()
-            self._worker.submit(functools.partial(self._write, _copy(state), step, plain))
+            self._worker.submit(functools.partial(self._write, copy_of(state), step, plain))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds. None: no limit."""
@@ -103,7 +103,7 @@ class RankCheckpoint(Checkpoint):
         Returns:
             The checkpoint's step. None: there is no checkpoint, and the state stays unchanged.
         """
-        self._check_best("load_sharded", best, step)
+        check_best("load_sharded", self._best_by, best, step)
         if not best and step is None:
             start = self.sharded.load(state)
             if start is not None:
@@ -126,45 +126,23 @@ class RankCheckpoint(Checkpoint):
             LookupError: The gang keeps no checkpoint of this step.
             OSError: The checkpoint did not arrive on this node, or not in time.
         """
-        self._check_best("load", best, step)
+        check_best("load", self._best_by, best, step)
         if best or step is not None:
             file = self._await_choice(None if step is None else int(step), CheckpointFile)
         elif (file := self._start) is not None:
             self._await(START, f"the checkpoint of step {file.step}")
             self._link.progress.reach(file.step, anew=True)
         self._loaded = file.saved(self._storage) if file is not None else None
-        return self._read(file) if file is not None else None
+        return read_checkpoint(self.folder / file.name) if file is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
         """Return the checkpoints that the driver keeps, as of its newest message to this rank."""
         return self._link.kept
 
-    def _read(self, file: CheckpointFile) -> Any:
-        import torch
-
-        # mmap: the ranks of a node share the file's pages. A tensor that a rank writes to gets its own pages.
-        # weights_only=False: the state may have any object of the user's. The file comes from this gang's own ranks.
-        # Between two attempts of a task, the file is in Flyte's storage, whose writers are trusted with code and
-        # inputs, too.
-        return torch.load(self.folder / file.name, map_location="cpu", weights_only=False, mmap=True)
-
     def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
-        import torch
-
-        unfinished = self.folder / f"unfinished-{self._attempt}-{step}"
         try:
-            with HashedFile(io.FileIO(unfinished, "w")) as file:
-                torch.save(state, file)
-            written = CheckpointFile(
-                attempt=self._attempt,
-                step=step,
-                size=unfinished.stat().st_size,
-                digest=file.digest.hexdigest(),
-                metrics=metrics,
-            )
-            unfinished.rename(self.folder / written.name)
+            written = write_checkpoint(self.folder, self._attempt, state, step, metrics)
         except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
-            unfinished.unlink(missing_ok=True)
             print(
                 f"the checkpoint of step {step} was not written ({_reason(error)}); the training goes on, and the "
                 "checkpoint before stays the newest",
@@ -172,13 +150,6 @@ class RankCheckpoint(Checkpoint):
             )
             return
         self._link.send(written)
-
-    def _check_best(self, method: str, best: bool, step: int | None) -> None:
-        if best and (self._best_by is None or step is not None):
-            raise ValueError(
-                f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "
-                f"Gang(keep=Keep(best=1, metric=...)). The gang's metric is {self._best_by!r}"
-            )
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
         """Ask the driver for the best checkpoint or a step's checkpoint, and wait until it arrives on this node.
@@ -221,6 +192,62 @@ class RankCheckpoint(Checkpoint):
         if arrived.failure is not None:
             raise OSError(f"{what} did not arrive: {arrived.failure}. See the driver's log")
         return arrived.value
+
+
+def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]) -> CheckpointFile:
+    """Write a whole checkpoint to a folder, under its final name once the file is complete.
+
+    Raises:
+        Exception: The disk is full, or an object in the state cannot be written.
+    """
+    import torch
+
+    unfinished = folder / f"unfinished-{attempt}-{step}"
+    try:
+        with HashedFile(io.FileIO(unfinished, "w")) as file:
+            torch.save(state, file)
+        written = CheckpointFile(
+            attempt=attempt,
+            step=step,
+            size=unfinished.stat().st_size,
+            digest=file.digest.hexdigest(),
+            metrics=metrics,
+        )
+        unfinished.rename(folder / written.name)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return written
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Return the state in the file of a whole checkpoint, with its tensors on the CPU."""
+    import torch
+
+    # mmap: the ranks of a node share the file's pages. A tensor that a rank writes to gets its own pages.
+    # weights_only=False: the state may have any object of the user's. The file comes from this gang's own ranks.
+    # Between two attempts of a task, the file is in Flyte's storage, whose writers are trusted with code and
+    # inputs, too.
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+
+
+def check_best(method: str, metric: str | None, best: bool, step: int | None) -> None:
+    """Check the arguments of `load` and `load_sharded`.
+
+    Args:
+        method: Name of the method.
+        metric: Metric of the gang's `Keep`.
+        best: True if the user asks for the best checkpoint.
+        step: Training step that the user asks for.
+
+    Raises:
+        ValueError: `best` is True, and there is no metric, or a step is given, too.
+    """
+    if best and (metric is None or step is not None):
+        raise ValueError(
+            f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "
+            f"Gang(keep=Keep(best=1, metric=...)). The gang's metric is {metric!r}"
+        )
 
 
 class _Copier(pickle.Pickler):
@@ -276,7 +303,7 @@ class _RefusedError(Exception):
         self.tensor = tensor
 
 
-def _copy(state: Any) -> Any:
+def copy_of(state: Any) -> Any:
     """Return a copy of a state, with tensors on the CPU, that later training steps leave unchanged.
 
     Pickle carries the structure without tensors. This function defines no inner class or function, as their references

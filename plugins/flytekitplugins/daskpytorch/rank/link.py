@@ -12,8 +12,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import orders, payload, reports
@@ -100,22 +101,12 @@ class Records:
         return max(0.0, self._send_at - time.monotonic())
 
 
-class Channel(Protocol):
-    """Sending half of a rank's pipe to its agent."""
-
-    def send_bytes(self, buf: bytes, /) -> None:
-        """Send a message."""
-
-    def close(self) -> None:
-        """Close this process's end of the pipe."""
-
-
 class GangLink(Link):
     """Connection of a gang's rank to its driver, for reports and answers. All methods are safe in any thread."""
 
     takes_results = True
 
-    def __init__(self, channel: Channel, order: orders.RankOrder) -> None:
+    def __init__(self, channel: Connection, order: orders.RankOrder) -> None:
         place, job = order.place, order.job
         self.worker_data = order.data
         self.progress = Progress()
@@ -128,8 +119,6 @@ class GangLink(Link):
         """Function that returns the Flyte task's folder for the files that ranks submit. None outside a task."""
         self.ended = threading.Event()
         """Set when the user's function has returned in every rank of the gang."""
-        self.is_over = False
-        """True if the rank has to end but runs in the driver's process, which goes on."""
         self.kept: Sequence[SavedCheckpoint] = job.kept
         """Checkpoints that the gang keeps, by the driver's newest message."""
         self._channel = channel
@@ -166,13 +155,7 @@ class GangLink(Link):
     # ---- methods that `RankContext` calls
 
     def log(self, record: LogRecord) -> None:
-        """Report a log record: to this process's observers at once, to the driver soon.
-
-        Raises:
-            SystemExit: The rank has to end, but runs in the driver's process, which goes on.
-        """
-        if self.is_over:
-            raise SystemExit(orders.STOPPED)
+        """Report a log record: to this process's observers at once, to the driver soon."""
         self.ledger.mark()
         with self._observers_lock:
             self.observers.tell("logged", record)

@@ -1,8 +1,4 @@
-"""One rank in one attempt of its gang: its context, its reports and its answers to orders. Runs in a rank.
-
-`main` creates a session in a process of its own. For debugging, `driver.in_process` creates one in the driver's
-process.
-"""
+"""One rank in one attempt of its gang: its context, its reports and its answers to orders. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -56,7 +52,7 @@ class Session:
         """Environment variables that the rank starts with."""
         self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
-        """This rank's use of terminals for a debugger. None if the rank runs in the driver's process."""
+        """This rank's use of terminals for a debugger. None before `main` has set this field."""
         self.server: Server | None = None
         """Serves the calls of a gang that stays. None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)

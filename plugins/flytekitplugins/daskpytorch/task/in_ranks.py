@@ -155,7 +155,7 @@ class InRanks:
         """Call the user's function in this process, as the only rank, and return its return value unconverted."""
         refuse_unknown(inputs)
         with self._shown(inputs) as shown, self._received(shown) as received:
-            from flytekitplugins.daskpytorch.driver.in_process import run_here
+            from flytekitplugins.daskpytorch.task.debug import run_here
 
             gang = self.task_config.gang
             return run_here(

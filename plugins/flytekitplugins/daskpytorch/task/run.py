@@ -104,7 +104,7 @@ def begin(call: Call, request: Request, launcher: AgentLauncher) -> tuple[Run, S
 
 
 def start_here(call: Call, function: Callable[[], Any]) -> RunFutures:
-    """Call a function in this process as a gang's only rank, and return its settled future.
+    """Call a function in this process as the only rank, and return its settled future.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed.
@@ -198,7 +198,7 @@ class RunFutures(Logged, GangFutures):
 
 
 class _SettledFutures(RunFutures):
-    """The only future of a gang whose one rank is this process. The future is settled from the beginning."""
+    """The only future in debug mode, whose rank is this process. The future is settled from the beginning."""
 
     def __init__(self, run: Run, function: Callable[[], Any]) -> None:
         received = ReceivedResults()
@@ -251,7 +251,7 @@ class Run:
 
     def train_here(self, function: Callable[[], Any], received: ReceivedResults) -> Any:
         """Call the function in this process, and return its return value."""
-        from flytekitplugins.daskpytorch.driver.in_process import run_here
+        from flytekitplugins.daskpytorch.task.debug import run_here
 
         call, error = self._call, None
         try:

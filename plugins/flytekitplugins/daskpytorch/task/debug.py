@@ -1,0 +1,316 @@
+"""Debug mode: the function runs in the calling process, as the only rank of no gang. Runs in the driver.
+
+Breakpoints of an editor, profilers and `pytest --pdb` work as in any program.
+
+    run_here ─▶ variables of torchrun, process group of one rank, current_rank() ─▶ the user's function
+                  log, submit  ─▶ observers, trackers and results, in this process
+                  checkpoint   ─▶ a local folder, and from there the gang's storage
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import Checkpoint, Link, RankContext
+from flytekitplugins.daskpytorch.driver import manifest
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.driver.claim import claimed
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines
+from flytekitplugins.daskpytorch.driver.request import start_of
+from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.node.hardware import describe_node
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
+from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol import orders, payload
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
+from flytekitplugins.daskpytorch.protocol.placement import place_ranks
+from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
+from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as_program
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
+from flytekitplugins.daskpytorch.rank import process_group
+from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, read_checkpoint, write_checkpoint
+from flytekitplugins.daskpytorch.rank.profiler import Profiler
+from flytekitplugins.daskpytorch.rank.returned import unwrapped
+from flytekitplugins.daskpytorch.rank.session import completed
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers
+from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
+
+if TYPE_CHECKING:
+    import torch
+
+    from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+
+
+ATTEMPT = 1
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Environment variable that stays unchanged, as the calling process may already use its GPUs."""
+E = TypeVar("E", CheckpointFile, ShardedCheckpoint)
+
+
+def run_here(
+    function: Callable[[], Any],
+    name: str,
+    settings: Gang,
+    received: ReceivedResults,
+    results_folder: Callable[[], object] = lambda: None,
+    *,
+    observers: Sequence[Observer],
+    training: Training,
+    storage: StoragePaths | None,
+) -> Any:
+    """Call a function as the only rank, in this thread, and return its result.
+
+    Args:
+        function: The function to call.
+        name: Name of the function or task.
+        settings: The user's settings, of which those of checkpoints, variables and the profile count.
+        received: Receives the files that the function submits.
+        results_folder: Returns the folder of the task's results, or None outside a task.
+        observers: Observers of the training.
+        training: Name, id and inputs of the training.
+        storage: Folders in storage for the checkpoints. None: no storage.
+
+    Raises:
+        BaseException: The function's exception, with its traceback. `sys.exit` with a code other than 0 is one, too.
+    """
+    if settings.evaluate is not None:
+        say(f"{name}: debugging: Gang(evaluate=...) has no effect, since there is one process")
+    told, error = Observers(observers, name=name), None
+    told.tell("begins", training)
+    told.note(f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process")
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(claimed(storage, name))
+            folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
+            checkpoint = LocalCheckpoint(settings, storage, folder, told)
+            stack.callback(checkpoint.close)
+            link = _Link(told, received, results_folder)
+            rank = RankContext(checkpoint=checkpoint, link=link)
+            profiler = Profiler(0, folder, partial(link.submit, ""), lambda text: told.note(f"rank 0 {text}"))
+            stack.enter_context(_as_rank(rank, name, settings, checkpoint, told))
+            stack.enter_context(link.trackers())
+            stack.enter_context(profiler.watching(settings.profile))
+            stack.enter_context(ending_as_program())  # then the result is None
+            return unwrapped(completed(function()))
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        told.tell("ended", _for_observers(error, name))
+
+
+class LocalCheckpoint(Checkpoint):
+    """Saves and loads checkpoints of the only rank. A gang's driver keeps the files in the same way.
+
+    A save returns when the file is written. Its copy to storage follows in the background.
+    """
+
+    def __init__(self, settings: Gang, storage: StoragePaths | None, folder: Path, told: Observers) -> None:
+        self.folder = folder
+        self._told = told
+        self._keep = settings.keep
+        self._timeout = settings.start_timeout
+        self._end_timeout = Deadlines(settings.grace_period).storage
+        self._vault = Vault(storage, settings.keep, folder)
+        filesystem = current_execution().filesystem
+        self._committer = Committer(settings, storage, self._vault, folder, filesystem, self._note_commit)
+        self._start = self._vault.restore()
+        self._committer.begin()
+        self.sharding = self._committer.sharding()
+        """Storage of the shards, and the sharded checkpoints from before."""
+        self._sharded = ShardedCheckpoints(self.sharding, attempt=ATTEMPT, rank=0, report=self._commit)
+        self._loaded: SavedCheckpoint | None = None
+        if self._start is not None:
+            self._vault.hold([self._start.identity])  # `load` reads the file, perhaps after other saves
+        kept = self.list()
+        if kept:
+            told.tell("resumed", kept[-1].step)
+            told.tell("keeps", kept)
+        if (text := start_of(storage, settings, kept[-1].step if kept else None)) is not None:
+            told.note(text)
+
+    @property
+    def loaded(self) -> SavedCheckpoint | None:
+        """The checkpoint that was loaded last, as in a gang."""
+        return self._loaded
+
+    def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Write a copy of a state to the local folder."""
+        step, plain = int(step), numbers(metrics)
+        self._vault.add(write_checkpoint(self.folder, ATTEMPT, copy_of(state), step, plain))
+        self._note_kept(step)
+
+    def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
+        """Return the state of the checkpoint from before this call, of the best one, or of a step's."""
+        check_best("load", self._keep.metric, best, step)
+        chosen = self._find(self._vault.intact(), step) if best or step is not None else self._start
+        self._loaded = chosen.saved(self._vault.own) if chosen is not None else None
+        return read_checkpoint(self._vault.path_of(chosen)) if chosen is not None else None
+
+    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Write a state to storage as a sharded checkpoint with one shard."""
+        self._sharded.save(state, int(step), numbers(metrics))
+        self._sharded.flush()
+        self._committer.flush(self._timeout)
+
+    def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
+        """Fill a state from the newest sharded checkpoint from before this call, the best one, or a step's."""
+        check_best("load_sharded", self._keep.metric, best, step)
+        if not best and step is None:
+            return self._sharded.load(state)
+        chosen = self._find(self._vault.sharded, step)
+        self._loaded = chosen.saved if chosen is not None else None
+        return self._sharded.load(state, chosen) if chosen is not None else None
+
+    def list(self) -> Sequence[SavedCheckpoint]:
+        """Return the kept checkpoints, whole and sharded, sorted by step."""
+        kept = [file.saved(self._vault.own) for file in self._vault.entries()]
+        kept += [entry.saved for entry in self._vault.sharded]
+        return sorted(kept, key=lambda saved: saved.step)
+
+    def close(self) -> None:
+        """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
+        self._vault.hold([])
+        until = time.monotonic() + self._end_timeout
+        self._vault.flush(self._end_timeout)
+        self._committer.flush(max(0.0, until - time.monotonic()))
+        self._committer.close()
+        self._told.tell("keeps", self.list())
+
+    def _find(self, entries: Sequence[E], step: int | None) -> E | None:
+        found = manifest.find(entries, self._keep, step)
+        if found is None and step is not None:
+            steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
+            raise LookupError(f"the checkpoint of step {step} is not kept. Steps of kept checkpoints: {steps}")
+        return found
+
+    def _commit(self, said: WrittenShards | ShardsNotWritten) -> None:
+        if isinstance(said, WrittenShards):
+            self._committer.commit([said])
+        else:
+            self._told.note(f"the sharded checkpoint of step {said.step} was not kept ({said.reason})")
+            self._sharded.settle(said.number)
+
+    def _note_commit(self, commit: Committed) -> None:
+        if commit.error is None:
+            self._note_kept(commit.step)
+        else:
+            self._told.note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
+        self._sharded.settle(commit.number)
+
+    def _note_kept(self, step: int) -> None:
+        self._told.tell("kept", step)
+        self._told.tell("keeps", self.list())
+
+
+class _Link(Link):
+    """The only rank's link to observers and results, all in this process."""
+
+    takes_results = True
+
+    def __init__(self, told: Observers, received: ReceivedResults, results_folder: Callable[[], object]) -> None:
+        self._told = told
+        self._received = received
+        self._results_folder = results_folder
+        self._trackers = Observers()
+
+    @contextlib.contextmanager
+    def trackers(self) -> Iterator[None]:
+        """Open the observers of rank 0 for the block, and close them at its end."""
+        exit_code = 1
+        try:
+            self._trackers.open(self._told.for_rank())
+            self._trackers.tell("begins")
+            yield
+            exit_code = 0
+        finally:
+            self._trackers.tell("close", exit_code)
+
+    def log(self, record: LogRecord) -> None:
+        """Give a record to trackers and observers.
+
+        Raises:
+            StoppedEarlyError: An observer wants the training to stop.
+        """
+        self._trackers.tell("logged", record)
+        self._told.tell("logged", record.sent())
+        if self._told.stopped_early is not None:
+            raise self._told.stopped_early
+
+    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
+        """Make the trackers record a model's gradients."""
+        self._trackers.tell("watch", model, log_freq)
+
+    def submit(self, key: str, path: str, data: bytes) -> None:
+        """Put a file among the results."""
+        for piece in payload.cut(key, path, data):
+            self._received.add(self._received.keep(0, piece))
+
+    def results_folder(self) -> Any:
+        """Return the folder of the task's results, which is made at the task's end. None outside a task."""
+        self._received.folder_is_wanted = True
+        return self._results_folder()
+
+
+@contextlib.contextmanager
+def _as_rank(
+    rank: RankContext, name: str, settings: Gang, checkpoint: LocalCheckpoint, told: Observers
+) -> Iterator[None]:
+    """Make this process the rank: environment, process group and `current_rank()`. Restore all three at the end."""
+    begun_at, outer = time.monotonic(), context.current_rank()
+    node = describe_node(socket.gethostname(), None)
+    places = place_ranks([node], 1)
+    [[place]] = places
+    job = orders.Job(
+        gang=name,
+        attempt=ATTEMPT,
+        call=None,
+        backend="gloo",
+        settings=settings,
+        sharding=checkpoint.sharding,
+        environment=settings.environment,
+    )
+    with _changed(orders.environment(os.environ, place, job, None, checkpoint.folder)):
+        process_group.install()
+        process_group.expect(place, job, lambda: None)
+        try:
+            process_group.join()
+            context.enter(rank)
+            told.tell("placed", Shape(name=name, backend="gloo", nodes=[node], places=places))
+            told.tell("formed", time.monotonic() - begun_at)
+            yield
+        finally:
+            context.enter(outer)
+            process_group.leave()
+
+
+@contextlib.contextmanager
+def _changed(environment: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in environment.items() if name != DEVICES})
+    try:
+        yield
+    finally:
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if name in environment})
+
+
+def _for_observers(error: BaseException | None, name: str) -> Exception | None:
+    if isinstance(error, KeyboardInterrupt):
+        return GangCancelledError(f"{name} was cancelled")
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"{name} ended with {describe_exit(error)}")
+    return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
