@@ -8,58 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from flytekitplugins.daskpytorch import __main__, doctor, doctor_command
+from flytekitplugins.daskpytorch import __main__, doctor
 from flytekitplugins.daskpytorch.doctor import Finding
 from flytekitplugins.daskpytorch.node import hardware
-
-HERE: dict[str, str | None] = {
-    "python": "3.11.2.final.0",
-    "torch": "2.9.0",
-    "flytekitplugins-daskpytorch": "0.1.0",
-    "dask": "2026.8.0",
-    "distributed": "2026.8.0",
-    "cloudpickle": "3.1.2",
-}
-WORKERS = ("tcp://10.0.0.1:4000", "tcp://10.0.0.2:4000")
-
-
-# ---- Versions
-
-
-def test_an_old_version_is_a_problem() -> None:
-    finding = doctor.examine_requirement(Requirement("torch>=999"))
-    assert (finding.value, finding.verdict) == (f"{version('torch')}, which is not >=999", "problem")
-    assert "pip install 'torch>=999'" in finding.advice
-
-
-def test_a_missing_package_is_a_problem() -> None:
-    finding = doctor.examine_requirement(Requirement("no-such-distribution>=1"))
-    assert (finding.value, finding.verdict) == ("not installed", "problem")
-
-
-@pytest.mark.parametrize(
-    ("package", "theirs", "verdict"),
-    [
-        ("torch", "2.8.0", "problem"),
-        ("python", "3.12.1.final.0", "problem"),
-        ("flytekitplugins-daskpytorch", None, "problem"),
-        ("distributed", "2026.1.0", "warning"),
-    ],
-)
-def test_a_worker_that_differs_is_named(package: str, theirs: str | None, verdict: str) -> None:
-    [finding] = doctor.compare_versions(HERE, {WORKERS[0]: HERE, WORKERS[1]: {**HERE, package: theirs}})
-    assert (finding.what, finding.verdict) == (f"{package} on the cluster", verdict)
-    assert f" on {WORKERS[1]}; " in finding.value
-    assert WORKERS[0] not in finding.value
-
-
-def test_of_many_workers_the_first_are_named() -> None:
-    workers = {f"tcp://10.0.0.{host}:4000": {**HERE, "torch": "2.8.0"} for host in range(1, 31)}
-    [finding] = doctor.compare_versions(HERE, workers)
-    assert "2.8.0 on tcp://10.0.0.4:4000 and 26 more; 2.9.0 here" in finding.value
-
 
 # ---- GPUs
 
@@ -145,7 +97,7 @@ def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
     assert __main__.main(["doctor", "--no-gang", "--timeout", "0.5"]) == 1
     text = capsys.readouterr().out
-    assert f"\nok       torch                        {version('torch')}" in text
+    assert f"torch {version('torch')}, " in text
     assert "\nproblem  scheduler                    no answer from tcp://127.0.0.1:9" in text
     assert "pod's log" in text
 
@@ -160,6 +112,6 @@ def test_an_end_of_file_is_an_error_and_no_ctrl_c(monkeypatch: pytest.MonkeyPatc
     def examine(*_: object, **__: object) -> Iterator[Finding]:
         raise EOFError("the file is cut short")
 
-    monkeypatch.setattr(doctor_command, "examine", examine)
+    monkeypatch.setattr(doctor, "examine", examine)
     with pytest.raises(EOFError, match="the file is cut short"):
         __main__.main(["doctor"])

@@ -59,7 +59,7 @@ def test_a_worker_that_does_not_answer_is_a_problem(cluster: Cluster) -> None:
         findings = list(doctor.examine_cluster(cluster.address, timeout=3))
     finally:
         worker.send_signal(signal.SIGCONT)
-    assert ("workers", "problem") in {(finding.what, finding.verdict) for finding in findings}
+    assert ("versions on the cluster", "problem") in {(finding.what, finding.verdict) for finding in findings}
     assert findings[-1].value == "not tried"
 
 
@@ -76,6 +76,6 @@ def test_a_worker_with_another_torch_is_named_and_the_gang_not_tried(cluster: Cl
         found = {finding.what: finding for finding in doctor.examine_cluster(cluster.address)}
     finally:
         end_worker()
-    assert found["torch on the cluster"].verdict == "problem"
-    assert found["torch on the cluster"].value.startswith(f"0.0.1 on {guilty}; ")
+    assert found["versions on the cluster"].verdict == "problem"
+    assert found["versions on the cluster"].value.startswith(f"torch 0.0.1 on {guilty}; here: python 3.")
     assert found["ranks on the cluster"].value == "not tried"

@@ -1,4 +1,4 @@
-"""Checks whether gangs can train on this machine and on a cluster. Runs in `daskpytorch doctor`.
+"""The command `daskpytorch doctor`: checks whether gangs can train on this machine and on a cluster.
 
 Each check yields findings. Requests to other processes have timeouts, so every check ends.
 """
@@ -6,21 +6,23 @@ Each check yields findings. Requests to other processes have timeouts, so every 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal
 
-from packaging.requirements import Requirement
+import click
 
+from flytekitplugins.daskpytorch.checks import MAX_SECONDS, is_seconds
+from flytekitplugins.daskpytorch.command_line import scheduler_option
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
@@ -30,25 +32,8 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
-__all__ = ["Finding", "examine"]
-
-Versions = Mapping[str, str | None]
-"""Version of each package, by the package's name. None: the package is not installed."""
 Verdict = Literal["ok", "warning", "problem"]
 
-PACKAGE = "flytekitplugins-daskpytorch"
-EQUAL: dict[str, Verdict] = {
-    "python": "problem",
-    "torch": "problem",
-    PACKAGE: "problem",
-    "dask": "warning",
-    "distributed": "warning",
-    "cloudpickle": "warning",
-}
-"""Packages that need equal versions in all processes of a cluster, with the verdict if versions differ.
-
-`problem`: gangs are refused, or fail. `warning`: processes may be unable to read each other's messages.
-"""
 CONNECT_TIMEOUT = 10.0
 """Maximum timeout, in seconds, for the Dask scheduler to answer, and for all workers to report their versions."""
 GRACE = 20.0
@@ -65,7 +50,7 @@ NUM_VALUES = 2**18
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report that `daskpytorch doctor` prints."""
+    """One line of the report."""
 
     what: str
     """Name of the checked thing."""
@@ -75,6 +60,48 @@ class Finding:
     """Severity. `problem`: gangs cannot run. `warning`: gangs may be slow, or unable to run."""
     advice: str = ""
     """Likely cause and next step. Empty if the verdict is ok."""
+
+
+def _timeout(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if is_seconds(seconds := float(text)):
+            return seconds
+    raise click.BadParameter(f"{text!r}: must be seconds above 0 and at most {MAX_SECONDS}")
+
+
+@click.command(short_help="Check whether gangs can train here and on a Dask cluster.")
+@scheduler_option("also check the cluster of this Dask scheduler")
+@click.option("--gang/--no-gang", default=True, help="run or skip the test gang of two ranks, which takes seconds")
+@click.option(
+    "--timeout",
+    type=_timeout,
+    default=60.0,
+    metavar="SECONDS",
+    show_default=True,
+    help="timeout for the test gang, and, up to 10 s, for the scheduler's answer",
+)
+@click.option("--json", "is_json", is_flag=True, help="print the findings as JSON: what, value, verdict and advice")
+def doctor(*, scheduler: str | None, gang: bool, timeout: float, is_json: bool) -> int:
+    """Check whether gangs can train on this machine and on a Dask cluster.
+
+    The checks cover versions, GPUs, addresses, and a test gang of two ranks. Exit code 1 if there is a problem.
+    """
+    findings = examine(scheduler, with_gangs=gang, timeout=timeout)
+    if is_json:
+        found = list(findings)
+        print(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        found = list(_shown(findings))
+    return int(any(finding.verdict == "problem" for finding in found))
+
+
+def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Print each finding as it comes, the advice below it, and yield the finding."""
+    for finding in findings:
+        print(f"{finding.verdict:8} {finding.what:28} {finding.value}")
+        if finding.advice:
+            print(f"{'':37} {finding.advice}", flush=True)
+        yield finding
 
 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
@@ -88,7 +115,7 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": _versions,
-        "GPUs and cores": _node,
+        "GPUs": _gpus,
         "ranks on this node": lambda: _gang_here(timeout) if with_gangs else (),
         "scheduler": lambda: examine_cluster(scheduler, with_gangs=with_gangs, timeout=timeout),
     }
@@ -115,41 +142,25 @@ def _versions() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.machine()}"
     advice = "Gangs run on Linux; here train with DASKPYTORCH_DEBUG=1, in one rank."
     yield Finding("system", system) if runs_gangs() else Finding("system", system, "problem", advice)
-    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
-    yield Finding(PACKAGE, version(PACKAGE))
-    for requirement in map(Requirement, distribution(PACKAGE).requires or ()):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield examine_requirement(requirement)
+    versions = local_versions() | {"python": platform.python_version(), "distributed": version("distributed")}
+    yield Finding("versions", ", ".join(f"{name} {found}" for name, found in versions.items()))
 
 
-def examine_requirement(requirement: Requirement) -> Finding:
-    """Return a finding that says whether a package that this one requires is installed in a suitable version."""
-    advice = f"Install what this package needs: pip install '{requirement}'."
-    try:
-        found = version(requirement.name)
-    except PackageNotFoundError:
-        return Finding(requirement.name, "not installed", "problem", advice)
-    if not requirement.specifier.contains(found, prereleases=True):
-        value = f"{found}, which is not {requirement.specifier}"
-        return Finding(requirement.name, value, "problem", advice)
-    return Finding(requirement.name, found)
-
-
-def _node() -> Iterator[Finding]:
+def _gpus() -> Iterator[Finding]:
     from flytekitplugins.daskpytorch.node import hardware
 
     gpus = hardware.gpus_here()
-    names = "; ".join(f"{index}: {name}" for index, name in gpus.names.items())
-    if not names and any(file.exists() for file in hardware.DRIVER_FILES):
+    if gpus.names:
+        yield Finding("GPUs", "; ".join(f"{index}: {name}" for index, name in gpus.names.items()))
+    elif not any(file.exists() for file in hardware.DRIVER_FILES):
+        yield Finding("GPUs", "none; ranks train on the CPU")
+    else:
         advice = (
             "The machine has a GPU driver, but torch finds no GPU. Likely causes: a torch that is built without CUDA, "
             "a driver older than that CUDA (see nvidia-smi), or "
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}."
         )
         yield Finding("GPUs", f"none; ranks train on the CPU. {gpus.problem}".strip(), "warning", advice)
-    else:
-        yield Finding("GPUs", names or "none; ranks train on the CPU")
-    yield Finding("cores", str(hardware.describe_node("here", None).num_cores))
 
 
 def _gang_here(timeout: float) -> Iterator[Finding]:
@@ -166,14 +177,7 @@ def _gang_here(timeout: float) -> Iterator[Finding]:
 
 
 def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check the cluster of a Dask scheduler, and yield the findings.
-
-    Args:
-        address: Address of the scheduler. None: yield no finding.
-        with_gangs: True: also run a gang of two ranks on the cluster.
-        timeout: Timeout, in seconds, for the ranks to form their process group, and again for their all-reduce. Also
-            the timeout, at most 10 s, for the scheduler's answer.
-    """
+    """Check the cluster of a Dask scheduler, and yield the findings. The arguments are those of `examine`."""
     if address is None:
         yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
         return
@@ -183,11 +187,9 @@ def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: fl
 
     limit = min(timeout, CONNECT_TIMEOUT)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Dask warns of differing versions, which the findings report
         try:
             cluster.greet(address, limit)
-            client = stack.enter_context(Client(address, timeout=limit))
+            client = stack.enter_context(Client(address, timeout=limit))  # warns if Dask's own versions differ
         except (OSError, TimeoutError, ValueError) as error:
             advice = (
                 "Is the address right (tcp://HOST:8786), and the port open to this machine? Has the scheduler started: "
@@ -211,12 +213,12 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
         advice = "Start dask worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
         yield Finding("workers", "none", "problem", advice)
         return
-    yield from (versions := _versions_on(client, min(timeout, CONNECT_TIMEOUT)))
+    yield (versions := _versions_on(client, min(timeout, CONNECT_TIMEOUT)))
     hosts = [get_address_host(address) for address in agents.addresses.values()]
     yield (meeting := meeting_point("meeting point on the cluster", agents.host, hosts))
     if not with_gangs:
         return
-    if any(finding.verdict == "problem" for finding in (*versions, meeting)):
+    if "problem" in (versions.verdict, meeting.verdict):
         advice = "Mend the problems above first: a gang would be refused, or would not meet."
         yield Finding("ranks on the cluster", "not tried", "warning", advice)
         return
@@ -224,43 +226,25 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
     yield try_gang("ranks on the cluster", DaskAgents(client, num_workers), NUM_RANKS // num_workers, timeout)
 
 
-def _versions_on(client: Client, timeout: float) -> list[Finding]:
-    packages = [*(EQUAL.keys() - {"python"})]  # Dask always adds Python's version
+def _versions_on(client: Client, timeout: float) -> Finding:
+    what, mine = "versions on the cluster", local_versions()
     try:
         # `get_versions` needs only Dask on the workers.
-        found = client.sync(client.get_versions, packages=packages, callback_timeout=timeout)
+        found = client.sync(client.get_versions, packages=[*(mine.keys() - {"python"})], callback_timeout=timeout)
     except TimeoutError:
-        value = f"some did not answer within {timeout:g} s"
         advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
-        return [Finding("workers", value, "problem", advice)]
-    mine = found["client"]["packages"]
-    scheduler = found["scheduler"]["packages"] | {"torch": mine["torch"]}  # the scheduler needs no torch
-    others = {"the scheduler": scheduler} | {worker: each["packages"] for worker, each in found["workers"].items()}
-    return compare_versions(mine, others)
-
-
-def compare_versions(mine: Versions, others: Mapping[str, Versions]) -> list[Finding]:
-    """Return a finding for each package whose version differs between this process and the scheduler or a worker.
-
-    Args:
-        mine: Versions in this process.
-        others: Versions in each other process, by the process's name.
-    """
-    findings = []
-    for package, verdict in EQUAL.items():
-        here = _version_in(mine, package)
-        there = {who: _version_in(versions, package) for who, versions in others.items()}
-        differing = [f"{found} on {who}" for who, found in there.items() if found != here]
-        if differing:
-            value = f"{_few(differing)}; {here} here"
-            advice = "Use one image, or one set of pinned packages, for all processes."
-            findings.append(Finding(f"{package} on the cluster", value, verdict, advice))
-    return findings or [Finding("versions on the cluster", "those of the scheduler and of all workers are as here")]
-
-
-def _version_in(versions: Versions, package: str) -> str:
-    found = versions.get(package) or "missing"
-    return ".".join(found.split(".")[:2]) if package == "python" else found
+        return Finding(what, f"some workers did not answer within {timeout:g} s", "problem", advice)
+    packages = {who: each["packages"] for who, each in found["workers"].items()}
+    packages["the scheduler"] = found["scheduler"]["packages"] | {"torch": mine["torch"]}  # which needs no torch
+    differing = []
+    for who, theirs in packages.items():
+        theirs["python"] = ".".join(theirs["python"].split(".")[:2])
+        differing += [f"{name} {theirs[name]} on {who}" for name, here in mine.items() if theirs[name] != here]
+    if differing:
+        advice = "Use one image, or one set of pinned packages, for all processes."
+        here = ", ".join(f"{name} {found}" for name, found in mine.items())
+        return Finding(what, f"{_few(differing)}; here: {here}", "problem", advice)
+    return Finding(what, "those of the scheduler and of all workers are as here")
 
 
 def _few(names: Sequence[str]) -> str:
