@@ -4,7 +4,6 @@ A schedule has up to three calls that leave the gang alive, and then one fault t
 
     returns, raises, SIGINT      all ranks return, one rank raises, or Ctrl-C ends the call: the gang goes on
     leaves                       one rank raises while the others wait for that rank in a collective
-    deadlock                     each rank waits for a message of the next rank
     rank, worker, driver         SIGKILL, in a call or between two calls
 
 Each rank keeps a total, to which each call adds its number over all ranks. Each call must return the exact totals, or
@@ -26,7 +25,7 @@ from schedules import Stage, Watched, census_of, check_what_is_left, settled
 from verdicts import GRACE_AFTER_DRIVER, Story
 
 HARMLESS = ("returns", "raises", "SIGINT")
-FATAL = ("leaves", "deadlock", "rank in", "rank between", "worker in", "worker between", "driver in", "driver between")
+FATAL = ("leaves", "rank in", "rank between", "worker in", "worker between", "driver in", "driver between")
 WORLD_SIZE = 4
 
 DRIVER = """
@@ -49,8 +48,6 @@ def step(state, folder, number, what, victim):
     is_waiting = what not in ("returns", "raises")
     if what in ("raises", "leaves") and rank.rank == victim:
         raise SpoiltError(f"call {number} of rank {victim} is spoilt")
-    if what == "deadlock":
-        distributed.recv(torch.ones(1), src=(rank.rank + 1) % rank.world_size)
     while is_waiting:
         distributed.all_reduce(torch.ones(1))
         time.sleep(0.005)
@@ -190,8 +187,6 @@ class Run:
             is_right = name == "KeyboardInterrupt"
         elif what in ("raises", "leaves"):
             is_right = name == "SpoiltError" and blamed == rank and f"call {self.number} of rank {rank}" in str(value)
-        elif what == "deadlock":
-            is_right = name == "GangHungError" and "deadlock" in text
         else:
             lost = range(rank // 2 * 2, rank // 2 * 2 + 2) if target == "worker" else [rank]
             said = "its worker was lost" if target == "worker" else "SIGKILL"

@@ -342,8 +342,6 @@ class World:
         """What ranks remember of their collectives."""
         self.gpus: dict[str, tuple[str, ...]] = {}
         """UUIDs of the GPUs of workers that have some."""
-        self.num_bytes: int | None = 0
-        """Bytes that each rank has received."""
         self.stacks: dict[int, str] = {}
         """What their threads do."""
         self.heeds = False
@@ -547,9 +545,7 @@ class World:
                 case Hold():
                     self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
                 case Locate(look):
-                    self.report(
-                        agent, rank.rank, Located(1, self.stacks.get(rank.rank, "stack"), -1, look, self.num_bytes)
-                    )
+                    self.report(agent, rank.rank, Located(1, self.stacks.get(rank.rank, "stack"), -1, look))
                     self.report(agent, rank.rank, Remembered(self.recalled.get(rank.rank)))
                 case Settled():
                     self._settle(agent, rank, order)

@@ -436,7 +436,7 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
         driver.send(messages.Tell(Locate(1)))
     assert "in follow" in located.stacks  # of the thread that answers, too
     group = "the default group (gloo)"
-    assert driver.next(Remembered).recalled == Recalled(groups=[group], collectives=[], members={group: (0,)})
+    assert driver.next(Remembered).recalled == Recalled(groups=[group], collectives=[])
     driver.send(messages.Tell(ShowStacks()))
     tail = ""
     while "wait_for_ever" not in tail:

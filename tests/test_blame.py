@@ -397,7 +397,6 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
         (replace(rank_exit(0, error=RuntimeError("CUDA error: uncorrectable ECC error")), gpu="GPU 3"), "lost"),
         (replace(rank_exit(0, error=GpuFaultError("its clocks are slowed down")), gpu="GPU 3"), "lost"),
         (rank_exit(0, 143, stopped=True, hang=HANG), "hang"),
-        (replace(rank_exit(0, 143, stopped=True, hang=HANG), is_deadlock=True), "desync"),
         (replace(rank_exit(0, error=DistBackendError("timed out after")), difference="rank 1 has not"), "desync"),
         (replace(rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT), difference="rank 1 has not"), "desync"),
     ],

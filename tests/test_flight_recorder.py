@@ -60,7 +60,6 @@ def test_collectives_of_torchs_new_nccl_are_recalled_as_those_of_the_group_nccl(
     world = dist.distributed_c10d._world
     monkeypatch.setitem(world.pg_map, group, ("nccl", world.pg_map[group][1]))
     monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(flight_recorder, "_members", lambda: ())
     recalled = flight_recorder.recall()
     assert recalled is not None
     assert recalled.groups == ["the default group (gloo)", "the default group (nccl)"]
@@ -78,7 +77,6 @@ def test_older_torch_that_has_no_such_recorder_still_recalls(group: Any, monkeyp
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: entries, raising=False)
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(flight_recorder, "_members", lambda: ())
     recalled = flight_recorder.recall()
     assert recalled is not None
     assert recalled.collectives[-1].group == "the default group (nccl)"

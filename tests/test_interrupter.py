@@ -104,7 +104,7 @@ def test_a_backward_pass_that_goes_on_counts_one_more(
 ) -> None:
     """A backward pass may enter another collective before the main thread's next line."""
     stacks = f'Thread 0x1 (most recent call first):\n  File "/x/{frame}", line 1 in f\n  File "/y/t.py", line 2 in g\n'
-    monkeypatch.setattr(module.standstill, "stacks", lambda: stacks)
+    monkeypatch.setattr(module.liveness, "stacks", lambda: stacks)
     monkeypatch.setattr(module, "HALT_TIME", 0.01)
     monkeypatch.setattr(module.signal, "pthread_kill", lambda *_: None)  # no handler runs in C code
     with rank.interrupter.interruptible(1):

@@ -185,9 +185,6 @@ class Gang:
       The error of that timeout names the busy rank. `auto` needs the flight recorder of a recent torch.
     - A number: Seconds of silence after which a single rank counts as hung. Allow for the longest time between two
       signs of life, including evaluation and the start of training.
-
-    A proven deadlock always ends the gang within 10 s. In a proven deadlock each rank has returned, or waits in a gloo
-    collective, `recv` or `send` that can never complete. The proof needs the flight recorder, too.
     """
     grace_period: float = 20.0
     """Seconds for ranks to save and return after the task or a worker receives SIGTERM. Later steps, such as the

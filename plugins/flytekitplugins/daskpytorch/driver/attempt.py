@@ -116,8 +116,6 @@ class Attempt:
     """The rank that holds up the gang, and the report. None: no hang was found."""
     difference: str | None = None
     """The mismatch between the ranks' collectives that explains a failure. None: not found."""
-    is_deadlock: bool = False
-    """True for a proven deadlock, which recurs in each attempt."""
     held: dict[int, int] = field(default_factory=dict)
     """Number of each rank's calls of `should_stop`, which the rank reports after a `Hold` order."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
@@ -151,8 +149,6 @@ class Attempt:
     """Ranks of a staying gang that wait for the next call."""
     call_failures: dict[int, Failure] = field(default_factory=dict)
     """Exceptions of the present call of a staying gang that leave the gang alive, unless other ranks wait for ever."""
-    standing: set[int] = field(default_factory=set)
-    """Ranks without a new collective and without a sign of life for some seconds."""
     ask_at: float = math.inf
     """Time to ask all ranks for their stacks, after a failure that a collective may have caused. Infinite: not set."""
     stillness: Stillness | None = None
@@ -284,7 +280,6 @@ class Attempt:
     def begin_call(self) -> None:
         """Record that all ranks of a staying gang begin a call."""
         self.at_rest.clear()
-        self.standing.clear()
         self.steps.clear()  # an asynchronous save reports after its call's end, too
         self.note_sign_of_life()
 
@@ -385,7 +380,6 @@ class Attempt:
             host=node.host,
             failure=self.failures.get(rank) or self.call_failures.get(rank),
             hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
-            is_deadlock=self.is_deadlock and self.hang is not None and self.hang[0] == rank,
             step=self.steps.get(rank),
             gpu=node.title_of(place.gpu) if place.gpu is not None else "",
             **how,

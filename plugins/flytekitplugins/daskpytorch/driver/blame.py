@@ -144,7 +144,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
 
 def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind
     """Return the kind of a rank's failure, for `GangError.kind`."""
-    if exit_.is_deadlock or exit_.difference is not None:
+    if exit_.difference is not None:
         return "desync"
     if exit_.gpu_fault:
         return "lost"
@@ -227,7 +227,7 @@ class AttemptFailure:
             is_infrastructure=root_failure.is_infrastructure,
             kind=kind_of(root_failure),
             is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
-            is_final=failure.is_final if failure is not None else root_failure.is_deadlock or is_late,
+            is_final=failure.is_final if failure is not None else is_late,
             is_late=is_late,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             gets_further=gets_further,

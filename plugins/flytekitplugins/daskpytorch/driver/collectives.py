@@ -106,7 +106,7 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
     for calls in all_calls:
         alike: dict[object, list[int]] = defaultdict(list)
         for rank, collective in calls.by_rank.items():
-            alike[essence(collective, with_shapes=bool(calls.waiting))].append(rank)
+            alike[_essence(collective, with_shapes=bool(calls.waiting))].append(rank)
         if len(alike) > 1:
             most, *_, least = sorted(alike.values(), key=len, reverse=True)
             theirs, others = (in_words(calls.by_rank[ranks[0]]) for ranks in (least, most))
@@ -115,7 +115,7 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
     return None
 
 
-def essence(collective: Collective, *, with_shapes: bool) -> object:
+def _essence(collective: Collective, *, with_shapes: bool) -> object:
     """Return the part of a call that must agree on all ranks.
 
     Args:

@@ -280,8 +280,6 @@ class GangState:
                 attempt.held[rank] = num_calls
                 if heeds_signal and self.stop_request is not None:
                     self.stop_request.heeding.add(rank)
-            case reports.Stands(is_still):
-                attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located():
                 attempt.note_located(rank, report)
                 self.terminals.note_located(attempt, rank, report)

@@ -12,9 +12,9 @@ import signal
 import sysconfig
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
@@ -107,9 +107,6 @@ class Recalled:
     """Names of the rank's process groups."""
     collectives: Sequence[Collective]
     """The rank's newest collectives, oldest first."""
-    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name of a gloo group with a timeout of 120 s or more -> the group's ranks. Empty if ranks may number the same
-    collective differently."""
     newest_of_all: int = 0
     """Number of the newest collective of all ranks, in the default group. 0 if unknown."""
 
@@ -228,8 +225,6 @@ class RankExit:
     """True if the gang stopped the rank, after another rank's failure."""
     hang: str | None = None
     """Text about the rank's hang: its duration, its evidence and the stacks of all ranks. None without a hang."""
-    is_deadlock: bool = False
-    """True if the hang is a proven deadlock, which would recur in each attempt."""
     difference: str | None = None
     """Text about differences in the ranks' collectives, which may have caused the failure. None if no difference was
     found."""

@@ -105,8 +105,6 @@ class Located:
     """Number of the rank's signs of life so far."""
     look: int
     """Number of the driver's order that this report answers."""
-    num_bytes: int | None = None
-    """Bytes that the rank has received over TCP. None while its sockets hold unread or unsent bytes, or if unknown."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +115,6 @@ class Remembered:
     """The collectives. None if torch does not record them."""
     is_final: bool = False
     """True before an abort."""
-
-
-@dataclass(frozen=True)
-class Stands:
-    """Report that the rank now stands still, or goes on again."""
-
-    is_still: bool
-    """True if the rank has entered no collective, and given no sign of life, for some seconds."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,6 @@ ShortReport = (
     | Held
     | Located
     | Remembered
-    | Stands
     | FolderWanted
     | AtPrompt
     | LeftPrompt

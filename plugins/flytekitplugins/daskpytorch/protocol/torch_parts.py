@@ -42,13 +42,6 @@ def groups() -> list[Any]:
     return list(_world().pg_map)
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group."""
-    from torch import distributed
-
-    return tuple(sorted(distributed.get_process_group_ranks(group)))
-
-
 def names_of_backends(group: Any) -> list[str]:
     """Return the names of a process group's backends, such as gloo and nccl."""
     from torch import distributed
@@ -62,12 +55,6 @@ def backend_on(group: Any, device: str) -> Any:
     import torch
 
     return group._get_backend(torch.device(device))  # noqa: SLF001
-
-
-def timeout_of(backend: Any) -> timedelta:
-    """Return the timeout of the collectives of a process group's backend."""
-    timeout: timedelta = backend.options._timeout  # noqa: SLF001
-    return timeout
 
 
 def num_collectives(group: Any) -> int:

@@ -85,7 +85,7 @@ class Server:
             return self._orders.get()
 
     def _run(self, order: NextCall) -> None:
-        self._link.progress.move()  # the time before was no standstill
+        self._link.progress.move()  # the time before was no hang
         self._link.progress.step = None
         value, failure = None, None
         try:

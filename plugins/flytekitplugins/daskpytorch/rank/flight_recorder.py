@@ -11,15 +11,11 @@ import ctypes
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.failure import DEFAULT_GROUP, MAX_COLLECTIVES, Collective, Recalled
-from flytekitplugins.daskpytorch.rank import process_group
 
-LONG_TIMEOUT = timedelta(seconds=120)
-"""Minimum timeout of a gloo process group whose ranks are reported. Programs may let shorter timeouts expire."""
 HOOK = 0x6461736B
 """Key of this module's abort hook among the hooks of torch's GPU backend. Torch's own hooks have small numbers."""
 
@@ -36,10 +32,9 @@ def recall() -> Recalled | None:
         numbers = {_group_of(entry): entry["collective_seq_id"] for entry in entries}
         # Each backend of the default group numbers by itself.
         of_all = sum(number for group, number in numbers.items() if group.startswith(DEFAULT_GROUP))
-        members = dict(_members()) if process_group.are_numbers_comparable() else {}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
         return None
-    return Recalled(groups=groups, collectives=collectives, members=members, newest_of_all=of_all)
+    return Recalled(groups=groups, collectives=collectives, newest_of_all=of_all)
 
 
 def call_before_abort(report: Callable[[], None]) -> None:
@@ -96,14 +91,6 @@ _set_terminate = _found()  # once for all ranks of a fork server
 def _names_of(group: Any) -> list[str]:
     """Return names for a process group, one for each backend, as each backend numbers its collectives by itself."""
     return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
-
-
-def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and the ranks of each gloo process group whose timeout is at least two minutes."""
-    for group in torch_parts.groups():
-        has_gloo = "gloo" in torch_parts.names_of_backends(group)
-        if has_gloo and torch_parts.timeout_of(torch_parts.backend_on(group, "cpu")) >= LONG_TIMEOUT:
-            yield _name(group.group_name, group.group_desc, "gloo"), torch_parts.ranks_of(group)
 
 
 def _group_of(entry: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.calls import EndCall, Halted
-from flytekitplugins.daskpytorch.rank import flight_recorder, process_group, standstill
+from flytekitplugins.daskpytorch.rank import flight_recorder, liveness, process_group
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 RETRY_WAIT = 0.01
@@ -134,7 +134,7 @@ class Interrupter:
 
 
 def _is_in_backward() -> bool:
-    _, _, frames = standstill.stacks().rpartition("(most recent call first):")  # of the main thread
+    _, _, frames = liveness.stacks().rpartition("(most recent call first):")  # of the main thread
     return "torch/autograd/" in frames.strip().partition("\n")[0]
 
 

@@ -36,9 +36,9 @@ from flytekitplugins.daskpytorch.rank import (
     flight_recorder,
     gpu_memory,
     libraries,
+    liveness,
     process_group,
     sources,
-    standstill,
 )
 from flytekitplugins.daskpytorch.rank.evaluation import Metrics
 from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
@@ -84,7 +84,7 @@ def main(channel: Connection) -> int:
             call = _unpack(order, link, session)
             process_group.join()
             flight_recorder.call_before_abort(functools.partial(link.send_collectives, is_final=True))
-            standstill.watch(order, link)
+            liveness.watch(order, link)
             returned = None
             with session.at_work(), _ending_forks():
                 with ending_as_program():
@@ -240,7 +240,7 @@ def _settle_in(order: RankOrder) -> None:
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
     script.enter(order.sources.script, order.sources.originals)
-    standstill.write_stacks_to(stacks_path(Path(order.scratch), order.place))
+    liveness.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
     program.enter_torch(order.program.torch)

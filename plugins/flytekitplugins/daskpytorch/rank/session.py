@@ -23,8 +23,8 @@ from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import (
     flight_recorder,
     hints,
+    liveness,
     process_group,
-    standstill,
     usage,
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
@@ -134,7 +134,7 @@ class Session:
             case orders.Locate(look):
                 self._locate(look)
             case orders.ShowStacks():
-                standstill.show_stacks()
+                liveness.show_stacks()
             case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
                 if self.prompt is not None:
                     self.prompt.obey(order)
@@ -161,11 +161,10 @@ class Session:
         num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
         self._link.send(
             reports.Located(
-                stacks=standstill.stacks(),
+                stacks=liveness.stacks(),
                 num_collectives=num_collectives,
                 num_moves=num_moves,
                 look=look,
-                num_bytes=standstill.received_bytes(),
             )
         )
         self._link.send_collectives()
