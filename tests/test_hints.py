@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch.protocol.reports import Hint
-from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_seed, of_variables, watching_samplers
+from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_variables, watching_samplers
 from flytekitplugins.daskpytorch.rank.usage import Ledger, watched
 from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -108,17 +108,3 @@ def test_variables_that_were_set_too_late_are_told() -> None:
     hint = of_variables(["NCCL_DEBUG", "TORCH_LOGS"])
     assert hint is not None
     assert "NCCL_DEBUG, TORCH_LOGS" in hint.text
-
-
-def test_a_seed_of_the_script_is_told_where_the_rank_draws_with_another() -> None:
-    torch.default_generator.seed()
-    state = torch.get_rng_state()
-    assert of_seed(7, state) is None  # nothing was drawn
-    torch.rand(1)
-    hint = of_seed(7, state)
-    assert hint is not None
-    assert "torch.manual_seed(7)" in hint.text
-    assert of_seed(None, state) is None
-    torch.manual_seed(8)
-    torch.rand(1)
-    assert of_seed(7, state) is None

@@ -22,9 +22,6 @@ MAX_SPARE_PART = 256 << 10
 """Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
 out."""
 STREAMS = ("stdout", "stderr")
-FIRST_OWN_SEED = 1 << 32
-"""Minimum seed that counts as drawn by torch, not set by the user. Torch's seeds have 53 random bits: one in two
-million is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +53,6 @@ class TorchSettings:
     cudnn_deterministic: bool = False
     cudnn_benchmark: bool = False
     num_threads: int | None = None
-    seed: int | None = None
-    """Seed that the program has given to `torch.manual_seed`. None without a seed. Ranks only use it for a hint to the
-    user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +144,6 @@ def _torch_settings() -> TorchSettings:
     if torch is None or not hasattr(torch, "get_default_dtype"):  # not imported, or being imported
         return TorchSettings()
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
-    seed = torch.initial_seed()
     return TorchSettings(
         default_dtype=dtype if dtype != "float32" else None,
         matmul_precision=_matmul_precision(torch),
@@ -158,7 +151,6 @@ def _torch_settings() -> TorchSettings:
         cudnn_deterministic=torch.backends.cudnn.deterministic,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         num_threads=_num_threads(torch),
-        seed=seed if seed < FIRST_OWN_SEED else None,
     )
 
 

@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flytekitplugins.daskpytorch.protocol.program import FIRST_OWN_SEED
 from flytekitplugins.daskpytorch.protocol.reports import Hint
 
 if TYPE_CHECKING:
-    import torch
-
     from flytekitplugins.daskpytorch.rank.usage import Ledger
     from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -62,24 +59,6 @@ def of_variables(late: Sequence[str]) -> Hint | None:
         "variables",
         f"has set {', '.join(late)} too late: torch, or a library such as OpenMP or NCCL, had read the old values. "
         "Give such variables by Gang(environment={...}).",
-    )
-
-
-def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
-    """Return a hint if a rank has drawn random numbers without the seed that the user's script has given to torch.
-
-    Args:
-        seed: Seed that the script has set in the driver's process. None if the script has set none.
-        state: State of torch's random generator in this rank when the user's function began.
-    """
-    import torch
-
-    if seed is None or torch.initial_seed() < FIRST_OWN_SEED or torch.equal(state, torch.get_rng_state()):
-        return None
-    return Hint(
-        "seed",
-        f"has drawn random numbers with a seed of its own, though the script has called torch.manual_seed({seed}): "
-        "ranks do not run the script's top again. Call it inside the function for the same numbers each time.",
     )
 
 

@@ -93,15 +93,11 @@ class Session:
         if not self._order.job.settings.hints:
             yield
             return
-        import torch
-
-        link = self._link
-        state, environment = torch.get_rng_state(), dict(os.environ)
+        link, environment = self._link, dict(os.environ)
         with hints.watching_samplers(link.ledger, link.hint):
             yield
         num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
         link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
-        link.hint(hints.of_seed(self._order.program.torch.seed, state))
         late = start_variables.changed(self.environment, os.environ, self._read_so_far)
         if process_group.has_read_nccls_variables():
             late += start_variables.changed(environment, os.environ, ("NCCL_",))
