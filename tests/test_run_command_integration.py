@@ -261,3 +261,66 @@ def test_a_script_has_the_arguments_that_torchrun_gives_it(folder: Path, words: 
     ours = (folder / "given").read_text()
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "other.py", *words], check=True, timeout=200)
     assert ours == (folder / "given").read_text()
+
+
+FORMS = """
+    from datetime import timedelta
+
+    import dask
+    import distributed
+    import torch
+    import torch.distributed as dist
+
+    was_formed = dist.is_initialized()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.seconds
+    print(was_formed, int(total), timeout, distributed.OWN, dask.OWN, flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way", [["--nproc=2"], ["--workers=2"]])
+def test_a_script_forms_its_own_group_beside_modules_with_names_of_libraries(folder: Path, way: list[str]) -> None:
+    (folder / "forms.py").write_text(textwrap.dedent(FORMS))
+    for name in ("click", "dask", "distributed", "flyte", "flytekit", "packaging", "pdb", "psutil", "rich", "wrapt"):
+        (folder / f"{name}.py").write_text("OWN = True")
+    done = run(*way, "forms.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] False 2 77 True True" for rank in range(2)]
+
+
+PREPARES = """
+    import sys
+
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+    if sys.argv[1:] == ["forms"]:
+        dist.init_process_group("gloo")
+        dist.barrier()
+"""
+TRAINS_BESIDE = """
+    import torch
+    import torch.distributed as dist
+    from flytekitplugins.daskpytorch import Gang, dispatch, run_script
+
+    def train():
+        run_script("prepares.py")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        run_script("prepares.py", "forms")
+        dist.all_reduce(total)
+        return int(total)
+
+    if __name__ == "__main__":
+        print(dispatch.run(None, train, gang=Gang(ranks_per_worker=2)).result())
+"""
+
+
+def test_a_function_has_its_group_again_after_a_script_that_formed_none(folder: Path) -> None:
+    (folder / "prepares.py").write_text(textwrap.dedent(PREPARES))
+    (folder / "trains.py").write_text(textwrap.dedent(TRAINS_BESIDE))
+    done = subprocess.run([sys.executable, "trains.py"], capture_output=True, text=True, check=False, timeout=200)
+    assert (done.returncode, done.stdout.strip()) == (0, "[4, 4]"), done.stderr

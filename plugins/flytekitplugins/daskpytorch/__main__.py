@@ -1,6 +1,10 @@
 """The command `daskpytorch`, also as `python -m flytekitplugins.daskpytorch`: a group of commands."""
 
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # `python -m` puts the working folder there, whose `distributed.py` is not Dask's
+
 from collections.abc import Sequence
 from importlib import import_module
 

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -170,14 +171,19 @@ class _Place:
     """First entry of `sys.path` of the newest program that this process has run."""
     modules: set[str] = field(default_factory=set)
     """Names of modules that the newest program has imported from `folder`."""
+    without_group: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Context in which the process has no default process group until the program forms one."""
 
 
 _place = _Place()
 
 
-def enter(script: Path | None, originals: Mapping[str, str]) -> None:
-    """Make this process a rank that finds the driver's program at `script`."""
+def enter(
+    script: Path | None, originals: Mapping[str, str], without_group: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Make this process a rank that finds the driver's program at `script`. A program runs inside `without_group()`."""
     _place.is_rank, _place.script, _place.originals = True, script, originals
+    _place.without_group = without_group
 
 
 def run_script(path: str | os.PathLike[str], *args: object) -> None:
@@ -286,7 +292,7 @@ def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object]
     try:
         code, main = load()
         sys.modules |= dict.fromkeys(names, main)
-        with ending_as_program():
+        with _place.without_group(), ending_as_program():
             exec(code, main.__dict__)  # noqa: S102 - the user's program
     finally:
         _place.folder, _place.modules = folder, {name for name in set(sys.modules) - known if _is_below(folder, name)}

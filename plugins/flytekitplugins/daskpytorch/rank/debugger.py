@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wrapt import register_post_import_hook
-
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.attaching import Awaits, TerminalOrder
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE
+from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ def _in_place(terminal: int) -> Iterator[None]:
 
 def watch_pdb(prompt: Prompt) -> None:
     """Show each prompt of pdb, also that of `breakpoint()`, at the driver's terminal."""
-    register_post_import_hook(functools.partial(_at_terminal, prompt), "pdb")
+    after_import("pdb", "Pdb", functools.partial(_at_terminal, prompt))
 
 
 def _at_terminal(prompt: Prompt, pdb: Any) -> None:

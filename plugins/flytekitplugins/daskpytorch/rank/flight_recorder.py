@@ -41,7 +41,8 @@ def call_before_abort(report: Callable[[], None]) -> None:
     """Call `report` before an uncaught C++ exception aborts the process.
 
     gloo aborts a rank that receives a tensor of an unexpected shape. NCCL's watchdog aborts a rank whose collective has
-    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later.
+    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later. Call this
+    function after each default process group that forms, whose GPU backend then gets its hook.
     """
     global _handler
     rank = os.getpid()
@@ -51,7 +52,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
             report()
 
     _hook_aborts(report_of_rank)
-    if _set_terminate is None:
+    if _set_terminate is None or _handler is not None:
         return
 
     def handler() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -28,11 +29,19 @@ def guide() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     for pytorch, fabric in LIGHTNING:
         for package in (pytorch, fabric):
-            register_post_import_hook(_count_ranks_as_devices, f"{package}.accelerators.cpu")
-        register_post_import_hook(_check_trainers, f"{pytorch}.trainer.trainer")
-        register_post_import_hook(_check_fabrics, f"{fabric}.fabric")
-    register_post_import_hook(_check_accelerators, "accelerate.state")
-    register_post_import_hook(_count_over_host, "transformers.training_args")
+            after_import(f"{package}.accelerators.cpu", "CPUAccelerator", _count_ranks_as_devices)
+        after_import(f"{pytorch}.trainer.trainer", "Trainer", _check_trainers)
+        after_import(f"{fabric}.fabric", "Fabric", _check_fabrics)
+    after_import("accelerate.state", "PartialState", _check_accelerators)
+    after_import("transformers.training_args", "TrainingArguments", _count_over_host)
+
+
+def after_import(module: str, part: str, change: Callable[[Any], object]) -> None:
+    """Call `change` with a library's module once this rank has imported the module.
+
+    A program's own module of the same name, such as its `distributed.py`, lacks the library's `part` and is left alone.
+    """
+    register_post_import_hook(lambda found: change(found) if hasattr(found, part) else None, module)
 
 
 def require(library: str, minimum: str) -> None:

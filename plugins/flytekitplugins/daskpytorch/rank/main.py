@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from wrapt import register_post_import_hook
-
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
@@ -76,14 +74,16 @@ def main(channel: Connection) -> int:
             ).start()
             debugger.watch_pdb(prompt)
             if order.data is not None:
-                register_post_import_hook(functools.partial(_let_dask_find_worker, order.data), "distributed")
+                find_worker = functools.partial(_let_dask_find_worker, order.data)
+                libraries.after_import("distributed", "get_worker", find_worker)
             debugger.wait_for_editor(order, link.send)
             take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
-            process_group.expect(order.place, order.job, take_device, listener)
+            report = functools.partial(link.send_collectives, is_final=True)
+            on_formed = functools.partial(flight_recorder.call_before_abort, report)
+            process_group.expect(order.place, order.job, take_device, listener, on_formed)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session)
-            process_group.join()
-            flight_recorder.call_before_abort(functools.partial(link.send_collectives, is_final=True))
+            process_group.meet() if isinstance(call.function, script.Script) else process_group.join()
             liveness.watch(order, link)
             returned = None
             with session.at_work(), _ending_forks():
@@ -239,7 +239,7 @@ def _settle_in(order: RankOrder) -> None:
     sys.path[:] = order.path
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
-    script.enter(order.sources.script, order.sources.originals)
+    script.enter(order.sources.script, order.sources.originals, process_group.set_aside)
     liveness.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)

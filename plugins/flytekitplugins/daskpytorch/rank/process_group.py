@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from flytekitplugins.daskpytorch.process.system import allow_files
 from flytekitplugins.daskpytorch.protocol import torch_parts
@@ -36,8 +39,13 @@ class _Membership:
     pid: int
     place: Place
     backend: str
-    form: Callable[[], None] | None
-    """Function that forms the gang's process group. None once the function has been called."""
+    prepare: Callable[[], torch.device | None] | None
+    """Function that takes the rank's device and makes `store`. Returns the device of GPU collectives, if any. None once
+    the function has been called."""
+    on_formed: Callable[[], object]
+    """Function that is called after each default process group that this rank has formed."""
+    timeout: timedelta | None = None
+    """Timeout of the group's collectives if the user gives none. None: the backend's own."""
     store: Store = field(init=False)
     num_groups: int = 0
     """Number of default process groups that the gang has formed. The number is the prefix of the next group's keys in
@@ -66,7 +74,7 @@ def install() -> None:
         if member is None or member.pid != os.getpid():
             original(*args, **kwargs)
             return
-        if member.form is not None:
+        if member.prepare is not None:
             join()  # a module of the user's calls the function at import
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -81,6 +89,7 @@ def install() -> None:
         else:  # a rendezvous of the user's
             original(*args, **kwargs)
             member.is_in = False
+            member.on_formed()
 
     init_process_group.knows_gangs = True  # type: ignore[attr-defined]
     distributed_c10d.init_process_group = init_process_group
@@ -119,26 +128,33 @@ def are_numbers_comparable() -> bool:
     return distributed.get_debug_level() != distributed.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
-def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None], listener: int | None = None) -> None:
-    """Prepare the gang's process group. The user's first `init_process_group` forms the group, or else `join`.
+def expect(
+    place: Place,
+    job: Job,
+    take_device: Callable[[], torch.device | None],
+    listener: int | None = None,
+    on_formed: Callable[[], object] = bool,  # does nothing
+) -> None:
+    """Make this process a rank of a gang, whose process group `join` or the user's `init_process_group` forms.
 
     Args:
         place: This rank's place in the gang.
         job: Settings of the attempt that all ranks share.
         take_device: Makes the rank's GPU torch's current device. Returns the device of GPU collectives, if any.
         listener: Descriptor of the socket on which this rank serves the rendezvous store. None on other ranks.
+        on_formed: Called after each default process group that this rank has formed.
     """
-    from torch import distributed
 
-    def form() -> None:
+    def prepare() -> torch.device | None:
         _check_recorder()
         device = take_device()
         member.store = _store(job, listener, place.world_size)
-        distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience(job.settings))
+        return device
 
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
-    member = _membership = _Membership(os.getpid(), place, backend, form)
+    timeout = job.debugging.patience(job.settings)
+    member = _membership = _Membership(os.getpid(), place, backend, prepare, on_formed, timeout)
 
 
 def _check_recorder() -> None:
@@ -156,11 +172,46 @@ def _check_recorder() -> None:
             raise ValueError(f"{name}={text!r}: must be {wanted}, for torch's flight recorder. Mend or unset it")
 
 
+def meet() -> torch.device | None:
+    """Take the rank's device and join the rendezvous store, if the rank has not yet. Form no process group.
+
+    A program then forms the group by its own `init_process_group`, as under torchrun.
+
+    Returns:
+        The device of GPU collectives. None without one, and for each call but the first.
+    """
+    if _membership is None or _membership.prepare is None:
+        return None
+    prepare, _membership.prepare = _membership.prepare, None
+    return prepare()
+
+
 def join() -> None:
     """Form the gang's process group with the other ranks, unless this rank has formed the group before."""
-    if _membership is not None and _membership.form is not None:
-        form, _membership.form = _membership.form, None
-        form()
+    if _membership is not None and _membership.prepare is not None:
+        from torch import distributed
+
+        distributed.init_process_group(_membership.backend, device_id=meet())
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Hide the gang's process group during the block, in which a program forms its own, as under torchrun.
+
+    The group is there again after the block, unless the program has left or destroyed a default process group.
+    """
+    from torch import distributed
+
+    group = distributed.group.WORLD
+    if group is None or _membership is None or _membership.pid != os.getpid():
+        yield
+        return
+    distributed.group.WORLD = None
+    try:
+        yield
+    finally:
+        if not distributed.is_initialized() and group in torch_parts.groups():
+            distributed.group.WORLD = group
 
 
 def leave() -> None:
@@ -181,10 +232,12 @@ def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, A
     store = PrefixStore(str(member.num_groups), member.store)
     member.num_groups += 1
     place = {"world_size": member.place.world_size, "rank": member.place.rank, "store": store}
-    form(**{**asked, "backend": backend, "init_method": None, **place})
+    timeout = member.timeout if asked["timeout"] is None else asked["timeout"]
+    form(**{**asked, "backend": backend, "init_method": None, "timeout": timeout, **place})
     if backend == ON_GPUS:
         torch_parts.name_default_group("nccl")
     member.backend, member.is_in = backend, True
+    member.on_formed()
 
 
 def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -> None:
@@ -202,10 +255,7 @@ def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -
     if rank not in (-1, place.rank):
         differing.append(f"this is rank {place.rank}, not {rank}: pass no rank, or that of the variable RANK")
     if differing:
-        raise ValueError(
-            "init_process_group asks for another process group than the gang's, which was formed before this function "
-            f"was called: {'; '.join(differing)}"
-        )
+        raise ValueError(f"init_process_group asks for another process group than the gang's: {'; '.join(differing)}")
 
 
 def _kinds(backend: str) -> set[str]:
@@ -233,7 +283,6 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
 def _takes_listener_by_libuv() -> bool:
     """Return True if torch's libuv `TCPStore` can serve on a given socket: torch 2.8 or newer (pytorch#150215)."""
     import torch
-    from packaging.version import Version
 
     return Version(torch.__version__) >= Version("2.8")
 
