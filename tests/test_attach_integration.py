@@ -25,6 +25,7 @@ STOPS = """
     import torch.distributed as dist
     from flytekitplugins.daskpytorch import current_rank
 
+    dist.init_process_group()
     rank = current_rank()
     for step in range(3):
         secret = 100 + rank.rank
@@ -90,10 +91,10 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster, tmp_
         listed = attach("--scheduler", cluster.address)
         [id_] = re.findall(r"^\S+ \((\S+)\), 2 ranks\n", listed.stdout)
         assert attach("--gang", id_).stdout.splitlines()[0] == listed.stdout.splitlines()[0]
-        assert re.search(r"\n0 +\S+ +1 +runs +\S+/script.py:12 ", listed.stdout), listed
-        assert re.search(r"\n1 +\S+ +1 +stops at \S+/script.py:12 .* \S+/script.py:12 ", listed.stdout), listed
+        assert re.search(r"\n0 +\S+ +1 +runs +\S+/script.py:13 ", listed.stdout), listed
+        assert re.search(r"\n1 +\S+ +1 +stops at \S+/script.py:13 .* \S+/script.py:13 ", listed.stdout), listed
         stack = attach("0")
-        assert re.search(r"all_reduce\n.*script.py\", line 12", stack.stdout, re.DOTALL), stack
+        assert re.search(r"all_reduce\n.*script.py\", line 13", stack.stdout, re.DOTALL), stack
         assert "(Pdb" not in attach("1").stdout  # standard input is no terminal
         assert "no gang has a rank 7" in attach("7").stderr
 

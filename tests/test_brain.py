@@ -11,6 +11,7 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from flytekitplugins.daskpytorch.errors import (
 )
 from flytekitplugins.daskpytorch.protocol import messages, payload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
@@ -943,6 +944,19 @@ def test_what_a_rank_reports_before_its_abort_explains_the_abort(gang_of: MakeWo
     world.recalled = {1: recalled(1)}
     world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False), is_final=True))
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
+    world.obey_all()
+    assert "rank 1 has not called collective 2 of the default group (gloo)" in str(raised(world))
+
+
+def test_failed_ranks_answer_does_not_displace_the_collectives_of_its_failure(gang_of: MakeWorld) -> None:
+    world = gang_of(num_workers=2, max_restarts=0)
+    world.recalled = {1: recalled(1)}
+    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False), is_final=True))
+    world.leave(world.agent(W1), 0, -signal.SIGABRT)
+    failure = Failure.of(RuntimeError("gloo: Connection reset by peer"), world.clock())
+    for report in (replace(failure, recalled=recalled(1)), Located(1, "stack", -1, world.brain._attempt.look)):
+        world.report(world.agent(W2), 1, report)
+    world.leave(world.agent(W2), 1, 1)
     world.obey_all()
     assert "rank 1 has not called collective 2 of the default group (gloo)" in str(raised(world))
 

@@ -242,7 +242,8 @@ class Attempt:
         """Record a rank's stacks and progress. The rank's newest collectives come in a later report (`Remembered`)."""
         if located.look == self.look:
             self.located[rank] = located
-            self.remembered.pop(rank, None)  # the answer to an earlier order
+            if rank not in self.final:
+                self.remembered.pop(rank, None)  # the answer to an earlier order
         self.note_moves(rank, located.num_moves)
 
     def note_remembered(self, rank: int, said: Remembered) -> None:

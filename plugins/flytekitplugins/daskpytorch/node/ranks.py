@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ TAIL_SIZE = 16 << 10
 """Maximum number of characters of a rank's log that the error of its failure shows."""
 MAX_LINE = 64 << 10
 """Maximum number of characters of a line of a rank's output. A longer line becomes several lines of this size."""
+_END = re.compile("([\r\n])")
 
 
 class Lines:
@@ -30,16 +32,25 @@ class Lines:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished = ""
         """Start of the last line, whose end has not arrived."""
+        self._is_after_return = False
+        """True if a carriage return ended the last line."""
 
     def feed(self, data: bytes) -> list[str]:
-        """Add bytes to the stream, and return the newly complete lines, without blank lines. b"" ends the stream."""
-        # Carriage returns end lines, too: each state of a progress bar becomes a line.
-        text = self._decoder.decode(data, final=not data).replace("\r", "\n")
-        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        """Add bytes to the stream, and return the newly complete lines. b"" ends the stream.
+
+        A carriage return also ends a line, so that each state of a progress bar is a line. A blank line counts only if
+        a newline ends the line, and no carriage return comes just before.
+        """
+        *ended, self._unfinished = _END.split(self._unfinished + self._decoder.decode(data, final=not data))
+        lines = []
+        for line, end in zip(ended[::2], ended[1::2], strict=True):
+            if line.strip() or (end == "\n" and not self._is_after_return):
+                lines.append(line)
+            self._is_after_return = end == "\r"
         if not data or len(self._unfinished) >= MAX_LINE:
-            lines.append(self._unfinished)
+            lines += [self._unfinished] if self._unfinished.strip() else []
             self._unfinished = ""
-        return [line[at : at + MAX_LINE] for line in lines if line.strip() for at in range(0, len(line), MAX_LINE)]
+        return [line[at : at + MAX_LINE] for line in lines for at in range(0, max(len(line), 1), MAX_LINE)]
 
 
 class Output:

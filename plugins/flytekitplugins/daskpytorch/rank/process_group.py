@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,18 +40,23 @@ class _Membership:
     place: Place
     backend: str
     prepare: Callable[[], torch.device | None] | None
-    """Function that takes the rank's device and makes `store`. Returns the device of GPU collectives, if any. None once
-    the function has been called."""
+    """Function that takes the rank's device. Returns the device of GPU collectives, if any. None once the function has
+    been called."""
+    make_store: Callable[[], Store]
     on_formed: Callable[[], object]
     """Function that is called after each default process group that this rank has formed."""
     timeout: timedelta | None = None
     """Timeout of the group's collectives if the user gives none. None: the backend's own."""
-    store: Store = field(init=False)
     num_groups: int = 0
     """Number of default process groups that the gang has formed. The number is the prefix of the next group's keys in
     the rendezvous store, where values of an earlier group would mislead a later group."""
     is_in: bool = False
     """True if the gang's rendezvous formed the newest default process group, False if the user's own rendezvous did."""
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """The gang's rendezvous store. A rank that forms no group waits for no other rank's store."""
+        return self.make_store()
 
 
 def install() -> None:
@@ -148,13 +153,15 @@ def expect(
     def prepare() -> torch.device | None:
         _check_recorder()
         device = take_device()
-        member.store = _store(job, listener, place.world_size)
+        if listener is not None:
+            _ = member.store  # serves the other ranks, also if this rank's program forms no group
         return device
 
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
     timeout = job.debugging.patience(job.settings)
-    member = _membership = _Membership(os.getpid(), place, backend, prepare, on_formed, timeout)
+    make_store = functools.partial(_store, job, listener, place.world_size)
+    member = _membership = _Membership(os.getpid(), place, backend, prepare, make_store, on_formed, timeout)
 
 
 def _check_recorder() -> None:
@@ -173,7 +180,7 @@ def _check_recorder() -> None:
 
 
 def meet() -> torch.device | None:
-    """Take the rank's device and join the rendezvous store, if the rank has not yet. Form no process group.
+    """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group.
 
     A program then forms the group by its own `init_process_group`, as under torchrun.
 
