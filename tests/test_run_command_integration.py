@@ -205,6 +205,18 @@ def test_the_exit_code_of_a_programs_process_counts_and_nothing_is_trained_again
     assert [(folder / f"ran-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
 
 
+def test_a_program_for_fabrics_own_command_forms_its_group_as_by_that_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning.fabric")
+    monkeypatch.setenv("LT_CLI_USED", "1")  # set by Fabric's command
+    total = "Fabric().all_reduce(torch.ones(1), reduce_op='sum')"
+    (folder / "fabrics.py").write_text(f"import torch; from lightning.fabric import Fabric; print(int({total}))")
+    done = run("--nproc", "2", "fabrics.py")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] 2\n" in done.stdout
+
+
 @pytest.mark.parametrize("is_own", [False, True])
 def test_ranks_train_on_dask_workers(folder: Path, *, is_own: bool) -> None:
     if is_own:

@@ -217,9 +217,7 @@ class Story(GoodputObserver):
         self.rate.clear()
         self.record = None
         self._spoilt.clear()
-        start = (
-            f"from step {step:,}" if step is not None else "from the start: current_rank().checkpoint has saved nothing"
-        )
+        start = f"from step {step:,}" if step is not None else "without a checkpoint"
         self._tell(f"starts again {start}: {reason}", "good" if reason.startswith(GROWS) else "bad")
         self.restarts = [*self.restarts, (step or 0, reason.partition("\n")[0])][-MAX_SPANS:]
         self._enter((WORKERS, "idle"))
@@ -227,7 +225,9 @@ class Story(GoodputObserver):
     def noted(self, text: str) -> None:
         """Record a notice as an event, unless `restarting` has recorded the same."""
         words = text.partition(": ")[2] or text
-        if words.startswith("going on from ") or (self.restarts and words.startswith(self.restarts[-1][1])):
+        if words.startswith(("going on from ", "going on without ")) or (
+            self.restarts and words.startswith(self.restarts[-1][1])
+        ):
             return
         if words.endswith(HINT_END):
             self.hints.append(words.removesuffix(HINT_END).rstrip())

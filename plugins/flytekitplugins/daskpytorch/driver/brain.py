@@ -346,9 +346,9 @@ class Brain:
         self._saving.begin(self._number)
         step = self._saving.newest_step
         self._observers.tell("restarting", reason, step)
-        start = f"step {step}" if step is not None else "the start: current_rank().checkpoint has saved nothing"
+        start = "without a checkpoint: current_rank().checkpoint has saved nothing"
         self._observers.note(reason)
-        self._observers.note(f"going on from {start}")
+        self._observers.note(f"going on from step {step}" if step is not None else f"going on {start}")
         return self._begin_to_gather()
 
     def _reason_to_go_on(self, attempt: Attempt) -> str:

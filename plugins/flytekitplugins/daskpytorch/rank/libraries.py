@@ -114,7 +114,8 @@ def _check_fabrics(module: ModuleType) -> None:
         if not (has_all_ranks and getattr(fabric.strategy, "parallel_devices", None) is None):
             _check_strategy(module, "Fabric", fabric.strategy)
         has_all_ranks = True
-        fabric.launch()  # a program for `fabric run` does not call `launch` itself, and a second call changes nothing
+        if not int(os.environ.get("LT_CLI_USED", "0")):  # else Fabric has launched itself, and refuses the call
+            fabric.launch()  # a program for `fabric run` calls no `launch`, and a second call changes nothing
 
     module.Fabric.__init__ = begin_checked
     module.Fabric.local_rank = property(lambda _: _host_rank())  # for `rank_zero_first(local=True)`
