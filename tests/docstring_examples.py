@@ -22,7 +22,7 @@ MODULES = (
     ".testing",
     ".transformers",
 )
-OF_FLYTE = {f"{PACKAGE}.{name}" for name in ("OutputLocation", "Scheduler", "WorkerGroup")}
+OF_FLYTE = {f"{PACKAGE}.{name}" for name in ("Scheduler", "WorkerGroup")}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.REPORT_ONLY_FIRST_FAILURE
 
 

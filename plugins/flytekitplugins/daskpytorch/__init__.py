@@ -14,26 +14,20 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.process import log, streams
 
 if TYPE_CHECKING:  # for type checkers and editors
-    from flytekit.extras.tasks.shell import OutputLocation as OutputLocation
     from flytekitplugins.dask import Scheduler as Scheduler
     from flytekitplugins.dask import WorkerGroup as WorkerGroup
 
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster as DaskCluster
     from flytekitplugins.daskpytorch.flyte.config import DaskDDP as DaskDDP
     from flytekitplugins.daskpytorch.flyte.config import SpawnDDP as SpawnDDP
-    from flytekitplugins.daskpytorch.flyte.script import ScriptTask as ScriptTask
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
 
 _public = Path(__file__).with_name("public.py").read_text(encoding="utf-8")
 HOMES = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _public, re.MULTILINE)}
 """Name of the module that defines each public name, as `public.py` imports it. The first use of a name imports the
 module."""
-_OF_FLYTE_IN = {
-    "config": ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"),
-    "script": ("OutputLocation", "ScriptTask"),
-}
-OF_FLYTE = {name: module for module, names in _OF_FLYTE_IN.items() for name in names}
-"""Public names whose objects differ between flytekit and Flyte 2, and the adapter's module that has each."""
+OF_FLYTE = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
+"""Public names whose objects differ between flytekit and Flyte 2. The adapter's module `config` has them."""
 MODULES = ("data", "dispatch", "errors", "report", "results")
 """Public modules that are imported when they are first used as attributes."""
 NAMES = [*HOMES, *OF_FLYTE]
@@ -55,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from flytekitplugins.daskpytorch.extras import require_flytekit
 
         require_flytekit(name)
-        return getattr(import_module(f"{__name__}.flyte.{OF_FLYTE[name]}"), name)
+        return getattr(import_module(f"{__name__}.flyte.config"), name)
     if name == "__version__":
         return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

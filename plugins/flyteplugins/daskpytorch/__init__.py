@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flyteplugins.daskpytorch.config import DaskCluster as DaskCluster
     from flyteplugins.daskpytorch.config import DaskDDP as DaskDDP
     from flyteplugins.daskpytorch.config import SpawnDDP as SpawnDDP
-    from flyteplugins.daskpytorch.script import OutputLocation as OutputLocation
-    from flyteplugins.daskpytorch.script import ScriptTask as ScriptTask
 
 OLDEST = "2.12"
 """Minimum version of Flyte 2's SDK (`flyte` and `flyteplugins-dask`) for this package."""
@@ -37,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name in engine.OF_FLYTE:
         require_extra("flyte2", f"flyteplugins.daskpytorch.{name}")
         _refuse_old(name)
-        return getattr(import_module(f"{__name__}.{engine.OF_FLYTE[name]}"), name)
+        return getattr(import_module(f"{__name__}.config"), name)
     if name in (*engine.HOMES, *engine.MODULES, "__version__"):
         return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

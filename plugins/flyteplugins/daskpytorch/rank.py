@@ -10,16 +10,15 @@ from typing import Any, Self
 
 import flyte
 from flyte._context import internal_ctx
-from flyte.io import Dir, File
+from flyte.io import Dir
 from flyte.models import TaskContext
 from flyte.report import Report
-from flyte.storage import Storage, is_remote
+from flyte.storage import Storage
 from flyte.syncify import syncify
 
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.host import provide
 from flytekitplugins.daskpytorch.rank.returned import check_count
-from flytekitplugins.daskpytorch.task.script import TaskScript, once_per_node
 from flyteplugins.daskpytorch import context
 
 
@@ -95,22 +94,6 @@ class Flyte2Rank:
     def results_folder(self) -> Dir[Any]:
         """Return the folder to which the driver writes the files that ranks submit, as Flyte 2's type for folders."""
         return Dir(path=self.results)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Flyte2Script(TaskScript):
-    """Function of a `ScriptTask`, with Flyte 2's types of files."""
-
-    def _text_of(self, value: Any) -> Any:
-        if not isinstance(value, (File, Dir)):
-            return super()._text_of(value)
-        path = str(value.path)
-        return str(once_per_node(path, value.download_sync) if is_remote(path) else path.removeprefix("file://"))
-
-    def _output_of(self, name: str, path: Path) -> Any:
-        # A local run would otherwise keep the path, which the next run writes.
-        place = flyte.ctx().raw_data_path.get_random_remote_path(path.name)
-        return (Dir if self.outputs[name].is_folder else File).from_local_sync(path, place)
 
 
 def _event_loop() -> Any:

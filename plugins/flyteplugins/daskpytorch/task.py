@@ -159,8 +159,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def _task_function(self) -> Callable[..., Any]:
-        function: Any = self.func
-        return getattr(function, "program", function)  # type: ignore[no-any-return]
+        return self.func  # type: ignore[no-any-return]
 
     @property
     def enable_deck(self) -> bool:

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from flyteidl.core import literals_pb2
@@ -20,13 +19,11 @@ from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.interfaces.random import random
 from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.host import provide
 from flytekitplugins.daskpytorch.rank.returned import check_count
-from flytekitplugins.daskpytorch.task.script import TaskScript, once_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,27 +153,6 @@ class _Returned(PythonTask):  # type: ignore[misc]
 
     def execute(self, **_: Any) -> Any:
         return self._value
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FlyteScript(TaskScript):
-    """Function of a `ScriptTask`, with flytekit's types of files."""
-
-    def _text_of(self, value: Any) -> Any:
-        if not isinstance(value, (FlyteFile, FlyteDirectory)):
-            return super()._text_of(value)
-        source = value.remote_source
-        return str(once_per_node(source, value.download) if source is not None else Path(value).absolute())
-
-    def _output_of(self, name: str, path: Path) -> Any:
-        if self.outputs[name].is_folder:
-            return FlyteDirectory(str(path), remote_directory=_new_place(path))
-        return FlyteFile(str(path), remote_path=_new_place(path))
-
-
-def _new_place(path: Path) -> str:
-    """Return a new path or URI for an output. A local run would otherwise keep the path, which the next run writes."""
-    return str(FlyteContextManager.current_context().file_access.get_random_remote_path(str(path)))
 
 
 def finish_imports() -> None:

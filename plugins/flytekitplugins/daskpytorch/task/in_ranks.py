@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost, current_executio
 from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
-from flytekitplugins.daskpytorch.task.script import TaskScript
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
@@ -246,7 +245,6 @@ class InRanks:
             observers=observers,
             training=self._training(inputs),
             storage=storage_of(current_execution(), "gang", config.gang),
-            script=self._task_function.script if isinstance(self._task_function, TaskScript) else None,
         )
         return replace(request, evaluation=request_of_evaluation(request, inputs, host=host))
 

@@ -31,7 +31,6 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.script import Script
-from flytekitplugins.daskpytorch.task.script import TaskScript
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 """Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
@@ -334,7 +333,7 @@ def identity_of_file(uri: str) -> bytes:
 
 def source_of(function: Callable[..., Any]) -> str:
     """Return the source code of a function, or of the program that it runs. Empty if Python cannot find it."""
-    if isinstance(function, (Script, TaskScript)):
+    if isinstance(function, Script):
         return function.source
     with contextlib.suppress(OSError, TypeError):
         return inspect.getsource(function)
