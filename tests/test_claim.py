@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ import fsspec
 import pytest
 
 from flytekitplugins.daskpytorch import GangStartError
-from flytekitplugins.daskpytorch.driver import claim as module
 from flytekitplugins.daskpytorch.driver.claim import Claim, claimed
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.rank.checkpoint import write_checkpoint
+from flytekitplugins.daskpytorch.settings import Keep
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from processes import until
 from seaweed import Weed
@@ -32,8 +33,6 @@ OTHERS = {
     "pid": 4711,
     "started": "1",
     "machine": "another",
-    "job": None,
-    "number": 0,
 }
 
 
@@ -60,8 +59,7 @@ def written(paths: StoragePaths) -> dict[str, Any]:
 
 def leave(paths: StoragePaths, **about: Any) -> None:
     """A claim of another gang's."""
-    now = time.time()
-    content = {**OTHERS, "since": now - 90, "renewed": now, **about}
+    content = {**OTHERS, "since": time.time() - 90, **about}
     paths.files.write(f"{paths.own}/claim.json", json.dumps(content).encode())
 
 
@@ -95,78 +93,26 @@ def test_of_many_that_come_at_once_one_has_it(paths: StoragePaths) -> None:
     assert taken == [1]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claims that are stale in a moment."""
-    monkeypatch.setattr(module, "POLL_INTERVAL", 0.05)
-    monkeypatch.setattr(module, "STALE_AFTER", 1.0)
-
-
-@pytest.mark.usefixtures("quick")
-def test_an_owner_on_another_machine_that_does_not_renew_its_claim_is_taken_over(
-    paths: StoragePaths, capsys: pytest.CaptureFixture[str]
-) -> None:
-    leave(paths)
-    begun_at = time.monotonic()
-    with claimed(paths, "flows.second"):
-        assert time.monotonic() - begun_at >= 1.0
-        assert written(paths)["name"] == "flows.second"
-    told = capsys.readouterr().err
-    assert f"{paths.own} is claimed by flows.train on node-7 (process 4711), which began at 20" in told
-    assert " UTC by its clock; waiting up to 1 s for a sign of life" in told
-    assert "taken over from flows.train on node-7" in told
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("clock", [0, -86_400, 86_400], ids=["right", "a day slow", "a day fast"])
-def test_an_owner_on_another_machine_that_renews_its_claim_is_not_whatever_its_clock_says(
-    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, clock: float
+def test_a_gang_of_another_machine_is_taken_over_at_once_whatever_its_clock_says(
+    paths: StoragePaths, capsys: pytest.CaptureFixture[str], clock: float
 ) -> None:
-    monkeypatch.setattr(module, "STALE_AFTER", 60.0)
-    now = time.time() + clock
-    leave(paths, since=now, renewed=now)
-    with (
-        pytest.raises(GangStartError, match=r"in use by flows\.train on node-7 .* began at "),
-        claimed(paths, "flows.second", lambda: leave(paths, since=now, renewed=now, number=1)),
-    ):
-        pass
-    assert written(paths)["id"] == "theirs"
+    leave(paths, since=time.time() + clock)
+    with claimed(paths, "flows.second"):
+        assert written(paths)["name"] == "flows.second"
+    assert f"{paths.own}: taken over from flows.train on node-7 (process 4711), which began at 20" in (
+        capsys.readouterr().err
+    )
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("content", [b"", b'{"id": "the', b"\xff\x00", b"[]"])
-def test_a_damaged_claim_is_taken_over_and_mended(
-    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, content: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "RENEW_EVERY", 0.1)
+def test_a_damaged_claim_is_taken_over(paths: StoragePaths, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     path = f"{paths.own}/claim.json"
     paths.files.write(path, content)
-    with claimed(paths, "flows.second") as claim:
+    with claimed(paths, "flows.second"):
         assert "taken over from a gang whose claim cannot be read" in capsys.readouterr().err
         assert written(paths)["name"] == "flows.second"
-        paths.files.write(path, content)
-        until(lambda: paths.files.read(path) != content, "the owner to renew its claim")
-        assert written(paths)["name"] == "flows.second"
-        assert claim.loss is None
     assert not paths.files.fs.exists(path)
-
-
-def test_who_waits_for_a_sign_of_life_can_be_ended(paths: StoragePaths) -> None:
-    leave(paths)
-    with pytest.raises(GangStartError, match="in use"), claimed(paths, "flows.second", lambda: True):
-        pass
-
-
-def test_the_attempt_before_of_the_same_task_is_taken_over_at_once(
-    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "POLL_INTERVAL", 1e9)  # nobody waits
-    names = ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER")
-    for name, value in zip(names, ("execution", "train", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    leave(paths, job=["execution", "train", "0"])
-    with claimed(paths, "flows.second"):
-        assert written(paths)["name"] == "flows.second"
 
 
 DIES = """
@@ -181,36 +127,35 @@ with claimed(StoragePaths(files=files, previous=own, own=own, is_claimed=True), 
 """
 
 
-def test_a_process_of_this_machine_that_was_killed_is_taken_over_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_this_machine_that_was_killed_is_taken_over(tmp_path: Path) -> None:
     own = str(tmp_path / "same")
     killed = subprocess.run([sys.executable, "-c", DIES, own], check=False)
     assert killed.returncode == -9
     assert (tmp_path / "same" / "claim.json").exists()
-    monkeypatch.setattr(module, "POLL_INTERVAL", 1e9)  # nobody waits
     again = StoragePaths(files=Files(fsspec.filesystem("file")), previous=own, own=own, is_claimed=True)
     with claimed(again, "second"):
         assert written(again)["name"] == "second"
 
 
-def test_who_was_suspended_too_long_learns_that_another_has_taken_over(
-    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RENEW_EVERY", 0.1)
-    monkeypatch.setattr(module, "FIRST_LOOK", 0.1)
-    lost = threading.Event()
-
+def test_a_gang_that_a_newer_one_has_taken_over_ends_before_its_next_write(paths: StoragePaths, tmp_path: Path) -> None:
     def train() -> None:
         with claimed(paths, "flows.first") as claim:
+            assert claim is not None
+            lost = threading.Event()
             claim.on_loss = lost.set
-            until(lambda: written(paths)["number"] > 1, "a renewal")
-            until(lambda: leave(paths) or lost.wait(0.5), "the loss to be noticed")  # a renewal may come after `leave`
+            vault = Vault(claim.paths, Keep(), tmp_path)
+            vault.add(write_checkpoint(tmp_path, 0, {}, 1, {}))
+            assert vault.flush(60)
+            before = paths.files.fs.find(paths.own)
+            leave(paths)
+            vault.add(write_checkpoint(tmp_path, 0, {}, 2, {}))
+            assert lost.wait(60)
+            vault.flush(60)
+            assert paths.files.fs.find(paths.own, refresh=True) == before
             raise RuntimeError("cancelled")
 
-    with pytest.raises(GangStartError, match=r"was taken over by flows\.train on node-7 .* suspended"):
+    with pytest.raises(GangStartError, match=r"was taken over by flows\.train on node-7 "):
         train()
-    assert lost.is_set()
     assert written(paths)["id"] == "theirs"
 
 
@@ -236,10 +181,3 @@ def test_a_model_of_a_sweep_is_trained_once_at_a_time(tmp_path: Path) -> None:
         claimed(models[0], "flows.sweep again"),
     ):
         pass
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays() -> Iterator[None]:
-    """Each claim's thread ends with it."""
-    yield
-    until(lambda: "daskpytorch-claim" not in {thread.name for thread in threading.enumerate()}, "the threads to end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -276,6 +277,23 @@ def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that
     there = {folder.name for folder in (tmp_path / "kept" / "gang").glob("step-*/*")}
     assert len(there) == 2
     assert not any(name.startswith("0-") for name in there)
+
+
+def test_a_gang_whose_address_a_newer_gang_has_taken_over_ends(tmp_path: Path) -> None:
+    notes = Notes()
+    gang = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path), observers=[notes])
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(gang.run)
+        try:
+            until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
+            (claim := tmp_path / "gang" / "claim.json").unlink()
+            newer = {"id": "newer", "name": "flows.train", "host": "node-7", "pid": 1, "machine": "other", "since": 0}
+            claim.write_text(json.dumps(newer))
+            until(running.done, "the gang to end")
+        finally:
+            gang.preempt("that is enough")
+    with pytest.raises(GangStartError, match=r"gang was taken over by flows\.train on node-7"):
+        running.result()
 
 
 def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_checkpoints(tmp_path: Path) -> None:

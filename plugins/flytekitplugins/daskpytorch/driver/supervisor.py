@@ -142,19 +142,21 @@ class Supervisor:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._launcher.close)
                 name = self._request.name
-                claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._calls.empty()))
+                claim = stack.enter_context(claimed(self._request.storage, name))
+                storage = claim.paths if claim is not None else self._request.storage
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                vault = Vault(self._request.storage, self._request.settings.keep, folder)
+                vault = Vault(storage, self._request.settings.keep, folder)
                 committer = Committer(
                     self._request.settings,
-                    self._request.storage,
+                    storage,
                     vault,
                     folder,
                     self._execution.filesystem,
                     self._post_commit,
                 )
                 stack.callback(committer.close)
-                claim.on_loss = functools.partial(self._give_up, committer)
+                if claim is not None:
+                    claim.on_loss = functools.partial(self._give_up, committer)
                 for request in (self._request, self._request.evaluation):
                     if request is not None and request.large is not None and request.start is None:
                         stack.callback(request.large.close)
@@ -184,7 +186,7 @@ class Supervisor:
             self._observers.tell("ended", error)
 
     def _give_up(self, committer: Committer) -> None:
-        """Stop writing checkpoints to storage, which another gang has claimed, and end this gang."""
+        """Stop writing checkpoints to storage, which a newer gang has taken over, and end this gang."""
         committer.close()
         self.cancel()
 

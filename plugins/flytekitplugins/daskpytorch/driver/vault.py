@@ -21,6 +21,7 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import K, Whole, best_first, retained
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
@@ -377,6 +378,8 @@ class Vault:
             self._has_complained = True
 
     def _tell_failure(self, error: Exception, _: int, pause: float) -> bool:
+        if isinstance(error, GangStartError):  # a newer gang has taken over the folder, and this gang ends
+            return True
         failed = "list of checkpoints could not be written"
         with self._lock:
             if self._copying is not None:

@@ -92,7 +92,8 @@ def run_here(
     told.note(f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process")
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(claimed(storage, name))
+            if (claim := stack.enter_context(claimed(storage, name))) is not None:
+                storage = claim.paths
             folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
             checkpoint = LocalCheckpoint(settings, storage, folder, told)
             stack.callback(checkpoint.close)
