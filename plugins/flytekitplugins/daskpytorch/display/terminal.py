@@ -170,7 +170,7 @@ class Display(GoodputObserver):
         self._formed_at: float | None = None
         """Time at which the ranks have joined the process group for the first time."""
         self._news, self._row = News(), Values()
-        """What got a line, and the values since the last line."""
+        """Records that got a line, and the values since the last line."""
 
     def placed(self, shape: Shape) -> None:
         """Keep the gang's name."""

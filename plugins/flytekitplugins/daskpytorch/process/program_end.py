@@ -1,7 +1,6 @@
-"""What Python does at the end of a program: threads, executors, exit functions and open files. Runs in ranks.
+"""Ends a program as Python does: waits for threads and executors, calls exit functions, writes files. Runs in ranks.
 
-A rank does so for its whole process before it exits. `run_script` does so for what the script has started, as the
-function that has called `run_script` goes on.
+A rank ends its whole process so. `run_script` ends only what the script has started, as its caller goes on.
 """
 
 import atexit

@@ -32,7 +32,7 @@ Reduced = tuple[Any, ...]
 HEAP_TYPE, IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Flags of classes: made by Python code; cannot be changed."""
 COMMON_FIELDS = ("__traceback__", "__cause__", "__context__", "__suppress_context__", "__notes__")
-"""What no exception's own pickle has. `__cause__` sets `__suppress_context__`."""
+"""Attributes that no exception's own pickle has. `__cause__` sets `__suppress_context__`."""
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Callable[..., types.CodeType], tuple[Any, ...]]:
