@@ -15,8 +15,8 @@ Ray Train  the same with `FailureConfig(max_failures=3)` and a checkpoint file o
 Monarch    the same: the caller receives the failure, stops all processes and spawns new ones
 torchrunx  the same: the caller receives the failure and launches again
 lost       a worker is killed with its nanny, as in the loss of a pod, and the other worker suffices (`min_workers=1`)
-returned   a worker is killed alone, and all are needed: time since the registration of its nanny's next worker
-           (workers preload the ranks' imports; without that, the first restart of a worker's first gang takes 2 s more)
+returned   a worker is killed alone, and all are needed: time since the registration of its nanny's next worker, whose
+           fork server imports torch again
 blame      number of reports with the right rank and cause, for faults in either rank whose consequences hide the cause:
            `dispatch.run`, and `torchrun` (its report, with `@record`)
 """
@@ -362,10 +362,13 @@ def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
         yield Figure.beside("`torchrun`", peers.pop("torchrun"), what=what, here=times["rank"], goals=goals)
     if "rank" in times and peers:
         yield Figure.beside_quickest(peers, what=f"{what}, beside other peers", here=times["rank"])
-    labels = {"lost": "worker lost, the others go on", "returned": "worker killed, after the new one was registered"}
-    for way, label in labels.items():
+    labels = {
+        "lost": ("worker lost, the others go on", 0.5),
+        "returned": ("worker killed, after the new one was registered", 4.0),  # the time of a first gang that trains
+    }
+    for way, (label, limit) in labels.items():
         if way in times:
-            goals = at_most(0.5, "here")
+            goals = at_most(limit, "here")
             yield Figure(what=f"{label}: `dispatch.run`, to all ranks' next step", here=times[way], goals=goals)
 
 

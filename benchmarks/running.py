@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -394,21 +393,7 @@ def parent_of(pid: int) -> int:
 
 def worker_of(rank: int) -> int:
     """Return the Dask worker beside which a rank runs."""
-    server = parent_of(rank)
-    if (nanny := nanny_of(server)) is None:
-        raise SystemExit(f"the fork server of the process {rank} watches no nanny")
-    return worker_below(nanny)
-
-
-def nanny_of(server: int) -> int | None:
-    """Return the nanny whose workers a fork server serves, which is the process that the fork server watches.
-
-    An earlier worker of the same nanny may have started the fork server.
-    """
-    for watched in entries(f"/proc/{server}/fdinfo"):
-        if found := re.search(r"^Pid:\s*(\d+)$", read(watched), re.MULTILINE):
-            return int(found[1])
-    return None
+    return parent_of(parent_of(rank))  # the rank's parent is the worker's fork server
 
 
 def worker_below(nanny: int) -> int:

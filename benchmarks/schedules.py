@@ -32,7 +32,6 @@ from running import (
     family,
     is_running,
     kill,
-    nanny_of,
     parent_of,
     read,
     started_here,
@@ -202,9 +201,8 @@ def is_rank(pid: int) -> bool:
 
 
 def pod_of(nanny: int) -> list[int]:
-    """Return all processes of a pod: nanny, workers, their ranks, and fork servers, also of earlier workers."""
-    servers = [pid for pid in started_here() if is_server(pid) and nanny_of(pid) == nanny]
-    return list(dict.fromkeys([*family(nanny), *(pid for server in servers for pid in family(server))]))
+    """Return all processes of a pod: the nanny, its worker, the fork server and the ranks."""
+    return family(nanny)
 
 
 def addresses_of(pid: int) -> set[str]:

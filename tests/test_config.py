@@ -102,7 +102,6 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (DaskDDP, "wandb", [{"a": 1}], "None or a Wandb"),
     (DaskCluster, "start_timeout", [-1], SECONDS),
     (SpawnDDP, "nproc", NOT_A_COUNT, f"'auto' or {A_COUNT}"),
-    (SpawnDDP, "start_method", ["fork"], "one of forkserver, spawn"),
 ]
 NEEDED: dict[Any, dict[str, Any]] = {
     EarlyStopping: {"metric": "loss"},
@@ -139,8 +138,8 @@ def test_an_error_names_the_field_the_value_and_what_is_allowed(kind: Any, name:
         ),
         (
             SpawnDDP,
-            {"nproc": 0, "start_method": "fork", "gang": Gang(ranks_per_worker=2, workers=2, min_workers=2)},
-            ["nproc", "start_method", "gang.ranks_per_worker", "gang.workers", "gang.min_workers"],
+            {"nproc": 0, "gang": Gang(ranks_per_worker=2, workers=2, min_workers=2)},
+            ["nproc", "gang.ranks_per_worker", "gang.workers", "gang.min_workers"],
         ),
     ],
 )

@@ -74,16 +74,6 @@ def test_a_killed_worker_is_waited_for_at_its_new_address(
     check_gone(watched.broken_pid())
 
 
-def test_the_fork_server_of_a_killed_worker_serves_the_next(cluster: Cluster, client: Client) -> None:
-    """20: the new worker's ranks wait for no import."""
-    before = set(dispatch.run(client, os.getppid).result())
-    old = set(client.scheduler_info()["workers"])
-    cluster.kill_worker_process(1)
-    until(lambda: len(new := set(client.scheduler_info()["workers"])) == 2 and new != old, "the new worker")
-    for server in dispatch.run(client, os.getppid).result():
-        assert server in before
-
-
 def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
     cluster: Cluster, client: Client, launch: ft.Launch
 ) -> None:  # 21

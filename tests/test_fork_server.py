@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -24,11 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import fork_client, inherited
+from flytekitplugins.daskpytorch.node import fork_client, fork_server, inherited
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
 from processes import fork_server as own_fork_server
-from processes import is_alive, nothing_left_behind, ranks_of, until
+from processes import is_alive, ranks_of, until
 
 pytestmark = pytest.mark.usefixtures("cold_fork_servers")
 
@@ -46,7 +44,7 @@ class Doing:
 class Rank:
     """A rank as its agent has it: a channel and the read end of its output. Its first message is its environment."""
 
-    def __init__(self, client: ForkServerClient, key: int, first: Doing | None = None) -> None:
+    def __init__(self, client: ForkServerClient, key: int, first: Doing | None = None, **variables: str) -> None:
         self.channel, theirs = Pipe()
         output, output_of_rank = os.pipe()
         client.spawn(key, theirs.fileno(), output_of_rank)
@@ -54,12 +52,12 @@ class Rank:
         os.close(output_of_rank)
         self.output = os.fdopen(output, "rb", buffering=0)  # unbuffered, so that `wait` sees what is unread
         if first is not None:
-            self.channel.send(without_nannys(os.environ))
+            self.channel.send(without_nannys(os.environ) | variables)
             self.channel.send(first)
 
     @classmethod
-    def running(cls, client: ForkServerClient, key: int, source: str) -> Rank:
-        return cls(client, key, Doing(exec, textwrap.dedent(source)))
+    def running(cls, client: ForkServerClient, key: int, source: str, **variables: str) -> Rank:
+        return cls(client, key, Doing(exec, textwrap.dedent(source)), **variables)
 
     def line(self) -> str:
         """The next line it writes."""
@@ -125,7 +123,7 @@ def test_server_is_started_with_the_users_setting_of_the_allocator_and_not_with_
     given: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", given)
-    with contextlib.closing(fork_client.connect("spawn")):  # imports nothing
+    with contextlib.closing(fork_client.connect()):
         assert own_fork_server().environ().get("MALLOC_TRIM_THRESHOLD_") == kept
     fork_client.shutdown()
 
@@ -231,10 +229,10 @@ def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -
 # ---- Fresh interpreters ----------------------------------------------------------------------------------------------
 
 
-def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None:
+def test_rank_with_an_early_variable_is_a_fresh_interpreter_that_dies_with_the_server() -> None:
     fork_client.shutdown()
-    with contextlib.closing(fork_client.connect("spawn")) as client:
-        Rank(client, 0, Doing(os._exit, 7))
+    with contextlib.closing(fork_client.connect()) as client:
+        Rank(client, 0, Doing(os._exit, 7), TORCH_LOGS="+dynamo")
         source = """
             import os, sys, time
             print("torch" in sys.modules, os.getsid(0) == os.getpid(), os.getppid())
@@ -242,7 +240,7 @@ def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None
             print(os.getpid())
             time.sleep(600)
         """
-        rank = Rank.running(client, 1, source)
+        rank = Rank.running(client, 1, source, TORCH_LOGS="+dynamo")
         server = own_fork_server()
         assert rank.line() == f"False True {server.pid}"
         assert rank.line() == "to stderr"
@@ -278,10 +276,9 @@ def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: Fork
     assert all(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant(start_method: str) -> None:
+def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant() -> None:
     fork_client.shutdown()
-    with contextlib.closing(fork_client.connect(start_method)) as client:
+    with contextlib.closing(fork_client.connect()) as client:
         server = own_fork_server()
         server.terminate()  # it has hardly begun
         rank = Rank(client, 0)
@@ -414,8 +411,8 @@ def importing(folder: Path, leisure: float) -> Iterator[ForkServerClient]:
         theirs.close()
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            socket.send_fds(control, [b"forkserver"], [its.fileno()])
-        with contextlib.closing(ForkServerClient(mine)) as client:
+            socket.send_fds(control, [fork_server.CLIENT], [its.fileno()])
+        with contextlib.closing(ForkServerClient(mine, server)) as client:
             yield client
         control.close()
         assert server.wait() == 0
@@ -448,144 +445,6 @@ def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> Non
     fork_client.shutdown()
     assert not is_alive(server.pid)
     await_end(*pids)
-
-
-# ---- A server that survives its owner -------------------------------------------------------------------------------
-
-WORKER = """
-    import os, sys, time
-    from multiprocessing.connection import Pipe
-    from flytekitplugins.daskpytorch.node import fork_client
-
-    class Rank:
-        def __reduce__(self):
-            return exec, ("import os, time; print(os.getpid(), os.getppid()); time.sleep(600)",)
-
-    key, what = sys.argv[1:]
-    parent = os.getppid()
-    fork_client.hand_over(key)
-    client = fork_client.connect()
-    channel, theirs = Pipe()
-    read, write = os.pipe()
-    client.spawn(0, theirs.fileno(), write)
-    channel.send(Rank())
-    rank = os.fdopen(read).readline().strip()
-    print(os.getpid(), rank, flush=True)
-    while what != "leaves" and os.getppid() == parent:  # it ends with its nanny, as Dask's do
-        time.sleep(0.02)
-"""
-NANNY = f"""
-    import subprocess, sys
-    for line in iter(sys.stdin.readline, ""):
-        subprocess.run([sys.executable, "-c", {textwrap.dedent(WORKER)!r}, *line.split()])
-"""
-
-
-class Nanny:
-    """Starts workers, one after the other, that have a rank each."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", textwrap.dedent(NANNY)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def worker(self, key: str = "1", what: str = "stays") -> tuple[int, int, int]:
-        """Start the next one; the pids of the worker, its rank and its fork server."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{key} {what}\n")
-        self.process.stdin.flush()
-        worker, rank, server = map(int, self.process.stdout.readline().split())
-        return worker, rank, server
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def nanny() -> Iterator[Nanny]:
-    with nothing_left_behind():
-        nanny = Nanny()
-        yield nanny
-        nanny.end()
-
-
-def test_the_server_ends_with_its_owners_parent(nanny: Nanny) -> None:
-    worker, rank, server = nanny.worker()
-    os.kill(worker, signal.SIGKILL)
-    await_end(rank)
-    assert is_alive(server)
-    nanny.end()
-    await_end(server)
-
-
-def test_the_server_ends_with_an_owner_that_ends_in_good_order(nanny: Nanny) -> None:
-    _, rank, server = nanny.worker(what="leaves")
-    await_end(rank, server)
-
-
-def test_only_the_heir_finds_the_server(nanny: Nanny) -> None:
-    worker, _, server = nanny.worker("1")
-    os.kill(worker, signal.SIGKILL)
-    assert nanny.worker("2")[2] != server
-
-
-def test_without_an_heir_the_server_ends_in_time() -> None:
-    """The next_owner's time is up: a server whose owner is gone and whose parent lives on."""
-    source = "from flytekitplugins.daskpytorch.node import fork_server as f; f.HAND_OVER_TIMEOUT = 0.1; f.main()"
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.pidfd_open(os.getpid())
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{uuid.uuid4()}")
-        listener.listen()
-        descriptors = [theirs.fileno(), listener.fileno(), parent]
-        server = subprocess.Popen([sys.executable, "-c", source, *map(str, descriptors)], pass_fds=descriptors)
-        os.close(parent)
-        theirs.close()
-        with contextlib.closing(control), pytest.raises(subprocess.TimeoutExpired):
-            server.wait(1)
-        assert server.wait() == 0
-
-
-STRANGER = """
-    import os, socket, sys
-    os.setuid(65534)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    name = chr(0) + sys.argv[2]
-    if sys.argv[1] == "connects":
-        sock.connect(name)
-        print(sock.recv(1), flush=True)
-    else:
-        sock.bind(name)
-        sock.listen()
-        print("listens", flush=True)
-        sys.stdin.readline()
-"""
-
-
-@contextlib.contextmanager
-def stranger(nanny: Nanny, what: str) -> Iterator[str]:
-    """Another user's process, which knows the name; what it says."""
-    name = f"daskpytorch-{hashlib.sha256(f'{nanny.process.pid} 1'.encode()).hexdigest()}"
-    command = [sys.executable, "-c", textwrap.dedent(STRANGER), what, name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.communicate()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_another_user_neither_gets_the_server_nor_takes_its_place(nanny: Nanny) -> None:
-    with stranger(nanny, "listens") as said:
-        assert said == "listens"
-        worker, _, server = nanny.worker()  # one of its own, without heirs
-        os.kill(worker, signal.SIGKILL)
-        await_end(server)
-    worker, _, server = nanny.worker()
-    with stranger(nanny, "connects") as said:
-        assert said == "b''"
-    os.kill(worker, signal.SIGKILL)
-    assert nanny.worker()[2] == server
 
 
 # ---- What ends a server itself --------------------------------------------------------------------------------------
@@ -638,7 +497,6 @@ def test_server_that_is_suspended_is_killed_at_the_end(monkeypatch: pytest.Monke
     fork_client.connect().close()
     assert fork_client._owned is not None
     process = fork_client._owned.process
-    assert process is not None
     process.send_signal(signal.SIGSTOP)
     ending = threading.Thread(target=fork_client.shutdown, daemon=True)
     ending.start()

@@ -54,7 +54,7 @@ def pod(mount_path: str) -> PodTemplate:
     ids=["plain", "resources", "pod_template"],
 )
 def test_it_is_an_ordinary_python_task_with_shared_memory(options: dict[str, Any]) -> None:
-    made = template(SpawnDDP(nproc=4, gang=Gang(max_restarts=1), start_method="spawn"), **options)
+    made = template(SpawnDDP(nproc=4, gang=Gang(max_restarts=1)), **options)
     assert made.type == "python-task"
     assert made == template(None, shared_memory=True, **ANNOTATED, **options)
     assert made.extended_resources.shared_memory.mount_path == "/dev/shm"

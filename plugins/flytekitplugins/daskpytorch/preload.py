@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.process.system import check_system, optional
 __all__ = ["dask_setup"]
 
 
-def dask_setup(worker: Any) -> None:
+def dask_setup(worker: Any) -> None:  # noqa: ARG001 - Dask passes the worker
     """Start the worker's fork server. Called by Dask in the worker.
 
     Args:
@@ -35,6 +35,4 @@ def dask_setup(worker: Any) -> None:
     """
     check_system()
     with optional("Starting the fork server ahead"):  # if that fails, the first gang starts one
-        if worker.nanny is not None:
-            fork_client.hand_over(worker.nanny)
         fork_client.start_ahead()

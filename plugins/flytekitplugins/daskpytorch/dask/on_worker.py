@@ -14,7 +14,7 @@ from distributed import Worker, WorkerPlugin, get_worker, secede
 from distributed.core import Status
 
 from flytekitplugins.daskpytorch.dask import in_rank
-from flytekitplugins.daskpytorch.node import agent, fork_client
+from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 
 NANNYS_TIME = 2.0
@@ -36,7 +36,6 @@ def serve(address: str, order: AgentOrder) -> None:
     if here.address != address:
         raise RuntimeError(f"the worker at {address} was lost before it could start its ranks")
     if here.nanny is not None:
-        fork_client.hand_over(here.nanny)
         _run_on(here, _delay_sigterm_for_nanny, here)
     secede()  # an agent mostly waits, and must not take a worker's thread from other gangs and tasks
     with _close_signal(here) as leaving, in_rank.served(here) as data:

@@ -50,17 +50,13 @@ DUMP_TIME = 0.3
 """Seconds that an agent waits for silent ranks to write their stacks after it has signalled them."""
 
 
-def run(
-    order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None, *, start_method: str = "forkserver"
-) -> None:
+def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None) -> None:
     """Run an agent until its gang or driver ends, and kill the remaining ranks before the return.
 
     Args:
         order: The driver's address, and the agent's settings.
         leaving: A file descriptor that becomes readable when the Dask worker is closing. None without a Dask worker.
         data: Connection details of this node's Dask worker, for the ranks. None without a Dask worker.
-        start_method: `forkserver` forks ranks from a process that has imported torch. `spawn` starts ranks as fresh
-            interpreters.
 
     Raises:
         ConnectionError: This node cannot reach the driver.
@@ -68,7 +64,7 @@ def run(
     with (
         contextlib.ExitStack() as at_last,
         scratch_folder("daskpytorch-") as scratch,
-        contextlib.closing(_Agent(order, scratch, leaving, data, start_method)) as agent,
+        contextlib.closing(_Agent(order, scratch, leaving, data)) as agent,
     ):
         connection = dial(order)
         leave_contact(scratch, DriverContact(order.driver, order.token))
@@ -89,9 +85,8 @@ class OwnNode(AgentLauncher):
     num_wanted = 1
     host = "127.0.0.1"
 
-    def __init__(self, start_method: str = "forkserver") -> None:
+    def __init__(self) -> None:
         self.workers: Sequence[str] = [socket.gethostname()]
-        self._start_method = start_method
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """Start the agent in a thread of this process. `on_failure` gets the agent's error, if any."""
@@ -101,21 +96,19 @@ class OwnNode(AgentLauncher):
 
     def _serve(self, order: AgentOrder, on_failure: OnFailure) -> None:
         try:
-            run(order, start_method=self._start_method)
+            run(order)
         except BaseException as error:  # the driver waits for the agent
             on_failure(order.worker, raisable(error, "the agent"))
 
 
 class _Agent:
-    def __init__(
-        self, order: AgentOrder, scratch: Path, leaving: int | None, data: WorkerData | None, start_method: str
-    ) -> None:
+    def __init__(self, order: AgentOrder, scratch: Path, leaving: int | None, data: WorkerData | None) -> None:
         self._order = order
         self._data = data
         self._scratch = scratch
         self._archive = b""
         """Archive of the user's sources. A later attempt unpacks the archive if files on this machine have changed."""
-        self._server = fork_client.connect(start_method)
+        self._server = fork_client.connect()
         self._meeting: socket.socket | None = None
         """Listening socket of this node, for the store of rank 0. Early connections wait in the socket's queue."""
         self._leaving = leaving

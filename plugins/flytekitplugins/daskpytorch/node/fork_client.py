@@ -5,7 +5,6 @@ The fork server lives as long as this process, so later gangs start in 0.1 s.
 
 import atexit
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -13,13 +12,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import signals
-from flytekitplugins.daskpytorch.process.system import check_system, is_of_this_user, path_here
+from flytekitplugins.daskpytorch.process.system import check_system, path_here
 from flytekitplugins.daskpytorch.protocol.start_variables import NANNYS_MARK, without_nannys
 
 END_TIMEOUT = 10.0
@@ -40,10 +38,9 @@ class ForkServerClient:
     `close` kills the client's remaining ranks.
     """
 
-    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
         self._socket = sock
         self._process = process
-        """Process of the fork server. None if a killed predecessor of this process has started the fork server."""
 
     def fileno(self) -> int:
         """Return a file descriptor, readable when the fork server reports an event, such as a rank's exit, or ends."""
@@ -114,7 +111,7 @@ class ForkServerClient:
     def _ended(self) -> Exception:
         """Return the error to raise for a fork server that has ended without reporting one."""
         exitcode = None
-        if self._process is not None and _owned is not None:  # else this process ends the fork server without a wait
+        if _owned is not None:  # else this process ends the fork server without a wait
             with contextlib.suppress(subprocess.TimeoutExpired):
                 exitcode = self._process.wait(1.0)
         if exitcode in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
@@ -131,34 +128,26 @@ class ForkServerClient:
 
 @dataclass
 class _Owned:
-    process: subprocess.Popen[bytes] | None
-    """Process of the fork server. None if a killed predecessor of this process has started the fork server."""
+    process: subprocess.Popen[bytes]
     control: socket.socket
 
     def has_ended(self) -> bool:
         """Return True if the fork server has ended. A rank that is being forked may delay the answer a little."""
-        if self.process is not None and self.process.poll() is not None:
-            return True
-        return bool(wait([self.control], 0))  # readable only at its end, since the fork server sends nothing
+        is_closed = bool(wait([self.control], 0))  # readable at the fork server's end only, as it sends nothing
+        return is_closed or self.process.poll() is not None
 
 
 _ranks: set[tuple[int, int]] = set()
 """Ranks that count as running: the `id` of the rank's `ForkServerClient`, and the rank's key there."""
 _owned: _Owned | None = None
-_hand_over: str | None = None
-"""Name of the abstract Unix socket at which a successor of this process finds the fork server. None: the fork server
-ends with this process."""
 _imported_ahead: list[str] = []
 _lock = threading.Lock()
 
 
-def connect(start_method: str = "forkserver") -> ForkServerClient:
+def connect() -> ForkServerClient:
     """Return a new client of this process's fork server, and start the fork server if none runs.
 
     A running fork server answers in milliseconds. Otherwise the first rank waits for the fork server's imports.
-
-    Args:
-        start_method: `forkserver` forks ranks. `spawn` starts ranks as fresh interpreters, which import all modules.
 
     Raises:
         GangStartError: The operating system is not Linux.
@@ -167,7 +156,7 @@ def connect(start_method: str = "forkserver") -> ForkServerClient:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _lock:
         server = _running()
-        socket.send_fds(server.control, [start_method.encode()], [theirs.fileno()])
+        socket.send_fds(server.control, [fork_server.CLIENT], [theirs.fileno()])
     return ForkServerClient(mine, server.process)
 
 
@@ -184,23 +173,6 @@ def import_ahead(module: str) -> None:
         _imported_ahead.append(module)
 
 
-def hand_over(key: str) -> None:
-    """Let this process's fork server survive a kill of this process, and serve a successor.
-
-    A successor is a process that the same parent starts, such as the next worker of a Dask nanny. The successor calls
-    this function with the same key, and finds the fork server with its imports done. Without a successor, the fork
-    server ends after a minute, or at once if the parent ends or this process exits normally.
-
-    Without a hand-over, a gang whose worker was killed needs 15 times as long to resume after the new worker registers.
-
-    Args:
-        key: Name shared by both processes, and unique among the parent's children.
-    """
-    global _hand_over
-    with _lock:
-        _hand_over = f"daskpytorch-{hashlib.sha256(f'{os.getppid()} {key}'.encode()).hexdigest()}"
-
-
 def shutdown() -> None:
     """End this process's fork server and all of its ranks. A later `connect` starts a new fork server."""
     global _owned
@@ -213,9 +185,8 @@ def shutdown() -> None:
                     ended.control.settimeout(END_TIMEOUT)
                     ended.control.recv(1)  # returns at the fork server's end
             _ranks.clear()
-            if ended.process is not None:
-                ended.process.kill()  # the fork server has ended its ranks, or is suspended
-                ended.process.wait()
+            ended.process.kill()  # the fork server has ended its ranks, or is suspended
+            ended.process.wait()
 
 
 @atexit.register
@@ -242,30 +213,15 @@ def _running() -> _Owned:
     """Return this process's fork server, and start the fork server if none runs. The caller must hold `_lock`."""
     global _owned
     if _owned is None or _owned.has_ended():
-        control = _inherit()
-        _owned = _Owned(None, control) if control else _start()
+        _owned = _start()
     return _owned
-
-
-def _inherit() -> socket.socket | None:
-    """Return a connection to the fork server of a killed predecessor of this process. None if there is none."""
-    if _hand_over is None:
-        return None
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.suppress(OSError):  # no server listens at that name
-        control.connect(f"\0{_hand_over}")
-        if is_of_this_user(control):
-            return control
-    control.close()
-    return None
 
 
 def _start() -> _Owned:
     _refuse_script_without_guard()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, _open_hand_over() as hand_over:
-        descriptors = [theirs.fileno(), *hand_over]
-        command = fork_server.command("main", [*descriptors, *_imported_ahead], path_here())
+    with theirs:
+        command = fork_server.command("main", [theirs.fileno(), *_imported_ahead], path_here())
         # A Dask nanny makes the C library return freed memory at once. The price is thousands of page faults per
         # training step. The C library reads the variable only when a process starts.
         kept = without_nannys(os.environ)
@@ -273,7 +229,7 @@ def _start() -> _Owned:
         _ranks.clear()  # ranks of an earlier server have ended with it
         with signals.sigterm_held_back():
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=env
             )
     return _Owned(process, mine)
 
@@ -291,22 +247,3 @@ def _refuse_script_without_guard() -> None:
             "the script starts a gang while another process of the same script imports it. Start the gang below "
             "`if __name__ == '__main__':`"
         )
-
-
-@contextlib.contextmanager
-def _open_hand_over() -> Iterator[list[int]]:
-    """Open the descriptors with which a fork server survives this process: a listening socket and the parent's pidfd.
-
-    A successor of this process connects to the socket. The list is empty without a hand-over, before Linux 5.3, or if
-    another process uses the socket's name.
-    """
-    with contextlib.ExitStack() as stack:
-        descriptors: list[int] = []
-        if _hand_over is not None:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            with contextlib.suppress(OSError):
-                listener.bind(f"\0{_hand_over}")  # an abstract name leaves no file, however the processes end
-                listener.listen()
-                stack.callback(os.close, parent := os.pidfd_open(os.getppid()))
-                descriptors += [listener.fileno(), parent]
-        yield descriptors

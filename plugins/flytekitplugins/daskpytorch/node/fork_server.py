@@ -6,21 +6,16 @@ a kill of their parent.
 
 The owner is the process that has started the fork server: a Dask worker, or the task's process.
 
-    owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
-                                                   another owner may come
+    owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
                                                    client's ranks
     agent         ──rank's channel──▶ rank:        its environment, for which a fork may have to become a fresh
                                                    interpreter; then orders, and reports come back
-    next owner    ──hand-over socket▶ fork server: becomes the owner: for example the worker that a Dask nanny starts
-                                                   after a kill
 
-All sockets are Unix SOCK_SEQPACKET, so each message is one packet. Only the hand-over socket has a name.
+All sockets are Unix SOCK_SEQPACKET, so each message is one packet. No socket has a name.
 """
 
-import contextlib
 import ctypes
-import functools
 import json
 import os
 import selectors
@@ -28,9 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -38,12 +31,12 @@ from typing import NoReturn
 
 from flytekitplugins.daskpytorch.node import inherited
 from flytekitplugins.daskpytorch.process import signals
-from flytekitplugins.daskpytorch.process.system import is_of_this_user, kill_session
+from flytekitplugins.daskpytorch.process.system import kill_session
 from flytekitplugins.daskpytorch.protocol.start_variables import needs_fresh_interpreter
 
 MAX_PACKET = 4096
 END = b"end"
-SPAWN = b"spawn"
+CLIENT = b"client"
 # Other plugins' .pth files create the namespace package `flytekitplugins` at the interpreter's start, from the folders
 # known by then. An editable installation of this package may be missing there, hence the pop.
 BOOTSTRAP = (
@@ -51,8 +44,6 @@ BOOTSTRAP = (
     # flytekitplugins-dask fixes this namespace's search path before sys.path is set.
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
-HAND_OVER_TIMEOUT = 60.0
-"""Seconds that a fork server waits for a new owner after its owner process was killed. Then the fork server ends."""
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` (linux/prctl.h) that sets the signal which a process gets when its parent thread ends."""
 
@@ -77,24 +68,8 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 @dataclass(eq=False)
 class _Client:
     sock: socket.socket
-    spawns: bool
-    """True if all of the client's ranks start as fresh interpreters."""
     ranks: dict[int, int] = field(default_factory=dict)
     """Process ID of each running rank, by the rank's key."""
-
-
-@dataclass(frozen=True)
-class _HandOver:
-    """Descriptors with which a fork server survives its owner process."""
-
-    listener: socket.socket
-    """Listening Unix socket to which a new owner process connects."""
-    parent: int
-    """File descriptor that becomes readable when the owner process's parent ends. No new owner can come then."""
-
-    def close(self) -> None:
-        self.listener.close()
-        os.close(self.parent)
 
 
 class _Server:
@@ -103,8 +78,8 @@ class _Server:
     One thread makes all forks, so PR_SET_PDEATHSIG kills the ranks only at the end of the whole fork server.
     """
 
-    def __init__(self, control: socket.socket, hand_over: _HandOver | None, imported_ahead: Sequence[str]) -> None:
-        self._hand_over = hand_over
+    def __init__(self, control: socket.socket, imported_ahead: Sequence[str]) -> None:
+        self._control = control
         self._imported_ahead = imported_ahead
         """Modules to import before the first fork, in addition to those that every rank needs."""
         self._started_with = dict(os.environ)
@@ -120,98 +95,41 @@ class _Server:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks inherit the mask (see `rank.main.main`)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
+        self._selector.register(control, selectors.EVENT_READ, self._accept)
         self._running = True
-        self._end_at: float | None = None
-        self._obey(control)
-        if hand_over is not None:
-            welcome = functools.partial(self._welcome_next_owner, hand_over.listener)
-            self._selector.register(hand_over.listener, selectors.EVENT_READ, welcome)
-            self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
         self._has_imports = False
         """True once the modules are imported that every forked rank needs."""
-        self._to_import: deque[str] = deque()
-        """Modules that the fork server imports for later ranks, one at a time, with forks between. All imports together
-        take seconds, during which no gang could start. A fork during an import has a half-imported module."""
-        self._import_at: float | None = None
-        """Time of the next import, on the monotonic clock. None while ranks run or no module is left to import.
-
-        Running ranks import these modules themselves. The fork server's imports would take the same memory once more. A
-        first gang of four workers would take 1.32 x `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26)."""
-        self._trains, self._says_that_it_trains = os.pipe()
-        self._selector.register(self._trains, selectors.EVENT_READ, self._prepare_for_training)
+        self._leisure = inherited.Leisure()
 
     def serve(self) -> None:
-        """Handle requests of owner process and agents until the owner orders the end, or ends without a successor."""
+        """Handle requests of owner process and agents until the owner orders the end, or ends."""
         while self._running:
-            requests = self._selector.select(self._patience())
+            requests = self._selector.select(self._leisure.patience())
             for key, _ in requests:
                 if isinstance(key.data, _Client):
                     self._serve_client(key.data)
                 else:
                     key.data()
-            if not requests and self._import_at is not None and time.monotonic() >= self._import_at:
-                self._import_next()
-            if self._end_at is not None and time.monotonic() >= self._end_at:
-                self._end()
+            if not requests:
+                self._leisure.import_next()
         for client in list(self._clients):
             self._drop(client)
 
-    def _patience(self) -> float | None:
-        due = [at for at in (self._import_at, self._end_at) if at is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _end(self) -> None:
-        self._running = False
-
-    # ---- the owner
-
-    def _obey(self, control: socket.socket | None) -> None:
-        """Follow the owner process at the other end of a control socket. None: wait for a new owner, with a timeout."""
-        self._control = control
-        if control is None:
-            self._end_at = time.monotonic() + HAND_OVER_TIMEOUT
-        else:
-            self._end_at = None
-            self._selector.register(control, selectors.EVENT_READ, functools.partial(self._accept, control))
-
-    def _leave_owner(self) -> None:
-        if self._control is not None:
-            self._selector.unregister(self._control)
-            self._control.close()
-            self._control = None
-
-    def _welcome_next_owner(self, listener: socket.socket) -> None:
-        next_owner, _ = listener.accept()
-        if not is_of_this_user(next_owner):
-            next_owner.close()
-            return
-        self._leave_owner()  # a child of the dead owner may keep its socket open
-        self._obey(next_owner)
-
-    def _accept(self, control: socket.socket) -> None:
-        if control is not self._control:  # the next owner connected in the same moment
-            return
+    def _accept(self) -> None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(control, MAX_PACKET, 1)
+            packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET, 1)
         except ConnectionResetError:
             packet, descriptors = b"", []
-        if packet == END or (not packet and self._hand_over is None):
-            self._end()
+        if packet != CLIENT:
+            self._running = False
             return
-        if not packet:
-            self._leave_owner()
-            self._obey(None)
-            return
-        client = _Client(socket.socket(fileno=descriptors[0]), spawns=packet == SPAWN)
+        client = _Client(socket.socket(fileno=descriptors[0]))
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
-        if not client.spawns and not self._has_imports:
-            leisure = inherited.leisure()
+        if not self._has_imports:
             inherited.import_for_ranks(self._imported_ahead)
+            self._leisure.begin()
             self._has_imports = True
-            # A server without ranks by then was started ahead, for gangs that train.
-            self._to_import.extend(inherited.TRAINING_IMPORTS)
-            self._import_at = time.monotonic() + leisure
         self._tell(client, {})  # the client may wait for the imports
 
     def _serve_client(self, client: _Client) -> None:
@@ -233,37 +151,14 @@ class _Server:
             kill_session(pid, request["signal"])
 
     def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
-        self._to_import.clear()  # until a rank trains
-        client.ranks[key] = self._fork(*descriptors, spawns=client.spawns)
+        client.ranks[key] = self._fork(*descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._import_at = None
-
-    # ---- imports while there are no ranks
-
-    def _prepare_for_training(self) -> None:
-        os.read(self._trains, 1024)
-        self._to_import.extend(inherited.TRAINING_IMPORTS)
-        self._use_leisure()
-
-    def _watch_for_training(self) -> None:
-        """In a forked rank: tell the fork server once the rank begins to train."""
-        from wrapt import register_post_import_hook
-
-        def note(_: object) -> None:
-            with contextlib.suppress(OSError):  # the user's code may have closed all files
-                os.write(self._says_that_it_trains, b".")
-
-        if inherited.TRAINS not in sys.modules:
-            register_post_import_hook(note, inherited.TRAINS)
+        self._leisure.pause()
 
     def _use_leisure(self) -> None:
-        if self._to_import and not any(client.ranks for client in self._clients):
-            self._import_at = time.monotonic()
-
-    def _import_next(self) -> None:
-        inherited.import_quietly(self._to_import.popleft())
-        self._import_at = time.monotonic() if self._to_import else None
+        if not any(client.ranks for client in self._clients):
+            self._leisure.go_on()
 
     # ---- ranks
 
@@ -305,24 +200,23 @@ class _Server:
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
 
-    def _fork(self, channel: int, *outputs: int, spawns: bool) -> int:
+    def _fork(self, channel: int, *outputs: int) -> int:
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
-            self._run_rank(server_pid, channel, outputs, spawns=spawns)
+            self._run_rank(server_pid, channel, outputs)
         return pid
 
-    def _run_rank(self, server_pid: int, channel: int, outputs: Sequence[int], *, spawns: bool) -> NoReturn:
+    def _run_rank(self, server_pid: int, channel: int, outputs: Sequence[int]) -> NoReturn:
         try:
             self._become_rank(server_pid, outputs)
-            if not spawns:
-                inherited.seed_anew()
-                self._watch_for_training()
+            inherited.seed_anew()
+            self._leisure.watch_for_training()
             to_agent = Connection(channel)
             environment = to_agent.recv()
-            if spawns or needs_fresh_interpreter(self._started_with, environment):
+            if needs_fresh_interpreter(self._started_with, environment):
                 os.set_inheritable(channel, True)
-                fresh = command("main_of_spawned_rank", [channel], sys.path)
+                fresh = command("main_of_fresh_rank", [channel], sys.path)
                 os.execve(sys.executable, fresh, environment)  # noqa: S606
             inherited.set_environment(environment)
         except BaseException:
@@ -336,10 +230,8 @@ class _Server:
         Open copies would hide the fork server's end from its owner and agents.
         """
         self._selector.close()  # without unregister, since parent and child share the selector
-        for end in (self._control, self._hand_over, *(client.sock for client in self._clients)):
-            if end is not None:
-                end.close()
-        os.close(self._trains)
+        for end in (self._control, *(client.sock for client in self._clients)):
+            end.close()
 
     def _die_with(self, parent: int) -> None:
         """Make the kernel kill this process at its parent's end, also after `exec` of another program."""
@@ -378,16 +270,13 @@ def _be_rank(to_agent: Connection) -> NoReturn:
 def main() -> None:
     """Run the fork server until its end, and then exit.
 
-    The first command-line argument is the descriptor of the control socket to the owner process. Two more numbers are
-    the descriptors with which the fork server survives its owner. Other arguments name modules to import ahead.
+    The first command-line argument is the descriptor of the control socket to the owner process. Other arguments name
+    modules to import ahead.
     """
     inherited.watch_generators()
-    control, *hand_over = (int(argument) for argument in sys.argv[1:] if argument.isdecimal())
-    for descriptor in (control, *hand_over):
-        os.set_inheritable(descriptor, False)
-    left = _HandOver(socket.socket(fileno=hand_over[0]), hand_over[1]) if hand_over else None
-    imported_ahead = [argument for argument in sys.argv[1:] if not argument.isdecimal()]
-    server = _Server(socket.socket(fileno=control), left, imported_ahead)
+    control, imported_ahead = int(sys.argv[1]), sys.argv[2:]
+    os.set_inheritable(control, False)
+    server = _Server(socket.socket(fileno=control), imported_ahead)
     try:
         server.serve()
     except BaseException as error:
@@ -396,7 +285,7 @@ def main() -> None:
     os._exit(0)  # also in the middle of imports
 
 
-def main_of_spawned_rank() -> None:
+def main_of_fresh_rank() -> None:
     """Run a rank in a fresh interpreter. The command-line argument is the descriptor of the pipe to the agent."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _be_rank(Connection(int(sys.argv[1])))

@@ -7,6 +7,8 @@ step.
 import contextlib
 import functools
 import gc
+import math
+import mmap
 import multiprocessing
 import os
 import random
@@ -14,17 +16,17 @@ import sys
 import tempfile
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module, metadata
 from typing import Any
 
+from wrapt import register_post_import_hook
+
 from flytekitplugins.daskpytorch.process.system import optional
 
 TRAINS = "torch._dynamo"
-"""Module that every optimizer imports, and other code does not. Its import shows that a rank trains.
-
-The fork server imports the module too once a rank has done so, or if no rank has started for some seconds. For ranks
-that do not train, the import would waste two seconds of processor time."""
+"""Module that every optimizer imports, and other code does not. Its import shows that a rank trains."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -34,8 +36,8 @@ TRAINING_IMPORTS = (
 )
 """Modules that the first optimizer of a process imports: the last one directly, and by way of that one the others.
 
-The fork server imports them one by one. Without these imports in the fork server, a warm gang's first step comes 20
-times as late (`recovery.py`, rank killed, 2026-11-23).
+Without these imports in the fork server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed,
+2026-11-23). For ranks that do not train, the imports would waste two seconds of processor time.
 
 wandb is left out. The import of wandb makes a media folder, which the first rank to end would remove for all ranks."""
 
@@ -105,16 +107,51 @@ def _remember_plugins() -> None:
     metadata.entry_points(group="torch.distributed.backends")
 
 
-def leisure() -> float:
-    """Return the seconds after which a fork server without ranks imports the modules for training.
+class Leisure:
+    """Imports modules for training in the fork server while no rank runs, one at a time, with forks between.
 
-    The environment variable `DASKPYTORCH_LEISURE` sets the number. The default is 3.
+    All imports together take seconds, during which no gang could start. Running ranks import these modules themselves,
+    so the fork server's imports would take the same memory once more: a first gang of four workers would take 1.32 x
+    `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26).
     """
-    text = os.environ.get("DASKPYTORCH_LEISURE", "3")
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
+
+    def __init__(self) -> None:
+        self._has_trained = mmap.mmap(-1, 1)
+        """A byte that the fork server shares with its ranks: 1 once a rank has trained."""
+        self._names = deque(TRAINING_IMPORTS)
+        self._at = math.inf
+        """Time of the next import, on the monotonic clock. Infinite while ranks run or no module is left."""
+
+    def begin(self) -> None:
+        """Import after some seconds without a rank, since the fork server was then started ahead."""
+        text = os.environ.get("DASKPYTORCH_LEISURE", "3")
+        try:
+            self._at = time.monotonic() + float(text)
+        except ValueError:
+            raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
+
+    def pause(self) -> None:
+        """Import nothing, since a rank starts."""
+        self._at = math.inf
+
+    def go_on(self) -> None:
+        """Import at once if a rank has trained, since no rank runs any more."""
+        if self._has_trained[0] and self._names:
+            self._at = time.monotonic()
+
+    def patience(self) -> float | None:
+        """Return the seconds until the next import. None: no import is due."""
+        return max(0.0, self._at - time.monotonic()) if self._at < math.inf else None
+
+    def import_next(self) -> None:
+        """Import a module, if one is due."""
+        if time.monotonic() >= self._at:
+            import_quietly(self._names.popleft())
+            self._at = time.monotonic() if self._names else math.inf
+
+    def watch_for_training(self) -> None:
+        """In a forked rank, tell the fork server once the rank trains."""
+        register_post_import_hook(lambda _: self._has_trained.__setitem__(0, 1), TRAINS)
 
 
 @_without_finalizers()

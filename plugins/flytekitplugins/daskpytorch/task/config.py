@@ -141,17 +141,10 @@ class GangOnOwnNode(Config):
     has no Dask workers."""
     wandb: Wandb | None = None
     """Settings of the gang's Weights & Biases run. None: no run."""
-    start_method: Literal["forkserver", "spawn"] = "forkserver"
-    """Start of ranks' processes, as in `torch.multiprocessing`.
-
-    - `forkserver`: in milliseconds, by a fork of a process that has imported torch and never initialised CUDA.
-    - `spawn`: in seconds, as a fresh interpreter.
-    """
 
     def __post_init__(self) -> None:
         rules = {
             "nproc": checks.auto_or(checks.COUNT),
-            "start_method": checks.one_of("forkserver", "spawn"),
             "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
             **rules_of_own_node("nproc"),
         }

@@ -303,13 +303,13 @@ class OnOwnNode(InRanks):
     """Base of the task types that train on the task's own node. `task_config` is a `GangOnOwnNode`."""
 
     def _get_ready(self) -> None:
-        fork_client.connect(self.task_config.start_method).close()  # the server imports while this process does
+        fork_client.connect().close()  # the server imports while this process does
 
     @contextlib.contextmanager
     def _launcher(self) -> Iterator[AgentLauncher]:
         from flytekitplugins.daskpytorch.node.agent import OwnNode
 
-        yield OwnNode(self.task_config.start_method)
+        yield OwnNode()
 
     def _num_ranks_per_worker(self) -> int:
         from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
