@@ -8,21 +8,15 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from flytekit.core.context_manager import FlyteContextManager
-from flytekit.core.type_engine import TypeEngine
-from flytekit.models.literals import LiteralMap
-from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte import context
-from flytekitplugins.daskpytorch.flyte.task import identities
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.task import local_runs
@@ -38,26 +32,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kept"
 
 
-def train() -> None:
-    """The function of most runs."""
-
-
-def other() -> None:
-    """Another."""
-
-
-def literals(**inputs: Any) -> LiteralMap:
-    ctx = FlyteContextManager.current_context()
-    made = {
-        name: TypeEngine.to_literal(ctx, value, type(value), TypeEngine.to_literal_type(type(value)))
-        for name, value in inputs.items()
-    }
-    return LiteralMap(made)
-
-
 @contextlib.contextmanager
-def run_of(function: Callable[..., Any] = train, task: str = "flows.train", **inputs: Any) -> Iterator[LocalRun]:
-    with begun(task, identities(literals(**inputs)), function):
+def run_of(task: str = "flows.train") -> Iterator[LocalRun]:
+    with begun(task):
         run = local_run.get()
         assert run is not None
         yield run
@@ -96,44 +73,16 @@ def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
 def test_a_run_goes_on_from_the_one_before_where_it_is_asked_to(
     how: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with run_of(steps=3) as first:
+    with run_of() as first:
         save(first, 1, tmp_path)
         save(first, 2, tmp_path)
-    with run_of(steps=3) as unasked:
+    with run_of() as unasked:
         assert restored(unasked, tmp_path) is None
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder) if how == "folder" else how)
-    with run_of(steps=3) as second:
+    with run_of() as second:
         assert restored(second, tmp_path) == b"weights 2"
     assert capsys.readouterr().err == (f"train: DASKPYTORCH_RESUME is set: going on from the run in {first.folder}\n")
-
-
-def test_other_inputs_and_other_code_are_told(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    short, long = (tmp_path / name / "data.csv" for name in ("first", "the-second"))
-    for file in (short, long):
-        file.parent.mkdir()
-        file.write_text(file.parent.name)
-    with run_of(steps=3, rate=0.1, data=FlyteFile(str(short)), name="a") as first:
-        save(first, 1, tmp_path)
-    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    with run_of(other, steps=3, rate=0.2, data=FlyteFile(str(long)), seed=1):
-        pass
-    said = capsys.readouterr().err
-    assert said.endswith(
-        "; what differs from then: input data, input name, input rate, input seed, the function's source\n"
-    )
-
-
-def test_a_file_that_flytekit_copies_anew_is_the_same_input(tmp_path: Path) -> None:
-    copies = [tmp_path / name / "data.csv" for name in ("first", "second")]
-    found = set()
-    for copy in copies:
-        copy.parent.mkdir()
-        copy.write_text("a")
-        found.add(identities(literals(data=FlyteFile(str(copy))))["data"])
-    assert len(found) == 1
 
 
 def test_nothing_to_go_on_from_is_told(
@@ -366,12 +315,12 @@ def test_an_empty_variable_keeps_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", "")
-    with begun("flows.train", {}, train):
+    with begun("flows.train"):
         assert local_run.get() is None
     assert not root.exists()
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    with begun("flows.train", {}, train):
+    with begun("flows.train"):
         assert "DASKPYTORCH_RESUME=1 has no effect" in capsys.readouterr().err
 
 
@@ -380,7 +329,7 @@ def test_a_folder_that_cannot_be_made_costs_a_line(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "file" / "below"))
-    with begun("flows.train", {}, train):
+    with begun("flows.train"):
         assert local_run.get() is None
     assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
 
@@ -389,7 +338,7 @@ def test_a_user_without_a_home_gets_a_line(monkeypatch: pytest.MonkeyPatch, caps
     for name in ("DASKPYTORCH_CHECKPOINTS", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2_000_000_001)  # has no entry among the users
-    with begun("flows.train", {}, train):
+    with begun("flows.train"):
         assert local_run.get() is None
     assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
 
@@ -410,12 +359,12 @@ def test_a_disk_that_is_full_costs_no_result(root: Path) -> None:
 def test_a_run_goes_on_from_runs_of_its_own_program_only(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = begin("train.train", {}, "", program="/a/train.py")
+    first = begin("train.train", program="/a/train.py")
     assert first is not None
     save(first, 1, tmp_path)
     first.close()
     monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    found = [begin("train.train", {}, "", program=f"/{name}/train.py") for name in ("b", "a")]
+    found = [begin("train.train", program=f"/{name}/train.py") for name in ("b", "a")]
     assert [run and run.previous for run in found] == [None, first.folder]
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import os
-import pickle
 import signal
 import threading
 import warnings
@@ -73,7 +72,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         may_start_again = flyte.ctx().mode == "local" or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
         inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
         try:
-            with self._begun(inputs), known_to_threads():
+            with self._begun(), known_to_threads():
                 return await _heeding_sigterm(self._run(inputs))
         except KeyboardInterrupt:  # from the thread that trains, where it would end Flyte's event loop
             raise asyncio.CancelledError from None
@@ -91,15 +90,14 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _begun(self, inputs: dict[str, Any]) -> Iterator[None]:
+    def _begun(self) -> Iterator[None]:
         """During the block, keep the checkpoints of a local run, so that the next attempt goes on from them."""
         ctx = flyte.ctx()
         if ctx.mode != "local":
             yield
             return
         attempt = (ctx.action.run_name, ctx.action.name)
-        identities = {name: _identity(value) for name, value in inputs.items()}
-        with local_runs.begun(self.name, identities, self.func, _attempts.pop(attempt, None)):
+        with local_runs.begun(self.name, _attempts.pop(attempt, None)):
             run = local_runs.local_run.get()
             try:
                 yield
@@ -290,14 +288,6 @@ def _undisturbed(template: Any) -> Any:
         return template
     template = template or flyte.PodTemplate()
     return replace(template, annotations=in_ranks.UNDISTURBED | (template.annotations or {}))
-
-
-def _identity(value: Any) -> bytes:
-    if isinstance(path := getattr(value, "path", None), str):
-        return local_runs.identity_of_file(path)
-    with contextlib.suppress(Exception):  # any exception of a user's object
-        return pickle.dumps(value)
-    return b""
 
 
 def _with_secret(secrets: Any, secret: Any) -> list[Any]:

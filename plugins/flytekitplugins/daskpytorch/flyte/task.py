@@ -95,7 +95,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
         if field == DeckField.SOURCE_CODE:
-            source = local_runs.source_of(self._task_function)
+            source = _source_of(self._task_function)
             return str(SourceCodeRenderer().to_html(source)) if source else ""
         if field == DeckField.DEPENDENCIES:  # flytekit's own tab runs pip twice, which takes seconds
             from flytekitplugins.daskpytorch.report import card, page, table
@@ -117,7 +117,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed), deck.local_file.set(None)
         try:
             heeded = contextlib.nullcontext() if self._is_debugging else pressed.heeded()
-            with heeding_sigterm(), heeded, self._begun(ctx, input_literal_map):
+            with heeding_sigterm(), heeded, self._begun(ctx):
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, INFRASTRUCTURE_ERRORS):
@@ -133,10 +133,8 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         """True in debug mode, in which the function runs in this process and Ctrl-C raises `KeyboardInterrupt`."""
         return False
 
-    def _begun(self, ctx: FlyteContext, inputs: LiteralMap) -> AbstractContextManager[None]:
-        if not _is_local(ctx):
-            return contextlib.nullcontext()
-        return local_runs.begun(self.name, identities(inputs), self.task_function)
+    def _begun(self, ctx: FlyteContext) -> AbstractContextManager[None]:
+        return local_runs.begun(self.name) if _is_local(ctx) else contextlib.nullcontext()
 
     def _write_local_deck(self, inputs: dict[str, Any]) -> None:
         """In a local run, write the Deck of a failed task. flytekit writes Decks of failed tasks only on a backend."""
@@ -361,16 +359,10 @@ def _is_of_map_task(frame: FrameType | None) -> bool:
     return caller is not None and isinstance(caller.f_locals.get("self"), ArrayNodeMapTask)
 
 
-def identities(inputs: LiteralMap) -> dict[str, bytes]:
-    """Return bytes that identify each input's value, by the input's name. Equal values have equal bytes in all runs."""
-    return {name: _identity(literal) for name, literal in inputs.literals.items()}
-
-
-def _identity(literal: Literal) -> bytes:
-    blob = literal.scalar.blob if literal.scalar is not None else None
-    if blob is None:
-        return bytes(literal.to_flyte_idl().SerializeToString(deterministic=True))
-    return local_runs.identity_of_file(str(blob.uri))
+def _source_of(function: Callable[..., Any]) -> str:
+    with contextlib.suppress(OSError, TypeError):  # Python cannot find the source
+        return inspect.getsource(function)
+    return ""
 
 
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:

@@ -42,11 +42,6 @@ class Script:
         object.__setattr__(self, "__qualname__", self.given if self.is_module else Path(self.given).stem)
         object.__setattr__(self, "__module__", Path(self.folder).name if self.folder is not None else "installed")
 
-    @property
-    def source(self) -> str:
-        """Text of the program's file. Empty for an installed module."""
-        return Path(self.file).read_text(errors="replace") if self.file is not None else ""
-
     def __call__(self) -> None:
         """Run the program in this rank.
 

@@ -1,7 +1,7 @@
 """Checkpoints of local runs, in a folder of the user, from which a later run may go on. Runs in the driver.
 
     ~/.cache/daskpytorch/checkpoints/flows.train/20261123-081245-1f0c9a/
-        daskpytorch.json    this folder, the task's name, and digests of its inputs and of its function's source
+        daskpytorch.json    this folder and the program; locked while the run trains
         gang/               the files that an attempt has in Flyte's storage on a backend
 
 A run goes on from an earlier run as an attempt goes on from the previous attempt on a backend.
@@ -9,8 +9,6 @@ A run goes on from an earlier run as an attempt goes on from the previous attemp
 
 import contextlib
 import fcntl
-import hashlib
-import inspect
 import json
 import math
 import os
@@ -18,7 +16,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +28,6 @@ from flytekitplugins.daskpytorch.process.folders import make_private, refuse_for
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.script import Script
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 """Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
@@ -66,17 +63,17 @@ class LocalRun:
     The folder stays after the run if it has a checkpoint.
     """
 
-    def __init__(self, root: Path, about: Mapping[str, Any], previous: Path | None) -> None:
+    def __init__(self, runs_of_task: Path, program: str, previous: Path | None) -> None:
         """Choose a new folder.
 
         Args:
-            root: Folder of all local runs.
-            about: Name of the task or run, program, and digests of inputs and source, for the run's record.
+            runs_of_task: Folder of the task's local runs.
+            program: Path of the program's file, for the run's record. Empty for tasks.
             previous: Folder of the earlier run to go on from. None: start afresh.
         """
-        self.folder = root / about["task"] / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self.folder = runs_of_task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.previous = previous
-        self._about = {"folder": str(self.folder), **about}
+        self._about = {"folder": str(self.folder), "program": program}
         self._record: IO[str] | None = None
 
     def paths(self, key: str) -> StoragePaths:
@@ -101,16 +98,8 @@ class LocalRun:
             return "no checkpoint was kept"
         return f"the checkpoint of step {step} is kept, {HOW_TO_GO_ON} go on from it"
 
-    def differences(self) -> list[str]:
-        """Return names of what differs from the earlier run to go on from: inputs, the task, the function's source."""
-        earlier = _about(self.previous) if self.previous is not None else {}
-        then, now = earlier.get("inputs", {}), self._about["inputs"]
-        found = [f"input {name}" for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
-        others = {"task": "the task", "source": "the function's source"}
-        return found + [words for name, words in others.items() if earlier.get(name) != self._about[name]]
-
     def make_folder(self) -> None:
-        """Make the run's folder, with a record of task and inputs, which stays locked until the run ends."""
+        """Make the run's folder, with its record, which stays locked until the run ends."""
         if self._record is not None:
             return
         make_private(self.folder)
@@ -144,22 +133,18 @@ class LocalRun:
 
 
 @contextlib.contextmanager
-def begun(
-    task: str, inputs: Mapping[str, bytes], function: Callable[..., Any], attempt_before: Path | None = None
-) -> Iterator[None]:
+def begun(task: str, attempt_before: Path | None = None) -> Iterator[None]:
     """During the block, keep checkpoints of the task's gangs in a local run's folder. Log if an earlier run goes on.
 
     Args:
         task: Name of the task.
-        inputs: Bytes that identify each input's value, by name.
-        function: Function of the task.
         attempt_before: Folder of the task's previous attempt. None: this is the run's first attempt.
 
     Raises:
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
         PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
     """
-    run = begin(task, inputs, source_of(function), attempt_before)
+    run = begin(task, attempt_before)
     token = local_run.set(run)
     try:
         yield
@@ -210,15 +195,11 @@ def _folders_named_by(run: Path, root: Path) -> set[Path]:
     return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}
 
 
-def begin(
-    task: str, inputs: Mapping[str, bytes], source: str, attempt_before: Path | None = None, program: str = ""
-) -> LocalRun | None:
+def begin(task: str, attempt_before: Path | None = None, program: str = "") -> LocalRun | None:
     """Return a new local run, which the caller closes at its end. Log the earlier run that it goes on from, if any.
 
     Args:
         task: Name of the task, or of the run.
-        inputs: Bytes that identify each input's value, by name.
-        source: Source code of the function or script.
         attempt_before: Folder of the task's previous attempt. None: this is the run's first attempt.
         program: Path of the program's file. A run goes on only from runs of the same program. Empty for tasks.
 
@@ -240,15 +221,12 @@ def begin(
             raise
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
-    digests = {name: _digest(identity) for name, identity in inputs.items()}
-    about = {"task": task, "inputs": digests, "source": _digest(source.encode()), "program": program}
     attempt_before = attempt_before if attempt_before is not None and (attempt_before / RECORD).exists() else None
-    run = LocalRun(root, about, attempt_before or _previous(root / task, program))
+    run = LocalRun(root / task, program, attempt_before or _previous(root / task, program))
     if attempt_before is not None:
         _say(task, "going on from the attempt before")
     elif run.previous is not None:
-        differing = f"; what differs from then: {', '.join(found)}" if (found := run.differences()) else ""
-        _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {run.previous}{differing}")
+        _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {run.previous}")
     elif asked_run():
         _say(task, f"{RESUME_VARIABLE} is set, but no run in {root / task} has left a checkpoint: starting afresh")
     return run
@@ -323,25 +301,6 @@ def _goes_on(run: Path) -> bool:
         except OSError:  # some file systems have no locks
             return False
     return False
-
-
-def identity_of_file(uri: str) -> bytes:
-    """Return bytes that identify an input file: its name and size. Its folder may differ from run to run."""
-    file = Path(uri.removeprefix("file://"))
-    return f"{file.name} {file.stat().st_size if file.is_file() else 0}".encode()
-
-
-def source_of(function: Callable[..., Any]) -> str:
-    """Return the source code of a function, or of the program that it runs. Empty if Python cannot find it."""
-    if isinstance(function, Script):
-        return function.source
-    with contextlib.suppress(OSError, TypeError):
-        return inspect.getsource(function)
-    return ""
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _say(task: str, text: str) -> None:

@@ -67,8 +67,6 @@ class Call:
     """Name of the folder with the local runs among which `DASKPYTORCH_RESUME` finds the earlier one."""
     program: str = ""
     """Path of the file with the function or script, or the working folder. `DASKPYTORCH_RESUME` heeds its runs only."""
-    source: str = ""
-    """Source code of the function or script. A run that goes on from an earlier one says if the source has changed."""
     note_failed: Callable[[], object] = lambda: None
     """Called if the gang fails, before its futures are settled."""
 
@@ -227,7 +225,8 @@ class Run:
         self.recorder = Recorder(call.training.name, call.training.inputs)
         execution = current_execution()
         is_alone = execution.task is None
-        self._local = self._begin_local() if is_alone and call.settings.checkpoint_uri is None else None
+        keeps_locally = is_alone and call.settings.checkpoint_uri is None
+        self._local = local_runs.begin(call.place, program=call.program) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, call.key, call.settings, paths)
         """Folders in storage for the gang's checkpoints. None: no storage."""
@@ -280,11 +279,6 @@ class Run:
                 self.shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
         if self._local is not None:
             self._local.close()
-
-    def _begin_local(self) -> local_runs.LocalRun | None:
-        call = self._call
-        inputs = {name: re.sub(r" at 0x\w+", "", repr(each)).encode() for name, each in call.training.inputs.items()}
-        return local_runs.begin(call.place, inputs, call.source, program=call.program)
 
     def _show(self) -> Shown:
         call = self._call
