@@ -301,7 +301,7 @@ def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(wo
 def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying) -> None:
     world.of_gang.interrupt(world.ask())
     world.obey_all()
-    piece = Piece("", None, b"large", is_first=True, is_last=True)
+    piece = Piece(None, b"large", is_first=True, is_last=True)
     world.report(world.agent(W1), 0, world.received.keep(0, piece))
     assert world.received._buffer._in_memory == len(b"large")
     world.report(world.agent(W1), 0, CallEnded(number=1, value=None))

@@ -103,7 +103,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def explained(error: BaseException, order: RankOrder) -> tuple[list[str], dict[str, bytes]]:
     """The lines that are added to the error, and the files that are submitted."""
     files: dict[str, bytes] = {}
-    gpu_memory.explain(error, order, lambda _, path, data: files.update({path: data}))
+    gpu_memory.explain(error, order, lambda path, data: files.update({path: data}))
     return [line for note in getattr(error, "__notes__", []) for line in note.splitlines()], files
 
 

@@ -60,7 +60,7 @@ def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[GangL
     link.records.add(record(1))
     link.send(Held(1))
     link.records.add(record(2))
-    link.submit("", "loss.json", b"{}")
+    link.submit("loss.json", b"{}")
     said = [report for message in arrived(agents) for report in message]
     assert said[:4] == [record(0), record(1), Held(1), record(2)]
     assert len(said) > 4

@@ -1,4 +1,4 @@
-"""Submitted results become files: pieces, buffer, paths and keys."""
+"""Submitted results become files: pieces, buffer and paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import os
 import pickle
 import tempfile
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 
 
-def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0, key: str = "") -> None:
+def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0) -> None:
     """Take a rank's result as the driver does."""
-    for piece in cut(key, path, data):
+    for piece in cut(path, data):
         received.add(received.keep(rank, piece))
 
 
@@ -75,7 +74,7 @@ def test_big_things_are_spooled_to_a_file_that_ends_with_the_last_of_them(num_fi
 
 def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
     received = ReceivedResults()
-    for piece in list(cut("", "a", bytes(3 * PIECE_SIZE)))[:2]:
+    for piece in list(cut("a", bytes(3 * PIECE_SIZE)))[:2]:
         received.add(received.keep(0, piece))
     submit(received, "b", b"of the next attempt")
     DaskResultsHandler().process_results(tmp_path, [ended(received)])
@@ -331,53 +330,27 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
     assert files(tmp_path) == {"a": b"newer"}
 
 
-# ---- Keys
-
-
-def test_each_handler_gets_its_own_with_a_key_or_without(tmp_path: Path) -> None:
-    received = ReceivedResults()
-    handlers = {"one": DaskResultsHandler("one"), "other": DaskResultsHandler(), "third": DaskResultsHandler("")}
-    for name, handler in handlers.items():
-        submit(received, name, b"x", key=pickle.loads(pickle.dumps(handler)).pub_sub_key)  # as it travels to a rank
-    for name in reversed(handlers):
-        handlers[name].process_results(tmp_path / name, [ended(received)])
-        assert files(tmp_path / name) == {name: b"x"}
-
-
-def test_a_key_that_no_handler_has_goes_to_whoever_processes_the_gang(tmp_path: Path) -> None:
-    received = ReceivedResults()
-    handler, other = DaskResultsHandler(uuid.uuid4().hex), DaskResultsHandler("other")
-    submit(received, "made anew in the rank", b"x", key=uuid.uuid4().hex)
-    submit(received, "the other's", b"x", key="other")
-    handler.process_results(tmp_path, [ended(received)])
-    assert files(tmp_path) == {"made anew in the rank": b"x"}
-    del other
-    gc.collect()
-    handler.process_results(tmp_path, [ended(received)])
-    assert "the other's" in files(tmp_path)
-
-
 # ---- In a rank
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bytes]]:
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
     """What this process submits as a rank."""
-    sent: list[tuple[str, str, bytes]] = []
+    sent: list[tuple[str, bytes]] = []
     link = Link()
     link.takes_results, link.submit = True, lambda *result: sent.append(result)
     monkeypatch.setattr(context, "_current", (os.getpid(), RankContext(link=link)))
     return sent
 
 
-def test_text_goes_as_utf_8_and_bytes_as_they_are(submitted: list[tuple[str, str, bytes]]) -> None:
+def test_text_goes_as_utf_8_and_bytes_as_they_are(submitted: list[tuple[str, bytes]]) -> None:
     handler = DaskResultsHandler("key")
     handler.submit_result("a", "ü")
     handler.submit_result("b", b"\xff")
-    assert submitted == [("key", "a", "ü".encode()), ("key", "b", b"\xff")]
+    assert submitted == [("a", "ü".encode()), ("b", b"\xff")]
 
 
-def test_a_result_is_a_sign_of_life(submitted: list[tuple[str, str, bytes]]) -> None:
+def test_a_result_is_a_sign_of_life(submitted: list[tuple[str, bytes]]) -> None:
     DaskResultsHandler().submit_result("a", "b")
     assert context.current_rank().progress.num_moves == 1
 
@@ -392,7 +365,7 @@ def test_a_result_is_a_sign_of_life(submitted: list[tuple[str, str, bytes]]) -> 
     ],
 )
 def test_other_data_and_paths_are_refused_at_once(
-    submitted: list[tuple[str, str, bytes]], path: Any, data: Any, match: str
+    submitted: list[tuple[str, bytes]], path: Any, data: Any, match: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         DaskResultsHandler().submit_result(path, data)

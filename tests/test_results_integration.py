@@ -30,7 +30,7 @@ ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
 
 handler = DaskResultsHandler(uuid.uuid4().hex)
-"""As the forerunner's users write it; the ranks make one of their own, with another key."""
+"""As the forerunner's users write it."""
 
 
 # ---- What the ranks run

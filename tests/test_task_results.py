@@ -59,7 +59,7 @@ def downloaded(results: TaskResults, tmp_path: Path) -> dict[str, bytes]:
 
 def submit_all(received: ReceivedResults, contents: Mapping[str, bytes]) -> None:
     for rank, (path, data) in enumerate(contents.items()):
-        submit(received, path, data, rank=rank, key=f"handler-{rank}")
+        submit(received, path, data, rank=rank)
 
 
 def fail(results: TaskResults, error: Exception) -> None:

@@ -233,11 +233,10 @@ class Link:
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Have the trackers in rank 0 record the gradients of a model."""
 
-    def submit(self, key: str, path: str, data: bytes) -> None:
+    def submit(self, path: str, data: bytes) -> None:
         """Send a file (result) to the driver. Outside a gang, discard the file.
 
         Args:
-            key: `key` of the `DaskResultsHandler` that receives the result.
             path: Path of the result's file, relative to the folder into which the driver writes results.
             data: Content of the file.
         """

@@ -7,7 +7,7 @@ import pickle
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
@@ -39,8 +39,6 @@ class Submission:
 
     rank: int
     """Rank that submitted the result."""
-    key: str
-    """Key of the `DaskResultsHandler` that submitted the result."""
     path: str
     """Path of the result's file, relative to the folder of the results."""
     parts: list[Kept]
@@ -89,7 +87,7 @@ class ReceivedResults:
                 self._returned[part.rank] = parts
                 return
             with self._lock:
-                self._waiting.append(Submission(part.rank, part.piece.key, part.piece.path, parts))
+                self._waiting.append(Submission(part.rank, part.piece.path, parts))
             self.notify()
 
     @property
@@ -97,16 +95,13 @@ class ReceivedResults:
         """True if no complete result waits to be processed."""
         return not self._waiting
 
-    def take(self, others: Container[str]) -> Submission | None:
-        """Remove and return the oldest result whose key is not in `others`. None: no such result.
+    def take(self) -> Submission | None:
+        """Remove and return the oldest result. None: no result waits.
 
         Callers must `drop` or `put_back` the result.
         """
         with self._lock:
-            found = next((submission for submission in self._waiting if submission.key not in others), None)
-            if found is not None:
-                self._waiting.remove(found)
-            return found
+            return self._waiting.popleft() if self._waiting else None
 
     def put_back(self, submission: Submission) -> None:
         """Put a result from `take` back, before newer results."""

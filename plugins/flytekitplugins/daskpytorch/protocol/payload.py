@@ -49,8 +49,6 @@ Segment = tuple[int, int]
 class Piece:
     """A part of a rank's result or return value. A rank's pieces arrive in order, one result after the other."""
 
-    key: str
-    """Key of the `DaskResultsHandler` that submitted the result. Empty for a return value."""
     path: str | None
     """Path of the result's file, relative to the folder of the results. None for a return value."""
     data: bytes
@@ -61,11 +59,11 @@ class Piece:
     the bytes."""
 
 
-def cut(key: str, path: str, data: bytes) -> Iterator[Piece]:
+def cut(path: str, data: bytes) -> Iterator[Piece]:
     """Yield the pieces of a file that a rank submits. An empty file has one empty piece."""
     for start in range(0, max(1, len(data)), PIECE_SIZE):
         end = start + PIECE_SIZE
-        yield Piece(key, path, data[start:end], start == 0, end >= len(data))
+        yield Piece(path, data[start:end], start == 0, end >= len(data))
 
 
 class Writer:
@@ -96,7 +94,7 @@ class Writer:
         return None
 
     def _send_piece(self, *, is_last: bool) -> None:
-        self._send(Piece("", None, bytes(self._buffer), self._is_first, is_last))
+        self._send(Piece(None, bytes(self._buffer), self._is_first, is_last))
         self._buffer.clear()
         self._is_first = False
 
@@ -284,7 +282,7 @@ def send_by_file(
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    send(Piece("", None, b"", is_first=True, is_last=True, file=(str(path), parts.added)))
+    send(Piece(None, b"", is_first=True, is_last=True, file=(str(path), parts.added)))
     return None
 
 

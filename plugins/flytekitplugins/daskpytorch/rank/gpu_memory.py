@@ -45,7 +45,7 @@ def record(order: RankOrder) -> None:
 
 
 def explain(
-    error: BaseException, order: RankOrder, submit: Callable[[str, str, bytes], None], call: int | None = None
+    error: BaseException, order: RankOrder, submit: Callable[[str, bytes], None], call: int | None = None
 ) -> None:
     """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot of the memory.
 
@@ -54,7 +54,7 @@ def explain(
     Args:
         error: The exception that ends the rank.
         order: The rank's order.
-        submit: Sends the driver a result file: the handler's key, the file's path and its content.
+        submit: Sends the driver a result file: the file's path and its content.
         call: Number of the call that raised the exception, in a gang that stays. None: a gang of one call.
     """
     if (cause := _out_of_memory(error)) is None:
@@ -70,7 +70,7 @@ def explain(
             number = f"{order.job.attempt}" if call is None else f"call-{call}"  # a gang that stays has one attempt
             path = f"profiles/rank-{place.rank}-out-of-memory-{number}.pickle"
             if len(data := pickle.dumps(snapshot, PICKLE_PROTOCOL)) <= MAX_SNAPSHOT:
-                submit("", path, data)
+                submit(path, data)
                 notes.append(f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).")
         if place.gpu_uuid and device == place.device_index:
             notes += _others(place.gpu_uuid)

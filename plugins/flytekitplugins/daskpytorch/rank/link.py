@@ -173,11 +173,10 @@ class GangLink(Link):
         """Make the trackers in rank 0 record a model's gradients every `log_freq` optimizer steps."""
         self.observers.tell("watch", model, log_freq)
 
-    def submit(self, key: str, path: str, data: bytes) -> None:
+    def submit(self, path: str, data: bytes) -> None:
         """Send a result file to the driver in pieces. Other reports may be sent between two pieces.
 
         Args:
-            key: `key` of the `DaskResultsHandler` that receives the file. "" for the results of the task or gang.
             path: Path of the file, relative to the folder into which the driver writes results.
             data: Content of the file.
 
@@ -185,7 +184,7 @@ class GangLink(Link):
             OSError: The agent has ended, so the rank cannot reach the driver.
         """
         with self._submit_lock:
-            for piece in payload.cut(key, path, data):
+            for piece in payload.cut(path, data):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import os
 import signal
@@ -76,7 +75,7 @@ class Session:
         link.ledger.begin()
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
-        profiler = Profiler(place.rank, Path(order.scratch), functools.partial(link.submit, ""), link.note)
+        profiler = Profiler(place.rank, Path(order.scratch), link.submit, link.note)
         with profiler.watching(order.job.settings.profile):
             with (
                 self._hinting(),

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import uuid
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, wait
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
@@ -29,11 +26,6 @@ POLL_INTERVAL = 0.05
 """Seconds between two checks for files that ranks have submitted."""
 
 
-_lock = threading.Lock()
-_handlers: WeakSet[DaskResultsHandler] = WeakSet()
-"""All handlers of this process."""
-
-
 class DaskResultsHandler:
     """Takes files that ranks submit, and writes them to a folder on the driver's machine.
 
@@ -43,10 +35,7 @@ class DaskResultsHandler:
     Submitted files are kept until a handler processes their gang. A file is not lost if it was submitted before the
     call of `process_results`, or just before its rank failed.
 
-    The key, `pub_sub_key`, tells several handlers of one gang apart. A handler keeps its key when it travels to the
-    ranks. Ranks import the function's module again, so a handler without a fixed key at the top of that module has
-    another key in each rank. If no handler in the driver's process has a file's key, the handler that processes the
-    gang writes the file. Give fixed keys to several handlers at the top of a module.
+    All handlers of a gang share its files. Each file is written once, by the first handler that processes the gang.
 
     Examples:
         >>> from pathlib import Path
@@ -63,11 +52,8 @@ class DaskResultsHandler:
         """Make a handler in the driver or in a rank.
 
         Args:
-            pub_sub_key: Key that tells several handlers of one gang apart. None: a new unique key.
+            pub_sub_key: Has no effect. dask-pytorch-ddp has this argument.
         """
-        self.pub_sub_key = uuid.uuid4().hex if pub_sub_key is None else pub_sub_key
-        with _lock:
-            _handlers.add(self)
 
     def submit_result(self, path: str, data: str | bytes) -> None:
         """Send a file to the driver. Call it in a rank.
@@ -104,7 +90,7 @@ class DaskResultsHandler:
                 "there in the rank's own process (not in one that it starts, such as a DataLoader worker)."
             )
         rank.progress.move()
-        rank.link.submit(self.pub_sub_key, path, data.encode() if isinstance(data, str) else data)
+        rank.link.submit(path, data.encode() if isinstance(data, str) else data)
 
     def directory(self) -> FlyteDirectory:
         """Return the folder of all files that the ranks of this task submit, for rank 0 to return as an output.
@@ -156,14 +142,14 @@ class DaskResultsHandler:
             pending = [future for future in pending if not future.done()]
             # Written after the check of the futures: a gang's files arrive before its futures are done.
             for received in all_received:
-                refusals += write_out(received, folder, _keys_of_others(self))
+                refusals += write_out(received, folder)
         if raise_errors:
             for error in (*map(_error_of, futures), *refusals):
                 if error is not None:
                     raise error
 
 
-def write_out(received: ReceivedResults, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
+def write_out(received: ReceivedResults, folder: ResultFolder) -> list[ResultPathError]:
     """Write into a folder the files that ranks have submitted. Return an error for each file whose path is refused.
 
     Each error is also written to standard error.
@@ -171,13 +157,12 @@ def write_out(received: ReceivedResults, folder: ResultFolder, others: Container
     Args:
         received: Files that the driver has received and not yet written.
         folder: Folder to write to.
-        others: Keys of other `DaskResultsHandler`s, whose files are left for them.
 
     Raises:
         OSError: The folder cannot be written. The remaining files are kept.
     """
     refusals: list[ResultPathError] = []
-    while (submission := received.take(others)) is not None:
+    while (submission := received.take()) is not None:
         rank, path = submission.rank, submission.path
         try:
             folder.write(rank, path, received.read(submission))
@@ -191,11 +176,6 @@ def write_out(received: ReceivedResults, folder: ResultFolder, others: Container
             sys.stderr.write(f"{refusals[-1]}\n")
         received.drop(submission)
     return refusals
-
-
-def _keys_of_others(handler: DaskResultsHandler) -> set[str]:
-    with _lock:
-        return {other.pub_sub_key for other in _handlers} - {handler.pub_sub_key}
 
 
 def _all_received(futures: Iterable[Future[Any]]) -> list[ReceivedResults]:

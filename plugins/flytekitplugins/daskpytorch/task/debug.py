@@ -254,9 +254,9 @@ class _Link(Link):
         """Make the trackers record a model's gradients."""
         self._trackers.tell("watch", model, log_freq)
 
-    def submit(self, key: str, path: str, data: bytes) -> None:
+    def submit(self, path: str, data: bytes) -> None:
         """Put a file among the results."""
-        for piece in payload.cut(key, path, data):
+        for piece in payload.cut(path, data):
             self._received.add(self._received.keep(0, piece))
 
     def results_folder(self) -> Any:
