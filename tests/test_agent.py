@@ -322,7 +322,7 @@ def test_a_line_without_an_end_is_sent_in_pieces_and_not_held() -> None:
 
 def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_path: Path) -> None:
     order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    made = agent._Agent(order, tmp_path, None, None)
     [[place]] = place_ranks([agent.describe_node("w", None)], 1)
     said: list[messages.FromAgent] = []
     with contextlib.closing(made):
@@ -351,7 +351,7 @@ def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> Non
     def num_open_after_a_failed_fork() -> int:
         order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
         [[place]] = place_ranks([agent.describe_node("w", None)], 1)
-        made = agent._Agent(order, tmp_path, None, None, "forkserver")
+        made = agent._Agent(order, tmp_path, None, None)
         made._server.spawn = spawn  # type: ignore[method-assign]
         with contextlib.closing(made), pytest.raises(BrokenPipeError):
             made._fork(place, 0)
