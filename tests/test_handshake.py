@@ -181,10 +181,11 @@ def test_a_stranger_costs_one_open_file_and_no_thread(listener: Listener) -> Non
 
 
 def test_many_agents_that_call_at_once_all_get_in(
-    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 3)
-    monkeypatch.setattr(driver, "GRACE", 3600.0)
+    listener = listening(TOKEN, events)
+    request.addfinalizer(listener.end)
     calls = [connected(listener) for _ in range(60)]
     met: list[Connection] = []
     agents = [threading.Thread(target=lambda sock=each: met.append(introduce(sock, TOKEN))) for each in calls]
@@ -292,43 +293,16 @@ def test_a_transfer_survives_a_network_that_fails_for_a_moment(
 # ---- Crowds at the driver's port
 
 
-def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out(
-    listener: Listener,
-    events: queue.SimpleQueue[Call],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_long(
+    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 3600.0)  # so that nobody gets in by waiting for that
-    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 64)
-    monkeypatch.setattr(driver, "GRACE", 0.1)
+    monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 0.3)
     files = num_open_files()
-    strangers = [connected(listener) for _ in range(1200)]
+    strangers = [connected(listener) for _ in range(600)]
+    assert num_open_files() - files <= len(strangers) + driver.MAX_UNAUTHENTICATED + 1
     with contextlib.closing(dialled(listener)) as connection:
         connection.send(Leaving())
         assert heard(events) == Leaving()
-        assert num_open_files() - files <= len(strangers) + 64 + 2  # the agent's two ends
-    told = capfd.readouterr().err
-    assert told.count("have not proved to be agents of this gang") == 1
-    assert "64 callers at 127.0.0.1:" in told
-    for each in strangers:
-        each.close()
-
-
-def test_the_crowd_of_one_address_makes_room_and_not_who_comes_from_another(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 8)
-    monkeypatch.setattr(driver, "GRACE", 0.1)
-    slow = socket.create_connection(listener.address, source_address=("127.0.0.9", 0))
-    take(slow, 32)
-    strangers = [connected(listener) for _ in range(40)]
-    for each in strangers:  # the last are in, so that most have been sent away
-        with contextlib.suppress(ConnectionError):
-            each.recv(40)
-    with contextlib.closing(slow):
-        slow.settimeout(0.5)
-        with pytest.raises(TimeoutError):  # he is still there
-            slow.recv(1)
     for each in strangers:
         each.close()
 
