@@ -15,6 +15,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
+from flytekitplugins.daskpytorch.driver.collectives import left_waiting
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
@@ -144,7 +145,7 @@ class Attempt:
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
     """Newest collectives of each rank that failed, aborts or answered a `Locate` order. None: no flight record."""
     final: dict[int, Recalled | None] = field(default_factory=dict)
-    """The part of `remembered` that ranks reported with their failure or before an abort."""
+    """The part of `remembered` that ranks reported with their failure, before an abort or as they left their peers."""
     at_rest: set[int] = field(default_factory=set)
     """Ranks of a staying gang that wait for the next call."""
     call_failures: dict[int, Failure] = field(default_factory=dict)
@@ -349,7 +350,11 @@ class Attempt:
         for rank in failed - here.keys():  # not ended yet
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
         root_failure = find_root_failure(here.values())
-        return replace(root_failure, difference=self.difference) if root_failure.may_be_of_collective else root_failure
+        if not root_failure.may_be_of_collective:
+            return root_failure
+        returned = {rank: self.final.get(rank) for rank in self.results if rank != root_failure.rank}
+        left_by = left_waiting(root_failure.rank, root_failure.failure, returned) if root_failure.failure else ""
+        return replace(root_failure, difference=self.difference, left_by=left_by)
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
         """Return the error that names ranks missing from the process group, with their last log lines."""

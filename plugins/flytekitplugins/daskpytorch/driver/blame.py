@@ -49,8 +49,10 @@ def _severity(exit_: RankExit) -> int:
     return 2 if exit_.out_of_memory else 1
 
 
-def describe(exit_: RankExit) -> str:
+def describe(exit_: RankExit) -> str:  # noqa: PLR0911 - a return for each end
     """Return how a rank ended, in one line."""
+    if exit_.left_by:
+        return exit_.left_by
     if exit_.failure is not None or exit_.gpu_fault:
         return _describe_error(exit_)
     if exit_.hang is not None:
@@ -135,7 +137,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         exit_code=root_failure.own_exit_code,
         kind=kind_of(root_failure),
     )
-    original = root_failure.failure.rebuilt() if root_failure.failure else None
+    original = root_failure.failure.rebuilt() if root_failure.failure and not root_failure.left_by else None
     if original is None or root_failure.is_infrastructure:
         return error
     original.__cause__ = error
@@ -144,7 +146,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
 
 def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind
     """Return the kind of a rank's failure, for `GangError.kind`."""
-    if exit_.difference is not None:
+    if exit_.left_by or exit_.difference is not None:
         return "desync"
     if exit_.gpu_fault:
         return "lost"
@@ -227,7 +229,7 @@ class AttemptFailure:
             is_infrastructure=root_failure.is_infrastructure,
             kind=kind_of(root_failure),
             is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
-            is_final=failure.is_final if failure is not None else is_late,
+            is_final=bool(root_failure.left_by) or (failure.is_final if failure is not None else is_late),
             is_late=is_late,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             gets_further=gets_further,

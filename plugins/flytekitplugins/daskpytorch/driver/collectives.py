@@ -4,16 +4,22 @@ Process groups number their collectives. All ranks of a group must call the same
 module is free of state and I/O.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
-from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Failure, Recalled
 
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
 """Maximum number of the user's stack frames per collective in the report of a hang or failure."""
+FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
+"""Matches a frame of a traceback: file, line and function."""
+WAITING_FILES = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
+"""Matches source files in which a rank waits for other ranks."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {
@@ -156,6 +162,30 @@ def _lacks(recalled: Recalled, calls: _Calls) -> bool:
     """Return True if the rank belongs to the calls' process group and has yet to reach their number."""
     its_own = (each.number for each in recalled.collectives if each.group == calls.group)
     return calls.group in recalled.groups and max(its_own, default=0) < calls.number
+
+
+# ---- A rank that has returned
+
+
+def left_waiting(rank: int, failure: Failure, returned: Mapping[int, Recalled | None]) -> str:
+    """Return a sentence about ranks that have returned while another rank waited for them. "" if no rank waited.
+
+    Args:
+        rank: Rank whose collective has failed.
+        failure: The rank's exception.
+        returned: Last collectives of each rank whose function has returned. None: unknown.
+    """
+    newest = failure.recalled.collectives[-1:] if failure.recalled is not None else ()
+    groups = {each.group for each in newest}
+    gone = [other for other, each in returned.items() if each is None or not each.groups or groups <= {*each.groups}]
+    frames = [(file, line, name) for file, line, name in FRAME.findall(failure.traceback)]
+    users = [index for index, (file, _, _) in enumerate(frames) if not NOT_THE_USERS.match(file)]
+    inner = frames[users[-1] + 1 :] if users else []
+    if not gone or not any(WAITING_FILES.search(file) for file, _, _ in inner):
+        return ""
+    call = next((name for _, _, name in inner if name != "wrapper" and not name.startswith("_")), inner[-1][2])
+    file, line, _ = frames[users[-1]]
+    return f"{named(gone)} returned; rank {rank} was still in {call} at {PurePath(file).name}:{line}"
 
 
 # ---- In words

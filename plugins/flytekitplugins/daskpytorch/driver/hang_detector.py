@@ -23,6 +23,7 @@ SLOWNESS = 10.0
 `LEAST_TIMEOUT` is the lower bound."""
 AUTO_INTERVAL = 30.0
 """Minimum number of seconds between two requests for all ranks' stacks, with `hang_timeout="auto"`."""
+ENDED = "whose function has ended"
 MAX_FRAMES = 10
 """Maximum number of stack frames per rank in the report of a hang. The rank's log contains all frames."""
 
@@ -147,10 +148,10 @@ def _doings(states: Mapping[int, RankState]) -> str:
 def _doing(state: RankState) -> str:
     frames = main_frames(state.stacks)
     if not frames:
-        return state.stacks.strip() or "which showed no stacks"
+        return ENDED if state.is_done else state.stacks.strip() or "which showed no stacks"
     users = users_frames(frames)
     if state.is_done and not users:
-        return "whose function has ended"
+        return ENDED
     title = "waiting for other ranks, called from" if _is_waiting(state.stacks) else "in"
     return f"{title}:{_indented((users or frames)[:MAX_FRAMES])}"
 
@@ -166,16 +167,16 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
     4. A rank that waits for no other rank.
     5. The rank with the longest silence.
     """
-    silent = [rank for rank, state in states.items() if state.num_collectives is None]
+    silent = [rank for rank, state in states.items() if state.num_collectives is None and not state.is_done]
     if silent:
         return silent[0], "it does not answer: suspended, or inside C code that holds the interpreter"
     if difference is not None:
         has_returned = states[difference.rank].is_done
         return difference.rank, f"{difference.what}{'; its function has returned' if has_returned else ''}"
-    entered = {rank: state.num_collectives or 0 for rank, state in states.items()}
-    fewest = min(entered.values())
+    entered = {rank: state.num_collectives for rank, state in states.items() if state.num_collectives is not None}
+    fewest = min(entered.values(), default=0)
     behind = [rank for rank, count in entered.items() if count == fewest]
-    if len(behind) < len(states):
+    if len(behind) < len(entered):
         rank = behind[0]
         told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
         return rank, f"{told}; its function has returned" if states[rank].is_done else told

@@ -11,11 +11,12 @@ import gc
 import io
 import multiprocessing
 import os
+import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, thread
 from typing import Any, TypeVar
 
 NOTICE_AFTER = 10.0
@@ -24,6 +25,8 @@ MAX_WAIT = 300.0
 """Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
 Then the rank ends regardless."""
 T = TypeVar("T")
+IDLE = thread._worker.__code__  # noqa: SLF001
+"""Innermost code of an executor's thread that waits for work."""
 LATE = 1
 """Exit code of a rank that ends after `MAX_WAIT`."""
 
@@ -53,6 +56,18 @@ def watched(who: str, max_wait: float | None) -> Iterator[None]:
         yield
     finally:
         is_over.set()
+
+
+def has_work() -> bool:
+    """Return True if this process has threads or child processes for which Python waits at its exit.
+
+    Idle threads of executors do not count, as they end at Python's exit.
+    """
+    frames, main = sys._current_frames(), threading.main_thread()  # noqa: SLF001 - Python documents it
+    threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
+    if any(getattr(frames.get(each.ident or 0), "f_code", None) is not IDLE for each in threads):
+        return True
+    return any(not child.daemon for child in multiprocessing.active_children())
 
 
 def _write(line: str) -> None:
@@ -126,7 +141,7 @@ def _noted_exit_functions() -> Iterator[list[functools.partial[Any]]]:
 
 def _shut_down_executors(threads: set[threading.Thread]) -> None:
     """Let the executors that own these threads finish their work and end the threads."""
-    for each in list(_instances(Executor)):
+    for each in list(instances_of(Executor)):
         own = {getattr(each, "_executor_manager_thread", None), *getattr(each, "_threads", ())}
         if not threads.isdisjoint(own):
             each.shutdown()
@@ -137,12 +152,12 @@ def flush_files() -> None:
 
     Files that were open at a `gc.freeze()` of the program's own are left out: `gc` cannot tell them in a short time.
     """
-    for each in _instances(io.IOBase):
+    for each in instances_of(io.IOBase):
         with contextlib.suppress(Exception):  # a closed file, a full disk, a pipe without a reader
             each.flush()
 
 
-def _instances(of: type[T]) -> Iterator[T]:
+def instances_of(of: type[T]) -> Iterator[T]:
     """Yield all living objects of a type, as far as `gc` knows them."""
     objects = gc.get_objects()
     kinds = set()

@@ -225,6 +225,8 @@ class RankExit:
     """True if the gang stopped the rank, after another rank's failure."""
     hang: str | None = None
     """Text about the rank's hang: its duration, its evidence and the stacks of all ranks. None without a hang."""
+    left_by: str = ""
+    """Sentence that says which ranks had returned while this rank waited for them. Empty for any other end."""
     difference: str | None = None
     """Text about differences in the ranks' collectives, which may have caused the failure. None if no difference was
     found."""

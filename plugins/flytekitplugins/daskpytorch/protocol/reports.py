@@ -109,12 +109,12 @@ class Located:
 
 @dataclass(frozen=True)
 class Remembered:
-    """The rank's last collectives, sent right after the rank's stacks, or before an abort of the rank's process."""
+    """The rank's last collectives, sent right after the rank's stacks, or before the rank's end."""
 
     recalled: Recalled | None
     """The collectives. None if torch does not record them."""
     is_final: bool = False
-    """True before an abort."""
+    """True before an abort, or before the rank leaves its peers, as its function has returned."""
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class GangLink(Link):
         return self._lock.locked()
 
     def send_collectives(self, *, is_final: bool = False) -> None:
-        """Report this rank's newest collectives to the driver (`is_final`: before an abort)."""
+        """Report this rank's newest collectives to the driver (`is_final`: before the rank's end)."""
         self.send(reports.Remembered(flight_recorder.recall(), is_final))
 
     def note(self, text: str) -> None:

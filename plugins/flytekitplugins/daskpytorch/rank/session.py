@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.protocol.attaching import Attach, Detach, Typed
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import (
+    ending,
     flight_recorder,
     hints,
     liveness,
@@ -103,10 +104,21 @@ class Session:
         link.hint(hints.of_variables([name for name in late if name in os.environ]))
 
     def see_out(self) -> None:
-        """Wait until all ranks have finished, as others may need this rank. Then give observers the account of time."""
-        link = self._link
+        """Wait until all ranks have finished, and then give observers the account of time.
+
+        A rank whose program has ended before leaves its peers: collectives in which they wait for the rank must fail.
+        Its process ends, but rank 0 stays, with the rendezvous store and the observers. With NCCL, a rank waits for the
+        others' ends: they may still read its GPU's memory.
+        """
+        link, order = self._link, self._order
+        is_done = not self.rank.stop_signal.has_fired
+        if is_done and order.job.backend != "nccl" and order.place.world_size > 1 and ending.leaves_early(link):
+            link.send_collectives(is_final=True)
+            if order.place.rank:
+                return
+            ending.close_connections(order.job.store[1] if order.job.store is not None else None)
         link.ended.wait()
-        if not self.rank.stop_signal.has_fired:  # no later attempt needs the copies
+        if is_done:  # no later attempt needs the copies
             self.checkpoint.sharded.drop_copies()
         if link.observers:
             with contextlib.suppress(TimeoutError):

@@ -1,0 +1,135 @@
+"""A rank that returns while others wait for it fails them as under `torchrun`, and work that needs no rank goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+
+pytestmark = pytest.mark.timeout(300)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+OURS = (sys.executable, "-m", "flytekitplugins.daskpytorch", "run", "--nproc")
+HEAD = """
+import sys, threading, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, one = dist.get_rank(), torch.ones(1)
+pair = dist.new_group([0, 1])
+dist.all_reduce(one)
+dist.all_reduce(one, group=pair)
+"""
+BY_HAND = "import os; threading._shutdown(); sys.stdout.flush(); os._exit(0)\n"
+"""Last line under `torchrun`, as torch's threads may abort Python's exit."""
+DDP = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(3 - rank): model(torch.ones(1, 2)).sum().backward()"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+if rank == 0: accelerator.wait_for_everyone()"""
+LIGHTNING = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, logger=False, barebones=True)
+trainer.fit(BoringModel())
+if rank == 0: trainer.strategy.barrier()"""
+FAILS = {
+    "before a barrier": ("if rank == 0: dist.barrier()", 1, "barrier"),
+    "rank 0 before a barrier": ("if rank == 1: dist.barrier()", 0, "barrier"),
+    "in the middle of a loop": ("for step in range(5 - 2 * rank): dist.all_reduce(one)", 1, "all_reduce"),
+    "before a message": ("if rank == 0: dist.recv(one, src=1)", 1, "recv"),
+    "in a group that a variable holds": ("if rank == 1: dist.all_reduce(one, group=pair)", 0, "all_reduce"),
+    "by its own destroy_process_group": ("dist.destroy_process_group() if rank else dist.barrier()", 1, "barrier"),
+    "by sys.exit(0)": ("sys.exit(0) if rank else dist.all_gather_object([None, None], 1)", 1, "all_gather_object"),
+    "in a backward pass": (DDP, 1, "backward"),
+    "in Accelerate's wait": (ACCELERATE, 1, "wait_for_everyone"),
+    "in Lightning's barrier": (LIGHTNING, 1, "barrier"),
+}
+"""What a program does, the rank that returns early, and the call in which the other rank waits for that rank."""
+ON, SENDS, HEARS = "time.sleep(6); print('worked on')", "dist.send(one, dst=1 - rank)", "dist.recv(one, src=1 - rank)"
+LATER = f"threading.Timer(5, lambda: {SENDS}).start()"
+GOES_ON = {
+    "rank 0 works on after the last barrier": f"dist.barrier()\nif rank == 0: {ON}",
+    "rank 1 works on, and uses the store": (
+        f"dist.barrier()\nif rank == 1: {ON}; dist.new_group([1], use_local_synchronization=True)"
+    ),
+    "a thread of rank 1 sends later": f"if rank == 1: {LATER}\nelse: {HEARS}; print('worked on')",
+    "a thread of rank 0 sends later": f"if rank == 0: {LATER}\nelse: {HEARS}; print('worked on')",
+    "rank 1 waits for no isend": f"if rank == 1: time.sleep(1); dist.isend(one, dst=0)\nelse: {HEARS}; {ON}",
+}
+
+
+def run(command: tuple[str, ...], folder: Path, *, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    words = [*command, str(num_ranks), str(folder / "program.py")]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=200)
+
+
+def check_both(folder: Path, expected: str, *, num_ranks: int = 2, count: int = 1) -> None:
+    """The program in this folder succeeds, and prints the expected text so many times."""
+    program = folder / "program.py"
+    text = program.read_text()
+    for command, end in ((OURS, ""), (TORCHRUN, BY_HAND)):
+        program.write_text(text + end)
+        done = run(command, folder, num_ranks=num_ranks)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(expected) == count
+
+
+def written(folder: Path, body: str) -> int:
+    """Write a program. Return the number of its last line."""
+    text = HEAD + body + "\n"
+    (folder / "program.py").write_text(text)
+    return text.count("\n")
+
+
+@pytest.mark.parametrize("how", FAILS)
+def test_a_rank_that_waits_for_one_that_has_returned_fails(tmp_path: Path, how: str) -> None:
+    body, leaver, call = FAILS[how]
+    line = written(tmp_path, body)
+    assert run(TORCHRUN, tmp_path).returncode == 1
+    done = run(OURS, tmp_path)
+    assert done.returncode == 1
+    words = f"rank {leaver} returned; rank {1 - leaver} was still in {call} at program.py:{line}"
+    assert words in done.stderr + done.stdout
+    assert "starting again" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("how", GOES_ON)
+def test_a_rank_that_nobody_waits_for_in_vain_ends_alone(tmp_path: Path, how: str) -> None:
+    written(tmp_path, GOES_ON[how])
+    check_both(tmp_path, "worked on")
+
+
+def test_the_others_group_goes_on_without_the_rank(tmp_path: Path) -> None:
+    written(tmp_path, f"if rank < 2: {ON}; dist.all_reduce(one.fill_(1), group=pair); print(one.item())")
+    check_both(tmp_path, "2.0", num_ranks=3, count=2)
+
+
+def test_an_exception_at_the_same_time_is_the_cause(tmp_path: Path) -> None:
+    written(tmp_path, "if rank == 2: raise ValueError('bad batch')\nif rank == 0: dist.barrier()")
+    assert run(TORCHRUN, tmp_path, num_ranks=3).returncode == 1
+    done = run(OURS, tmp_path, num_ranks=3)
+    assert done.returncode == 1
+    assert "ValueError: bad batch" in done.stderr + done.stdout
+    assert "returned; rank" not in done.stderr + done.stdout
+
+
+def add(seconds: float) -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if current_rank().is_main:
+        time.sleep(seconds)
+    return float(total)
+
+
+def test_a_rank_that_returns_from_a_call_is_there_for_the_next() -> None:
+    with dispatch.gang(None, gang=Gang(ranks_per_worker=2)) as gang:
+        assert gang.call(add, 4.0).result() == [2.0, 2.0]
+        assert gang.call(add, 0.0).result() == [2.0, 2.0]
