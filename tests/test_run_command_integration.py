@@ -73,6 +73,15 @@ def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: 
     assert log.read_text() == "from 3 0 2 2\n"
 
 
+def test_one_line_names_all_options_of_torchrun_that_have_no_effect(folder: Path) -> None:
+    options = ("--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3", "--standalone")
+    (folder / "idle.py").touch()
+    done = run("--nproc", "1", *options, "idle.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("of torchrun") == 1
+    assert "--rdzv-backend, --rdzv-endpoint, --role, --tee, --standalone of torchrun have no effect" in done.stderr
+
+
 @pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path, order: signal.Signals) -> None:
     words = (*RUN, "--nproc", "2", "--checkpoints", "kept", "train.py", "wait")

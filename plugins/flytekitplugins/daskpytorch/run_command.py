@@ -38,6 +38,8 @@ WITHOUT_MEANING = (
 """Options of `torchrun` that take a value, and have no effect here."""
 FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
 """Options of `torchrun` that take no value, and have no effect here."""
+IGNORED = f"{__name__}.ignored"
+"""Key of click's context under which the given options of `torchrun` without an effect are noted."""
 LOST_OUTPUT = 120
 """Exit code with which Python ends, too, if it cannot write its output."""
 COUNT = click.IntRange(min=1)
@@ -64,11 +66,15 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _say_without_meaning(_: click.Context, option: click.Parameter, value: object) -> None:
+def _note_without_meaning(context: click.Context, option: click.Parameter, value: object) -> None:
     if value:
-        say(
-            f"{option.opts[0]} of torchrun has no effect here. `daskpytorch run --help` lists the options that have one"
-        )
+        context.meta.setdefault(IGNORED, []).append(option.opts[0])
+
+
+def _say_without_meaning(options: Sequence[str]) -> None:
+    if options:
+        have = "has" if len(options) == 1 else "have"
+        say(f"{', '.join(options)} of torchrun {have} no effect here. `daskpytorch run --help` lists those with one")
 
 
 def _refuse_other_programs(_: click.Context, __: click.Parameter, value: object) -> None:
@@ -84,7 +90,7 @@ def _accepting_torchruns(command: click.Command) -> click.Command:
     command.params.append(refused)
     for name in (*WITHOUT_MEANING, *FLAGS_WITHOUT_MEANING):
         is_flag = name in FLAGS_WITHOUT_MEANING
-        option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_say_without_meaning)
+        option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_note_without_meaning)
         command.params.append(option)
     return command
 
@@ -188,6 +194,7 @@ def run(
     current_rank().checkpoint. The exit code is that of the rank that failed. Exit code 2: an option or the program
     cannot be used. 120: the output cannot be written. 130: Ctrl-C. 143: SIGTERM.
     """
+    _say_without_meaning(click.get_current_context().meta.get(IGNORED, ()))
     if arguments[:1] == ("--",):  # torchrun drops a first --, too
         arguments = arguments[1:]
     try:
