@@ -25,9 +25,10 @@ from flytekit.types.directory import FlyteDirectory
 
 from flytekitplugins.daskpytorch.records import MIN_TOTAL
 from jpegs import photos
+from otlp import receiver
 from pages import PAGES, REPOSITORY, block, blocks
 from processes import SCRIPTS, dask_cluster, nothing_left_behind, run_program
-from seaweed import Weed, free_ports
+from seaweed import Weed
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -260,14 +261,19 @@ def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
     assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
 
 
-def test_the_script_with_figures_for_prometheus_runs(tmp_path: Path) -> None:
-    example = block("Prometheus(port=9400),").replace("9400", str(free_ports(1)[0]))
-    (tmp_path / "script.py").write_text(example)
-    done = run_warm(["python", "script.py"], tmp_path)
+def test_the_script_with_figures_for_operators_exports_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiver() as (address, values):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", address)
+        (tmp_path / "script.py").write_text(block("# watched.py"))
+        done = run(["python", "script.py"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 models have ended: 2 finished" in done.stderr
     assert "is not called any more" not in done.stderr
-    assert "cannot be opened" not in done.stderr
+    for model, loss in (("0", (3 * 0.9**8) ** 2), ("1", (3 * 0.7**8) ** 2)):
+        assert values["daskpytorch_metric", model, "loss"] == pytest.approx(loss)
+        assert values["daskpytorch_step", model, ""] == values["daskpytorch_steps", model, ""] == 8
+        assert values["daskpytorch_running", model, ""] == 0
+        assert values["daskpytorch_restarts_total", model, "lost"] == 0
 
 
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "mlflow": ("mlflow", "PIL"),
     "opentelemetry": ("opentelemetry.metrics",),
     "pictures": ("PIL",),
-    "prometheus": ("prometheus_client",),
     "s3": ("botocore", "obstore", "PIL", "torchvision"),
     "sweep": ("optuna", "pandas"),
     "tensorboard": ("tensorboard",),

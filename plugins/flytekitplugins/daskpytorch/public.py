@@ -11,7 +11,6 @@ from flytekitplugins.daskpytorch.context import current_rank as current_rank
 from flytekitplugins.daskpytorch.dask.cluster import current_client as current_client
 from flytekitplugins.daskpytorch.display.mlflow import MLflow as MLflow
 from flytekitplugins.daskpytorch.display.open_telemetry import OpenTelemetry as OpenTelemetry
-from flytekitplugins.daskpytorch.display.prometheus import Prometheus as Prometheus
 from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard as TensorBoard
 from flytekitplugins.daskpytorch.errors import GangError as GangError
 from flytekitplugins.daskpytorch.errors import GangHungError as GangHungError
