@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 LAYERS = 8
@@ -173,8 +170,8 @@ class Connector(Dcp):
         return S3FileSystem(os.environ["AWS_REGION"], s3_client=client)
 
 
-WAYS: dict[str, Any] = {"ours": Ours(), "cached": Ours(), "dcp": Dcp(), "connector": Connector()}
-KEPT = ("ours", "cached")
+WAYS: dict[str, Any] = {"ours": Ours(), "dcp": Dcp(), "connector": Connector()}
+KEPT = ("ours",)
 """Ways whose saves the driver reports to `Observer.kept`."""
 
 
@@ -231,24 +228,6 @@ def load_all(order: Record) -> list[Record]:
     return records
 
 
-def save_and_start_again(order: Record) -> list[Record]:
-    """Save, let rank 0 be killed, and load from the nodes' copies in the gang's next attempt."""
-    from torch import distributed
-
-    rank, folder = distributed.get_rank(), Path(order["folder"])
-    saved = [folder / f"{number}.json" for number in range(distributed.get_world_size())]
-    if not saved[rank].exists():
-        [record] = save_all(order)
-        saved[rank].write_text(json.dumps(record))
-        distributed.barrier()  # after all ranks have written their record
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        distributed.barrier()  # fails like the next collective of a training
-    record = json.loads(saved[rank].read_text())
-    [loaded] = load_all(order | {"checksum": record["checksum"]})
-    return [record | loaded]
-
-
 # ---- The driver -----------------------------------------------------------------------------------------------------
 
 
@@ -262,18 +241,13 @@ def measured(client: Any, order: Record) -> dict[str, Record]:
         def kept(self, step: int) -> None:
             kept[step] = time.time()
 
-    def run(function: Callable[[Record], list[Record]], told: Record, **settings: Any) -> list[tuple[Record, ...]]:
+    def run(function: Callable[[Record], list[Record]], told: Record) -> list[tuple[Record, ...]]:
         shape = {"ranks_per_worker": order["ranks"], "observers": (Clock,), "max_restarts": 0}
-        gang = Gang(key="state", checkpoint_uri=f"{order['uri']}/gang", **(shape | settings))
+        gang = Gang(key="state", checkpoint_uri=f"{order['uri']}/gang", **shape)
         return list(zip(*dispatch.run(client, function, order | told, gang=gang).result(), strict=True))
 
-    if order["ways"] == ["cached"]:
-        folder = tempfile.mkdtemp()
-        settings = {"shard_cache": f"{folder}/shards", "max_restarts": 1}
-        saved = loaded = run(save_and_start_again, {"folder": folder}, **settings)
-    else:
-        saved = run(save_all, {})
-        loaded = run(load_all, {"checksum": saved[0][0]["checksum"]})
+    saved = run(save_all, {})
+    loaded = run(load_all, {"checksum": saved[0][0]["checksum"]})
     found: dict[str, Record] = {}
     for save, load in zip(saved, loaded, strict=True):
         way, began = save[0]["way"], min(record["began"] for record in save)

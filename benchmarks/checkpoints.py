@@ -9,7 +9,6 @@ disk  half of the size, which each rank has in full, on its GPU if there is one,
       `async_save`, and `rank.checkpoint.save`, which is committed when the driver has the state
 near  a model and its AdamW, sharded by FSDP2 over gloo, in a bucket: torch's `async_save` in a thread, by fsspec and
       by Amazon's s3torchconnector, and `save_sharded`, which is committed when the driver has written the manifest.
-      `cached`: `save_sharded` with `Gang(shard_cache=...)`, loaded in the same gang's next attempt after a kill
 far   the same with a round trip of 20 ms to the bucket
 
 Each round runs each way once, and starts with another way than the last. The ways are in `checkpoint_ways.py`. No
@@ -59,7 +58,6 @@ def bucket(place: str, folder: Path) -> Iterator[dict[str, str]]:
 
 def measure(place: str, ways: list[str], size: int, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
     """Save and load by all ways in a new driver, and return the seconds by way."""
-    found: dict[str, dict[str, float]] = {}
     order = {"ranks": ranks, "size": size, "is_sharded": place != "disk", "uri": str(folder / "kept")}
     with contextlib.ExitStack() as stack:
         if place == "disk":
@@ -70,9 +68,7 @@ def measure(place: str, ways: list[str], size: int, ranks: int, folder: Path) ->
         cluster = Cluster(folder / "cluster", 1, "--memory-limit", "0")
         driver = Program([sys.executable, str(Path(__file__).with_name("checkpoint_ways.py")), cluster.contact], folder)
         driver.hear("ready")
-        for chosen in (ways, ["cached"]) if place != "disk" else (ways,):
-            told = order | {"ways": chosen, "uri": f"{order['uri']}/{len(chosen)}"}
-            found |= driver.call(told, timeout=TIME_LIMIT)
+        found = driver.call(order | {"ways": ways}, timeout=TIME_LIMIT)
         driver.kill()
         cluster.close()
     return found
@@ -87,9 +83,6 @@ def figures(title: str, place: str, found: Found) -> Iterator[Figure]:
         ]
         row = {"what": f"{title}: {text}", "here": found["ours", what], "goals": at_most(1.0)}
         yield Figure.beside(" or ".join(peers.values()), best, share=True, **row)
-    if ("cached", "restored") in found:
-        row = {"what": f"{title}: restored from copies on the nodes' disks", "here": found["cached", "restored"]}
-        yield Figure.beside("from the bucket", found["ours", "restored"], share=True, **row)
 
 
 def main() -> None:

@@ -36,7 +36,6 @@ class Rank:
         *,
         attempt: int = 0,
         token: str | None = None,
-        cache: Path | None = None,
         nonce: str = NONCE,
     ) -> None:
         self.base = str(base)
@@ -45,7 +44,7 @@ class Rank:
         self.reports: list[WrittenShards | ShardsNotWritten] = []
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
-            Sharding(base=self.base, nonce=nonce, token=token, start=tuple(start), cache=cache and str(cache)),
+            Sharding(base=self.base, nonce=nonce, token=token, start=tuple(start)),
             attempt=attempt,
             rank=current_rank().rank,
             report=self.reports.append,

@@ -66,7 +66,6 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "keep", [3, None], "a Keep"),
     (Gang, "profile", [(1, 2)], "None or a Profile"),
     (Gang, "checkpoint_uri", NO_URIS, A_URI),
-    (Gang, "shard_cache", ["kept", 7], "None or an absolute path"),
     (Gang, "observers", [1, (1,)], "a tuple of classes of observers"),
     (Keep, "last", NOT_A_COUNT, A_COUNT),
     (Keep, "best", [-1, 1.0], "a whole number from 0 to 1000000"),

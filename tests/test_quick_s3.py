@@ -15,10 +15,8 @@ import pytest
 import torch
 from s3fs import S3FileSystem
 
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.rank import quick_s3
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
-from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_plan import Piece
 from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter, _Stream
 from seaweed import READER, Weed
@@ -62,8 +60,7 @@ def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileS
         file.write(memoryview(bytes(20 * MIB)))
         raise KeyError("half way")
 
-    copies = ShardCopies(Sharding(base="s3://quick", nonce="n"), 0)
-    writer = ShardWriter(files, "s3://quick/half", rank=0, step=1, copies=copies, moved=lambda: None)
+    writer = ShardWriter(files, "s3://quick/half", rank=0, step=1, moved=lambda: None)
     piece = Piece(item=None, size=1, write=write)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="half way"):
         writer._write("part", [piece], quick_of(files))

@@ -28,7 +28,6 @@ from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
 from flytekitplugins.daskpytorch.protocol.observer import Training as Training
 from flytekitplugins.daskpytorch.protocol.script import run_module as run_module
 from flytekitplugins.daskpytorch.protocol.script import run_script as run_script
-from flytekitplugins.daskpytorch.rank.checkpoint_files import export_safetensors as export_safetensors
 from flytekitplugins.daskpytorch.records import Goodput as Goodput
 from flytekitplugins.daskpytorch.records import LogRecord as LogRecord
 from flytekitplugins.daskpytorch.records import RankUsage as RankUsage

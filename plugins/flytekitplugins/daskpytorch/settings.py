@@ -239,10 +239,6 @@ class Gang:
     failed or cancelled call, and starts afresh after a successful one. The log names the step and the folder. A second
     gang is refused while another one uses the same folder.
     """
-    shard_cache: str | None = None
-    """Absolute path of a folder on each node's own disk for copies of the newest sharded checkpoint. A restarted gang
-    reads its shards from this folder instead of storage. Copies take up to twice the size of the state's part that
-    the node's ranks hold. A gang that succeeds removes its copies. None: no copies."""
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps."""
     evaluate: Evaluate | None = None
@@ -283,9 +279,6 @@ class Gang:
             ),
             "key": checks.optional(checks.KEY),
             "checkpoint_uri": checks.optional(checks.uri),
-            "shard_cache": checks.optional(
-                checks.must_be("an absolute path", lambda path: isinstance(path, str) and path.startswith("/"))
-            ),
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
         problems = checks.Problems("Gang", self, rules)

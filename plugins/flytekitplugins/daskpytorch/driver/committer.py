@@ -82,7 +82,6 @@ class Committer:
         self.vault = vault
         self._filesystem = filesystem
         self._say = say
-        self._cache = settings.shard_cache
         self._nonce = secrets.token_hex(4)
         self._earlier: set[str] = set()
         """Nonces of the earlier drivers whose checkpoints the gang starts from."""
@@ -120,7 +119,7 @@ class Committer:
         """Return the storage for shards and the checkpoints to start from, as sent to the ranks of a new attempt."""
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
-        return Sharding(base=self.base, nonce=self._nonce, token=token, start=start, cache=self._cache)
+        return Sharding(base=self.base, nonce=self._nonce, token=token, start=start)
 
     def commit(self, written: Sequence[WrittenShards]) -> None:
         """Queue the commit of a checkpoint whose shards all ranks have written.

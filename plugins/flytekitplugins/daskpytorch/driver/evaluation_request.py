@@ -42,7 +42,6 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
         key=None,
         keep=Keep(),
         checkpoint_uri=None,
-        shard_cache=None,
         gpu_check=of.settings.gpu_check if asked.workers or of.settings.gpu_check == "off" else "quick",
         profile=None,
         observers=(),

@@ -125,8 +125,6 @@ class Sharding:
     """Path of a file that the driver has written. A rank that sees it shares the folder `base`. None for a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
     """Committed checkpoints from which the attempt may start, the newest first."""
-    cache: str | None = None
-    """Folder on each node for copies of the newest shards. None: no copies."""
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:

@@ -111,15 +111,13 @@ class Session:
         others' ends: they may still read its GPU's memory.
         """
         link, order = self._link, self._order
-        is_done = not self.rank.stop_signal.has_fired
-        if is_done and order.job.backend != "nccl" and order.place.world_size > 1 and ending.leaves_early(link):
+        is_stopped = self.rank.stop_signal.has_fired
+        if not is_stopped and order.job.backend != "nccl" and order.place.world_size > 1 and ending.leaves_early(link):
             link.send_collectives(is_final=True)
             if order.place.rank:
                 return
             ending.close_connections(order.job.store[1] if order.job.store is not None else None)
         link.ended.wait()
-        if is_done:  # no later attempt needs the copies
-            self.checkpoint.sharded.drop_copies()
         if link.observers:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem, from_layout
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
-from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts, check_fillable
 
 NUM_READERS = 8
@@ -86,12 +85,10 @@ class ShardReader:
         checkpoint: ShardedCheckpoint,
         state: dict[str, Any],
         *,
-        copies: ShardCopies,
         moved: Callable[[], None],
     ) -> None:
         self._files = files
         """The fsspec file system of the checkpoint's folder."""
-        self._copies = copies
         self._checkpoint = checkpoint
         self._state = state
         self._moved = moved
@@ -131,7 +128,7 @@ class ShardReader:
         with ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
             try:
                 for together, data in self._read_ahead(pool):
-                    for item, piece in self._checked(together, data):
+                    for item, piece in _items_of(together, data):
                         self._planner.put(piece, self._wanted[item])
                         self._moved()
             except BaseException:
@@ -159,7 +156,7 @@ class ShardReader:
                 raise DamagedError(f"{name} has {size:,} bytes of {sizes[name]:,}")
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[tuple[_Range, bytes]]:
-        """Yield each range of wanted items with its bytes, from a copy on this node's disk or from storage."""
+        """Yield each range of wanted items with its bytes."""
         ahead: deque[tuple[_Range, list[Future[bytes]]]] = deque()
         size = 0
         for together in _ranges(self._wanted):
@@ -175,17 +172,7 @@ class ShardReader:
         while ahead:
             yield _joined(*ahead.popleft())
 
-    def _checked(self, together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
-        try:
-            return _items_of(together, data)
-        except DamagedError:  # perhaps the copy on this node's disk
-            return _items_of(together, self._read_stored(together.part, together.start, together.end))
-
     def _read(self, part: str, start: int, end: int) -> bytes:
-        copy = self._copies.read(f"{self._checkpoint.uri}/{part}", start, end)
-        return self._read_stored(part, start, end) if copy is None else copy
-
-    def _read_stored(self, part: str, start: int, end: int) -> bytes:
         path = f"{self._checkpoint.uri}/{part}"
         data: bytes
         with contextlib.suppress(Exception):  # s3fs may succeed, or give the error

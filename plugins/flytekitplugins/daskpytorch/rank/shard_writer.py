@@ -19,7 +19,6 @@ from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
     from flytekitplugins.daskpytorch.rank.shard_plan import Piece
 
 
@@ -39,12 +38,9 @@ RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 class ShardWriter:
     """Writes this rank's part of one sharded checkpoint to storage."""
 
-    def __init__(
-        self, files: Any, folder: str, *, rank: int, step: int, copies: ShardCopies, moved: Callable[[], None]
-    ) -> None:
+    def __init__(self, files: Any, folder: str, *, rank: int, step: int, moved: Callable[[], None]) -> None:
         self._files = files
         """The fsspec file system of the checkpoint's folder."""
-        self._copies = copies
         self._folder = folder
         self._rank = rank
         self._step = step
@@ -89,7 +85,6 @@ class ShardWriter:
             with contextlib.suppress(Exception):  # an unfinished part would fill the disk
                 self._files.rm_file(path)
             raise
-        self._copies.write(path, [piece.write for piece in share])
         return StoredPart(name=name, size=stream.position), items
 
     def _written(self, piece: Piece, stream: _Stream, part: str) -> StoredItem:

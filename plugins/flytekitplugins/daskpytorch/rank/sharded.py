@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots, View
-from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ class ShardedCheckpoints:
         self._worker = Worker(name="sharded")
         self._slots: SaveSlots = SaveSlots(self._start, self._tell_replaced)
         self._num_saves = 0
-        self._copies = ShardCopies(sharding, rank)
         self._plans: SavePlans | None = None
         self._files: Any = None
 
@@ -110,7 +108,7 @@ class ShardedCheckpoints:
         checkpoints, is_touched = self._sharding.start if chosen is None else (chosen,), False
         for checkpoint in checkpoints:
             files = current_execution().filesystem(checkpoint.uri)
-            reader = ShardReader(files, checkpoint, state, copies=self._copies, moved=self._moved)
+            reader = ShardReader(files, checkpoint, state, moved=self._moved)
             if not self._together(checkpoint, functools.partial(self._prepare, reader)):
                 continue
             is_touched = True
@@ -134,17 +132,12 @@ class ShardedCheckpoints:
         return None
 
     def settle(self, number: int) -> None:
-        """Record that the driver has committed or given up save `number`. Remove this node's copies of older shards."""
+        """Record that the driver has committed or given up save `number`."""
         self._slots.settle(number)
-        self._copies.prune(self._attempt, number)
 
     def close(self) -> None:
         """Drop the save that waits to be written, since the driver commits no more saves."""
         self._slots.close()
-
-    def drop_copies(self) -> None:
-        """Remove this node's copies of the gang's shards, after the gang's success."""
-        self._copies.clear()
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until this rank has written its part of the newest save, or for `timeout` seconds. None: no limit."""
@@ -180,8 +173,7 @@ class ShardedCheckpoints:
     def _write(self, save: Staged) -> None:
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
         try:
-            whose = {"rank": self._rank, "step": save.step}
-            writer = ShardWriter(self._files, folder, **whose, copies=self._copies, moved=self._moved)
+            writer = ShardWriter(self._files, folder, rank=self._rank, step=save.step, moved=self._moved)
             parts, items = writer.write(save.pieces)
         except BaseException as error:  # any error of a store's client
             self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))
