@@ -21,9 +21,13 @@ import yaml
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.image_spec.default_builder import create_docker_context
 from flytekit.tools.translator import get_serializable
-from flytekit.types.directory import FlyteDirectory
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.records import MIN_TOTAL
+from gangs import on_this_machine
 from jpegs import photos
 from otlp import receiver
 from pages import PAGES, REPOSITORY, block, blocks
@@ -452,11 +456,26 @@ def test_the_check_of_a_gpu_can_be_defined() -> None:
     assert names["gang"].gpu_check is names["is_fast_enough"]
 
 
-def test_the_task_that_exports_weights_can_be_defined() -> None:
+def write_weights(examples: list[str], folder: str) -> None:
+    os.chdir(folder)
     names: dict[str, Any] = {}
-    exec(block("export_safetensors("), names)
-    assert names["finished"].__annotations__["return"] == "FlyteDirectory"
-    assert names["FlyteDirectory"] is FlyteDirectory
+    for example in examples:
+        exec(example, names)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Linear(7, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (current_rank().world_size,)))
+    names["written"](model)
+    names["write_shards"](model, f"{folder}/shards")
+
+
+def test_weights_of_a_sharded_model_are_written_for_other_tools(tmp_path: Path) -> None:
+    examples = [block("import save_file\n"), block("HuggingFaceStorageWriter(")]
+    on_this_machine(write_weights, examples, str(tmp_path)).result(timeout=200)
+    one, joined = load_file(tmp_path / "model.safetensors"), {}
+    for file in (tmp_path / "shards").glob("*.safetensors"):
+        joined |= load_file(file)
+    assert one.keys() == joined.keys()
+    assert [tuple(one[name].shape) for name in ("0.weight", "1.weight")] == [(7, 3), (5, 7)]
+    assert all(one[name].equal(joined[name]) for name in one)
 
 
 def test_the_readme_is_short_and_leads_somewhere() -> None:
