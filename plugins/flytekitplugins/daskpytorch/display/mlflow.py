@@ -91,6 +91,8 @@ def _are_texts(tags: object) -> bool:
 
 
 class _Run(Run):
+    # Not MLflow's own asynchronous logging (3.17): ten threads send batches in any order, and a batch whose request has
+    # failed is only logged as an error. Here, requests keep their order and wait for a server that is away.
     label = "MLflow"
 
     def __init__(self, asked: MLflow) -> None:
