@@ -311,3 +311,21 @@ def test_a_module_in_the_working_folders_part_of_a_namespace_is_found(
     (project / "parts/train.py").touch()
     monkeypatch.syspath_prepend(str(elsewhere.parent))
     assert module_of("parts.train").file == str(project / "parts/train.py")
+
+
+def test_a_script_ends_without_an_import_of_modules_that_its_libraries_import_lazily(tmp_path: Path) -> None:
+    program = """
+        import sys
+        from types import ModuleType
+
+        class Lazy(ModuleType):
+            def __getattr__(self, name):
+                raise ImportError("the module is not installed")
+
+        sys.modules["imported_lazily"] = Lazy("imported_lazily")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(program))
+    try:
+        run_script(tmp_path / "train.py")
+    finally:
+        sys.modules.pop("imported_lazily", None)

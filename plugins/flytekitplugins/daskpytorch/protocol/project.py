@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.script import Script
+from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -180,15 +180,6 @@ def _imported_as(attributes: Mapping[str, Any]) -> object:
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
     return name
-
-
-def attributes_of(module: ModuleType) -> dict[str, Any]:
-    """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
-    try:
-        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    except AttributeError:  # sys.modules may hold objects of any kind
-        return {}
-    return attributes
 
 
 @functools.cache

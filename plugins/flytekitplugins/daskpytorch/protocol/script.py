@@ -308,8 +308,17 @@ def _forget() -> None:
 
 
 def _is_below(folder: str, name: str) -> bool:
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file = attributes_of(sys.modules.get(name)).get("__file__")
     return isinstance(file, str) and file.startswith(folder + os.sep) and "site-packages" not in file
+
+
+def attributes_of(module: object) -> dict[str, Any]:
+    """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:  # sys.modules may hold objects of any kind
+        return {}
+    return attributes
 
 
 def _found(path: Path) -> Path:

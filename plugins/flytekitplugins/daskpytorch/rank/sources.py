@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Never
 
 from flytekitplugins.daskpytorch.protocol.code import Sources
-from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES, attributes_of
+from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES
+from flytekitplugins.daskpytorch.protocol.script import attributes_of
 
 
 def enter(sources: Sources) -> None:
