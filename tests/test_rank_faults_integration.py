@@ -66,13 +66,9 @@ def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launc
         pytest.param("sleep", 6, "has not called collective 6 of the default group (gloo)", id="13"),
         # Python frames read from a signal handler, while other threads change them, have crashed ranks.
         pytest.param("die of signals and sleep", 6, "has not called collective 6", id="13-by-itself"),
-        # After the last checkpoint: the steps between a skipped collective and the hang are wrong.
-        pytest.param("skip", 9, "its function has returned", id="14"),
         pytest.param("hold the interpreter", 6, "does not answer", id="15"),
         pytest.param("suspend", 6, "does not answer", id="16"),
         pytest.param("loader", 6, "has not called collective 6 of the default group (gloo)", id="17"),
-        # Also where the batch was skipped for lack of memory (10): only the missing collective shows.
-        pytest.param("skip", 10, "its function has returned", id="18"),
     ],
 )
 def test_a_rank_that_hangs_is_found(client: Client, launch: ft.Launch, fault: str, breaks_at: int, why: str) -> None:
@@ -83,6 +79,16 @@ def test_a_rank_that_hangs_is_found(client: Client, launch: ft.Launch, fault: st
     assert why in blamed
     with pytest.raises(ProcessLookupError):  # also a suspended rank is gone, and can write nothing any more
         os.kill(watched.broken_pid(), 0)
+
+
+def test_a_rank_that_skips_a_collective_and_returns_ends_the_gang(client: Client, launch: ft.Launch) -> None:  # 14, 18
+    watched = launch(client, "skip", breaks_at=9, gang=Gang(hang_timeout=60.0))
+    with pytest.raises(
+        GangError, match=r"rank 1 returned; rank 0 was still in all_reduce at fault_training\.py"
+    ) as caught:
+        watched.futures.result()
+    assert caught.value.kind == "desync"
+    assert not watched.restarted_at
 
 
 def test_what_a_rank_has_to_say_is_cut_short(client: Client, launch: ft.Launch) -> None:
