@@ -150,7 +150,7 @@ def test_dispatch_run_calls_the_function_at_once() -> None:
     assert not client.mock_calls
 
 
-def train_until(steps: int, fault: str) -> list[int]:
+def learn_until(steps: int, fault: str) -> list[int]:
     """Return the steps that were trained; fails at step 1 while the file of the fault is there."""
     rank = current_rank()
     start = (rank.checkpoint.load() or {"step": -1})["step"] + 1
@@ -169,25 +169,25 @@ def test_a_call_goes_on_from_an_equal_one_that_failed_and_says_from_where_or_tha
     fault.touch()
 
     def run(steps: int) -> Any:
-        futures = dispatch.run(client, train_until, steps, str(fault), gang=Gang(checkpoint_uri=str(uri)))
+        futures = dispatch.run(client, learn_until, steps, str(fault), gang=Gang(checkpoint_uri=str(uri)))
         lines = capsys.readouterr().err.splitlines()
         return futures.exception() or futures[0].result(), next(line for line in lines if "checkpoint" in line)
 
     error, line = run(3)
-    assert (str(error), line.endswith(f"starting afresh, since no checkpoint is in {uri}/train_until-1")) == (
+    assert (str(error), line.endswith(f"starting afresh, since no checkpoint is in {uri}/learn_until-1")) == (
         "step 1",
         1,
     )
     assert run(4)[1].endswith(  # another call
-        f"starting afresh, since no checkpoint is in {uri}/train_until-2; each call has a folder of its own, unless "
+        f"starting afresh, since no checkpoint is in {uri}/learn_until-2; each call has a folder of its own, unless "
         "Gang(key=...) names one"
     )
     fault.unlink()
     trained, line = run(3)
-    assert (trained, line) == ([1, 2], f"train_until: going on from the checkpoint of step 0 in {uri}/train_until-1")
+    assert (trained, line) == ([1, 2], f"learn_until: going on from the checkpoint of step 0 in {uri}/learn_until-1")
     trained, line = run(3)
     assert trained == [0, 1, 2]
-    assert f"starting afresh, since no checkpoint is in {uri}/train_until-3; each call has a folder" in line
+    assert f"starting afresh, since no checkpoint is in {uri}/learn_until-3; each call has a folder" in line
 
 
 @pytest.mark.usefixtures("one_rank")

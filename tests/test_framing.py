@@ -107,6 +107,7 @@ def test_limited_sender_does_not_wait_for_a_slow_peer(both: tuple[Connection, Co
                 ours.send_frame(bytes(1 << 28))
         finally:
             has_ended.set()
+            ours.close()  # ends the reader, which may wait for more than was sent
 
 
 def test_held_messages_go_together_in_order_before_the_next_and_by_themselves_if_they_are_many(
