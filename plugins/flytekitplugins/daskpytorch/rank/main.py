@@ -83,7 +83,7 @@ def main(channel: Connection) -> int:
             process_group.expect(order.place, order.job, take_device, listener, on_formed)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session)
-            process_group.meet() if isinstance(call.function, script.Script) else process_group.join()
+            process_group.meet(is_script=True) if isinstance(call.function, script.Script) else process_group.join()
             liveness.watch(order, link)
             returned = None
             with session.at_work(), _ending_forks():

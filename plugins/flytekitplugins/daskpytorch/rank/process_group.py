@@ -7,15 +7,18 @@ import functools
 import inspect
 import os
 import re
+import select
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from packaging.version import Version
 
-from flytekitplugins.daskpytorch.process.system import allow_files
+from flytekitplugins.daskpytorch.process.system import allow_files, show_as
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Place
@@ -39,9 +42,9 @@ class _Membership:
     pid: int
     place: Place
     backend: str
-    prepare: Callable[[], torch.device | None] | None
-    """Function that takes the rank's device. Returns the device of GPU collectives, if any. None once the function has
-    been called."""
+    prepare: Callable[[bool], torch.device | None] | None
+    """Function that takes the rank's device, with True for a script. Returns the device of GPU collectives, if any.
+    None once the function has been called."""
     make_store: Callable[[], Store]
     on_formed: Callable[[], object]
     """Function that is called after each default process group that this rank has formed."""
@@ -150,12 +153,14 @@ def expect(
         on_formed: Called after each default process group that this rank has formed.
     """
 
-    def prepare() -> torch.device | None:
+    def prepare(is_script: bool) -> torch.device | None:
         _check_recorder()
-        device = take_device()
-        if listener is not None:
-            _ = member.store  # serves the other ranks, also if this rank's program forms no group
-        return device
+        if listener is not None and is_script:
+            _serve_aside(member.make_store, listener)
+            member.make_store = functools.partial(_store, job, None, place.world_size)
+        elif listener is not None:
+            _ = member.store
+        return take_device()
 
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
@@ -179,10 +184,12 @@ def _check_recorder() -> None:
             raise ValueError(f"{name}={text!r}: must be {wanted}, for torch's flight recorder. Mend or unset it")
 
 
-def meet() -> torch.device | None:
+def meet(*, is_script: bool = False) -> torch.device | None:
     """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group.
 
-    A program then forms the group by its own `init_process_group`, as under torchrun.
+    Args:
+        is_script: True for a script, which then forms the group by its own `init_process_group`, as under torchrun. A
+            process of its own serves the store, as the script may replace this process by `os.exec*`.
 
     Returns:
         The device of GPU collectives. None without one, and for each call but the first.
@@ -190,7 +197,7 @@ def meet() -> torch.device | None:
     if _membership is None or _membership.prepare is None:
         return None
     prepare, _membership.prepare = _membership.prepare, None
-    return prepare()
+    return prepare(is_script)
 
 
 def join() -> None:
@@ -285,6 +292,36 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     )
     # A suspended rank of an older attempt may wake up and use the same port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
+
+
+def _serve_aside(make_store: Callable[[], Store], listener: int) -> None:
+    """Serve the rendezvous store in a new process, which ends with this one. The process is no child of this one."""
+    rank = os.pidfd_open(os.getpid())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: there are threads. The child needs none
+        child = os.fork()
+        if child == 0:
+            if os.fork() == 0:
+                _serve_until_end(make_store, listener, rank)
+            os._exit(0)
+    os.waitpid(child, 0)
+    for descriptor in (rank, listener):
+        os.close(descriptor)
+
+
+def _serve_until_end(make_store: Callable[[], Store], listener: int, rank: int) -> NoReturn:
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):  # which Slurm and terminals send to all processes
+            signal.signal(number, signal.SIG_IGN)
+        show_as("store of rank 0")
+        first, second = sorted((listener, rank))
+        for start, end in ((0, first), (first + 1, second), (second + 1, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(start, end)
+        store = make_store()
+        select.select([rank], [], [])
+        del store
+    finally:
+        os._exit(0)
 
 
 def _takes_listener_by_libuv() -> bool:
