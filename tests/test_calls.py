@@ -28,7 +28,7 @@ W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 
 
 def remembers(number: int, *, is_done: bool = True) -> Recalled:
-    """What a rank recalls whose newest all-reduce has this number. 0: none yet."""
+    """Return the record of a rank whose newest all-reduce has this number. 0: none yet."""
     group = "the default group (gloo)"
     newest = Collective(
         group=group, number=number, operation="all_reduce", inputs=[(4,)], outputs=[(4,)], dtypes=["Float"],

@@ -24,7 +24,7 @@ Read = Callable[[], dict[tuple[str, ...], float]]
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
-    """What the process's provider exports: name in Prometheus and attributes that are not empty -> value."""
+    """Return the figures of the process's provider: name in Prometheus and attributes with a value -> value."""
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)

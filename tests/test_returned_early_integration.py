@@ -52,7 +52,7 @@ FAILS = {
     "in Accelerate's wait": (ACCELERATE, 1, "wait_for_everyone"),
     "in Lightning's barrier": (LIGHTNING, 1, "barrier"),
 }
-"""What a program does, the rank that returns early, and the call in which the other rank waits for that rank."""
+"""Programs, each with the rank that returns early, and the call in which the other rank waits for that rank."""
 ON, SENDS, HEARS = "time.sleep(6); print('worked on')", "dist.send(one, dst=1 - rank)", "dist.recv(one, src=1 - rank)"
 LATER = f"threading.Timer(5, lambda: {SENDS}).start()"
 GOES_ON = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -276,37 +277,37 @@ def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that
     assert not any(name.startswith("0-") for name in there)
 
 
-def test_a_gang_whose_address_a_newer_gang_has_taken_over_ends(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def training(uri: Path) -> Iterator[tuple[Notes, Future[list[Any]]]]:
+    """A gang that has checkpoints at an address, and trains until the end of the block."""
     notes = Notes()
-    gang = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path), observers=[notes])
+    gang = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(uri), observers=[notes])
     with ThreadPoolExecutor() as pool:
         running = pool.submit(gang.run)
         try:
             until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
-            (claim := tmp_path / "gang" / "claim.json").unlink()
-            newer = {"id": "newer", "name": "flows.train", "host": "node-7", "pid": 1, "machine": "other", "since": 0}
-            claim.write_text(json.dumps(newer))
-            until(running.done, "the gang to end")
+            yield notes, running
         finally:
             gang.preempt("that is enough")
+
+
+def test_a_gang_whose_address_a_newer_gang_has_taken_over_ends(tmp_path: Path) -> None:
+    with training(tmp_path) as (_, running):
+        (claim := tmp_path / "gang" / "claim.json").unlink()
+        newer = {"id": "newer", "name": "flows.train", "host": "node-7", "pid": 1, "machine": "other", "since": 0}
+        claim.write_text(json.dumps(newer))
+        until(running.done, "the gang to end")
     with pytest.raises(GangStartError, match=r"gang was taken over by flows\.train on node-7"):
         running.result()
 
 
 def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_checkpoints(tmp_path: Path) -> None:
-    notes = Notes()
-    first = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path), observers=[notes])
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(first.run)
-        try:
-            until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
-            second = driver_of(train, 3, checkpoint_uri=str(tmp_path))
-            with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began at"):
-                second.run()
-            kept = max(notes.kept_steps)
-            until(lambda: max(notes.kept_steps) > kept, "the first to go on")
-        finally:
-            first.preempt("that is enough")
+    with training(tmp_path) as (notes, running):
+        second = driver_of(train, 3, checkpoint_uri=str(tmp_path))
+        with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began at"):
+            second.run()
+        kept = max(notes.kept_steps)
+        until(lambda: max(notes.kept_steps) > kept, "the first to go on")
     assert isinstance(running.exception(), PreemptedError)
     [again, _], resumed = run(notes.kept_steps[-1], checkpoint_uri=str(tmp_path))
     assert [again["first"], *resumed.resumed_steps] == [notes.kept_steps[-1]] * 2
