@@ -104,4 +104,4 @@ def test_only_a_process_with_the_token_learns_of_the_cluster() -> None:
                 stranger.sendall(sent)
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(1) == b""
-        assert way.contact().address == cluster.workers[0].address
+        assert in_rank.worker_of(way).address == cluster.workers[0].address

@@ -9,29 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import os
+import pickle
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.process.system import is_of_this_user, optional
-from flytekitplugins.daskpytorch.protocol.orders import Contact, Key, WorkerData
+from flytekitplugins.daskpytorch.protocol.orders import Key, WorkerData
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
 
 
-logger = logging.getLogger(__name__)
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 """Maximum number of seconds between two requests for a lost partition that Dask is computing again."""
-NOTICE_TIME = 10.0
-"""Seconds after which a rank logs that it waits for a partition of Dask."""
 TOKEN_TIMEOUT = 10.0
 """Timeout, in seconds, for the token of a process that has connected."""
 
@@ -133,18 +129,9 @@ class RankWorker:
             TypeError: The partition cannot be pickled, or unpickled here.
             OSError: The Dask scheduler does not answer.
         """
-        notice_at, pause = time.monotonic() + NOTICE_TIME, FIRST_PAUSE
+        pause = FIRST_PAUSE
         while not (found := self.client.sync(self._find, key)):
-            state = self.client.sync(self.scheduler.get_task_status, keys=[key])[key]
-            _check_coming(key, state)
-            if time.monotonic() >= notice_at:
-                logger.warning(
-                    "still waiting for Dask to compute the lost partition %r again (state: %s). Dask's dashboard and "
-                    "the workers' logs show what holds up the partition's task",
-                    key,
-                    state,
-                )
-                notice_at = time.monotonic() + NOTICE_TIME
+            _check_coming(key, self.client.sync(self.scheduler.get_task_status, keys=[key])[key])
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return found.pop()
@@ -167,7 +154,17 @@ class RankWorker:
 
     @functools.cached_property
     def _contact(self) -> Contact:
-        return self._way.contact()
+        try:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(self._way.address)
+                sock.sendall(self._way.token)
+                with sock.makefile("rb") as answer:
+                    contact: Contact = pickle.load(answer)  # noqa: S301 - from the rank's own worker
+                    return contact
+        except (EOFError, OSError) as error:
+            raise ConnectionError(
+                f"this rank's Dask worker does not answer: the worker is ending ({error}). See the worker's log"
+            ) from error
 
     def _get_client(self, timeout: float | None = None) -> Client:
         """Return this process's Dask client. `distributed.get_client` calls this method."""
@@ -209,42 +206,44 @@ def served(worker: Worker) -> Iterator[WorkerData]:
     way = WorkerData(
         address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
     )
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(way.address)
-        server.listen(128)
-        args = (server, worker, way.token)
-        threading.Thread(target=_answer, args=args, name="daskpytorch-data", daemon=True).start()
-        try:
-            yield way
-        finally:
-            server.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread in accept
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(way.address)
+    server.listen(128)
+    answering = asyncio.run_coroutine_threadsafe(_answer(server, worker, way.token), worker.loop.asyncio_loop)
+    try:
+        yield way
+    finally:
+        answering.cancel()
 
 
-def _answer(server: socket.socket, worker: Worker, token: bytes) -> None:
-    """Answer processes with the token one after the other, so that a Dask scheduler's listener starts only once."""
-    while True:
-        try:
-            sock, _ = server.accept()
-        except OSError:  # the agent has ended
-            return
-        with sock, optional("Telling a rank the addresses of its Dask cluster"):
-            if is_of_this_user(sock) and _knows(sock, token):
-                found = asyncio.run_coroutine_threadsafe(_contact(worker), worker.loop.asyncio_loop).result()
-                with contextlib.closing(Connection(sock.detach())) as connection, contextlib.suppress(OSError):
-                    connection.send(found)  # unless the rank has ended
+async def _answer(server: socket.socket, worker: Worker, token: bytes) -> None:
+    async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(EOFError, OSError):  # the rank has ended
+            # Abstract sockets belong to the network namespace. With hostNetwork, any container may connect.
+            async with asyncio.timeout(TOKEN_TIMEOUT):
+                is_known = secrets.compare_digest(await reader.readexactly(len(token)), token)
+            if is_known:
+                writer.write(pickle.dumps(await _contact(worker)))
+                await writer.drain()
+
+    async with await asyncio.start_unix_server(tell, sock=server) as answering:
+        await answering.serve_forever()
 
 
-def _knows(sock: socket.socket, token: bytes) -> bool:
-    """Return True if the process at the other end of a socket sends the token.
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """Addresses by which a rank reaches its Dask worker and scheduler."""
 
-    Abstract sockets belong to the network namespace. With hostNetwork, a process in any container may connect.
-    """
-    sock.settimeout(TOKEN_TIMEOUT)
-    with contextlib.suppress(OSError):  # the rank has ended, or another process sends nothing
-        is_known = secrets.compare_digest(sock.recv(len(token)), token)
-        sock.settimeout(None)
-        return is_known
-    return False
+    name: Any
+    """Name of the worker."""
+    address: str
+    """Address of the worker."""
+    scheduler: str
+    """Address of the scheduler for other processes."""
+    reaches_workers: bool
+    """False if the workers are threads of one process. Other processes then reach only the scheduler."""
+    security: Any = field(repr=False)
+    """The worker's `Security` of Dask."""
 
 
 async def _contact(worker: Worker) -> Contact:

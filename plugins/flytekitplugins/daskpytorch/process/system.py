@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import platform
-import socket
-import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,15 +98,6 @@ def allow_connections(num_agents: int) -> None:
             "driver runs (LimitNOFILE= of the container runtime's service, `nofile` in limits.conf), or have fewer "
             "workers with more ranks each: Gang(ranks_per_worker=...)."
         )
-
-
-def is_of_this_user(sock: socket.socket) -> bool:
-    """Return True if the process at the other end of a Unix socket runs as the same user as this process.
-
-    Abstract sockets have no file permissions, so any user's process may connect.
-    """
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(uid == os.getuid())
 
 
 def path_here() -> list[str]:

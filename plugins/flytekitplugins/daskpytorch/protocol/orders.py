@@ -1,12 +1,10 @@
 """Orders from driver and agent to a rank, at its start and during its run."""
 
-import contextlib
 import importlib
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +87,6 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contact:
-    """Addresses by which a rank reaches its Dask worker and scheduler."""
-
-    name: Any
-    """Name of the worker."""
-    address: str
-    """Address of the worker."""
-    scheduler: str
-    """Address of the scheduler for other processes."""
-    reaches_workers: bool
-    """False if the workers are threads of one process. Other processes then reach only the scheduler."""
-    security: Any = field(repr=False)
-    """The worker's `Security` of Dask."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerData:
     """Connection details of a rank's Dask worker, for the rank and the processes that the rank starts."""
 
@@ -115,25 +97,6 @@ class WorkerData:
     guide: str
     """Name of the module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the rank's
     stand-in for the worker."""
-
-    def contact(self) -> Contact:
-        """Ask the worker for its address and its scheduler's.
-
-        Raises:
-            ConnectionError: The worker is ending.
-        """
-        try:
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(self.address)
-                sock.sendall(self.token)
-                connection = Connection(sock.detach())
-            with contextlib.closing(connection):
-                contact: Contact = connection.recv()
-                return contact
-        except (EOFError, OSError) as error:
-            raise ConnectionError(
-                f"this rank's Dask worker does not answer: the worker is ending ({error}). See the worker's log"
-            ) from error
 
     def worker(self) -> Any:
         """Return this process's stand-in for the worker, with a Dask client."""
