@@ -1,11 +1,10 @@
-"""Checkpoints of local runs are kept, found by the next run, told apart, and removed in time."""
+"""Checkpoints of local runs are kept, found by the next run, and removed in time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,13 +19,13 @@ from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.task import local_runs
-from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begin, begun, local_run
+from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begun, local_run
 from others import give_away
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs are kept, of which none is asked to go on."""
+    """The folder of all runs. The user asks for none of them."""
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
     monkeypatch.delenv("DASKPYTORCH_RESUME", raising=False)
     return tmp_path / "kept"
@@ -41,7 +40,7 @@ def run_of(task: str = "flows.train") -> Iterator[LocalRun]:
 
 
 def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> CheckpointFile:
-    """As a gang's driver does; its own copy goes with it."""
+    """Save a checkpoint as a gang's driver does. The driver's own copy goes with the driver."""
     paths = run.paths(key)
     source = scratch / "checkpoint"
     source.write_bytes(b"weights %d" % step)
@@ -69,20 +68,37 @@ def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
     return (scratch / found.name).read_bytes() if found is not None else None
 
 
+def make_old(folder: Path, days: float) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+
+
+def make_runs(tmp_path: Path, *days: float) -> list[Path]:
+    """Make runs whose newest files are so many days old."""
+    folders = []
+    for age in days:
+        with run_of() as run:
+            save(run, 1, tmp_path)
+        make_old(run.folder, age)
+        folders.append(run.folder)
+    return folders
+
+
 @pytest.mark.parametrize("how", ["1", "last", "folder"])
-def test_a_run_goes_on_from_the_one_before_where_it_is_asked_to(
+def test_a_run_goes_on_from_the_newest_one_where_it_is_asked_to(
     how: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with run_of() as first:
-        save(first, 1, tmp_path)
-        save(first, 2, tmp_path)
+    make_runs(tmp_path, 0.1)
+    with run_of() as newest:
+        save(newest, 1, tmp_path)
+        save(newest, 2, tmp_path)
     with run_of() as unasked:
         assert restored(unasked, tmp_path) is None
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder) if how == "folder" else how)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", str(newest.folder) if how == "folder" else how)
     with run_of() as second:
         assert restored(second, tmp_path) == b"weights 2"
-    assert capsys.readouterr().err == (f"train: DASKPYTORCH_RESUME is set: going on from the run in {first.folder}\n")
+    assert capsys.readouterr().err == f"train: DASKPYTORCH_RESUME is set: going on from the run in {newest.folder}\n"
 
 
 def test_nothing_to_go_on_from_is_told(
@@ -94,11 +110,6 @@ def test_nothing_to_go_on_from_is_told(
     with run_of() as run:
         assert run.previous is None
     assert f"no run in {root / 'flows.train'} has left a checkpoint: starting afresh" in capsys.readouterr().err
-
-
-def test_what_is_no_run_is_an_error_that_says_what_may_be_given(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("DASKPYTORCH_RESUME", str(tmp_path))
     with pytest.raises(ValueError, match=f"DASKPYTORCH_RESUME={tmp_path}: must be 1 or last.*{root}"), run_of():
         pass
@@ -111,86 +122,59 @@ def test_a_run_without_checkpoints_leaves_no_folder(root: Path, tmp_path: Path) 
     assert list((root / "flows.train").iterdir()) == []
 
 
-def test_a_run_that_is_training_is_not_the_last_one(
+def test_old_runs_are_removed_and_the_oldest_where_all_take_too_much(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with run_of() as first:
-        save(first, 1, tmp_path)
-    with run_of() as training:
-        save(training, 1, tmp_path)
-        monkeypatch.setenv("DASKPYTORCH_RESUME", "last")
-        with run_of() as third:
-            assert third.previous == first.folder
-
-
-def make_runs(tmp_path: Path, *days: float) -> list[Path]:
-    """Runs whose newest files are so many days old."""
-    folders = []
-    for age in days:
-        with run_of() as run:
-            save(run, 1, tmp_path)
-        for path in run.folder.rglob("*"):
-            os.utime(path, (time.time() - age * 86_400,) * 2)
-        folders.append(run.folder)
-    return folders
-
-
-def test_old_runs_are_removed(root: Path, tmp_path: Path) -> None:
-    old, young = make_runs(tmp_path, 15, 13)
+    oldest, middle, newest = make_runs(tmp_path, 15, 13, 1)
     local_runs.clean(root)
-    assert not old.exists()
-    assert young.exists()
-
-
-def test_the_oldest_runs_are_removed_where_all_take_too_much(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    oldest, middle, newest = make_runs(tmp_path, 3, 2, 1)
+    assert [run.exists() for run in (oldest, middle, newest)] == [False, True, True]
+    [middle_2] = make_runs(tmp_path, 2)
     size = sum(path.stat().st_size for path in newest.rglob("*"))
     monkeypatch.setattr(local_runs, "MAX_BYTES", int(2.5 * size))
     local_runs.clean(root)
-    assert [run.exists() for run in (oldest, middle, newest)] == [False, True, True]
+    assert [run.exists() for run in (middle, middle_2, newest)] == [False, True, True]
 
 
-def test_shards_of_a_run_that_ended_before_its_first_checkpoint_was_whole_are_removed_when_they_are_old(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_run_removes_old_ones_at_its_first_checkpoint(root: Path, tmp_path: Path) -> None:
+    [old] = make_runs(tmp_path, 15)
     with run_of() as run:
-        part = Path(run.paths("gang").own) / "step-1" / "0-0-abc" / "part"
-        part.parent.mkdir(parents=True)
-        part.write_bytes(b"shard")
+        assert old.exists()
+        save(run, 1, tmp_path)
+        assert not old.exists()
+
+
+def test_runs_that_train_and_folders_of_the_users_own_are_never_removed(root: Path, tmp_path: Path) -> None:
+    [run] = make_runs(tmp_path, 15)
+    mine = root / "resnet" / "20250101-101500-resnet"
+    mine.mkdir(parents=True)
+    (mine / "weights.pt").touch()
+    renamed = shutil.copytree(run, root / "flows.train" / "the-best")
+    with run_of() as training:
+        save(training, 1, tmp_path)
+        make_old(root, 15)
+        local_runs.clean(root)
+        assert training.folder.exists()
+    assert not run.exists()
+    assert (mine / "weights.pt").exists()
+    assert (renamed / "gang" / MANIFEST).exists()
     local_runs.clean(root)
-    assert part.exists()
-    for path in run.folder.rglob("*"):
-        os.utime(path, (0, 0))
-    local_runs.clean(root)
-    assert not run.folder.exists()
+    assert not training.folder.exists()
 
 
-def test_a_run_goes_on_from_shards(root: Path, tmp_path: Path) -> None:
-    with run_of() as run:
-        (run.folder / "gang" / "step-3" / "0-0-abc").mkdir(parents=True)  # as ranks do, before there is a record
-        name_shards(run)
-        assert run.newest_step() == 3
-        assert "the checkpoint of step 3 is kept" in run.advice()
-
-
-@pytest.mark.parametrize("why", ["old", "large"])
 def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_of() as first:
         part = first.folder / "gang" / "step-3" / "0-0-abc" / "part"
-        part.parent.mkdir(parents=True)
+        part.parent.mkdir(parents=True)  # as ranks do
         part.write_bytes(bytes(100_000))
         name_shards(first, str(part.parent))
-    for path in first.folder.rglob("*"):
-        os.utime(path, (time.time() - 86_400 * (15 if why == "old" else 1),) * 2)
-    if why == "large":
-        monkeypatch.setattr(local_runs, "MAX_BYTES", 50_000)
+        assert first.newest_step() == 3
+        assert "the checkpoint of step 3 is kept" in first.advice()
+    make_old(first.folder, 15)
     monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder))
     with run_of() as second:
-        # Its first manifest, with which its folder is made, names what it goes on from.
+        # Its first manifest, with which its folder is made, names the checkpoint that it goes on from.
         name_shards(second, str(part.parent))
         assert part.exists()
     local_runs.clean(root)
@@ -198,68 +182,6 @@ def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
     shutil.rmtree(second.folder)
     local_runs.clean(root)
     assert not part.exists()
-
-
-def test_a_run_that_is_training_is_never_removed_nor_is_what_no_run_has_left(root: Path, tmp_path: Path) -> None:
-    mine = root / "flows.train" / "mine"
-    mine.mkdir(parents=True)
-    (mine / "notes").touch()
-    with run_of() as training:
-        save(training, 1, tmp_path)
-        for path in [*training.folder.rglob("*"), mine / "notes"]:
-            os.utime(path, (0, 0))
-        local_runs.clean(root)
-        assert training.folder.exists()
-    assert mine.exists()
-    local_runs.clean(root)
-    assert not training.folder.exists()
-
-
-def age(folder: Path) -> None:
-    for path in [folder, *folder.rglob("*")]:
-        os.utime(path, (0, 0))
-
-
-def test_folders_of_the_users_own_are_never_removed(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [run] = make_runs(tmp_path, 15)
-    mine = root / "resnet" / "20250101-101500-resnet"  # named like a run of ours
-    with_record = root / "resnet" / "20250101-101501-resnet"
-    for folder in (mine, with_record):
-        folder.mkdir(parents=True)
-        (folder / "weights.pt").touch()
-    (with_record / "daskpytorch.json").write_text("{}")
-    copied = shutil.copytree(run, root / "flows.train" / "20250101-101502-copied")
-    shutil.copytree(run, root / "kept" / run.name)
-    with run_of() as noted:
-        save(noted, 1, tmp_path)
-    (noted.folder / "gang" / "notes.txt").write_text("the best of all")
-    age(root)
-    monkeypatch.setattr(local_runs, "MAX_BYTES", 1)
-    local_runs.clean(root)
-    assert not run.exists()
-    assert (mine / "weights.pt").exists()
-    assert (with_record / "weights.pt").exists()
-    assert (copied / "gang" / MANIFEST).exists()
-    assert (root / "kept" / run.name / "gang" / MANIFEST).exists()
-    assert (noted.folder / "gang" / "notes.txt").exists()
-
-
-def test_a_run_stays_whose_files_a_later_one_has_not_copied_yet(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with run_of() as first:
-        file = save(first, 1, tmp_path)
-    age(first.folder)
-    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    with run_of() as second:
-        restored(second, tmp_path)
-        (second.folder / "gang" / file.name).unlink()  # as if it had named the file only, and been killed
-        manifest = second.folder / "gang" / MANIFEST
-        manifest.write_text(manifest.read_text().replace('"folder": null', f'"folder": "{first.folder / "gang"}"'))
-    local_runs.clean(root)
-    assert (first.folder / "gang" / file.name).exists()
 
 
 def test_each_folder_is_this_users_alone_whatever_the_umask(
@@ -324,48 +246,19 @@ def test_an_empty_variable_keeps_nothing(
         assert "DASKPYTORCH_RESUME=1 has no effect" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("why", ["no folder", "no home"])
 def test_a_folder_that_cannot_be_made_costs_a_line(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    why: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "file" / "below"))
+    if why == "no home":
+        for name in ("DASKPYTORCH_CHECKPOINTS", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2_000_000_001)  # has no entry among the users
     with begun("flows.train"):
         assert local_run.get() is None
     assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
-
-
-def test_a_user_without_a_home_gets_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("DASKPYTORCH_CHECKPOINTS", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_001)  # has no entry among the users
-    with begun("flows.train"):
-        assert local_run.get() is None
-    assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
-
-
-def test_a_disk_that_is_full_costs_no_result(root: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with run_of() as run:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-        try:
-            with contextlib.suppress(OSError):
-                run.make_folder()
-            run.close()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert run.newest_step() is None
-
-
-def test_a_run_goes_on_from_runs_of_its_own_program_only(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = begin("train.train", program="/a/train.py")
-    assert first is not None
-    save(first, 1, tmp_path)
-    first.close()
-    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    found = [begin("train.train", program=f"/{name}/train.py") for name in ("b", "a")]
-    assert [run and run.previous for run in found] == [None, first.folder]
 
 
 def test_the_usual_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

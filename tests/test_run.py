@@ -71,7 +71,7 @@ def test_its_futures_have_what_was_logged_and_kept_and_write_the_page(kept: Path
         futures.report(tmp_path / "missing" / "page.html")
 
 
-def test_a_failed_run_is_kept_and_the_next_goes_on_and_says_what_differs(
+def test_a_failed_run_is_kept_and_the_next_goes_on(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(LookupError):

@@ -343,7 +343,6 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         key=key,
         settings=settings,
         place=task_run.place_of(function, key, settings.key),
-        program=task_run.program_of(function_of(function)),
         note_failed=functools.partial(note_unfinished, again, key),
     )
 

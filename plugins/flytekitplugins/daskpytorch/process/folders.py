@@ -64,14 +64,19 @@ def remove_abandoned(place: str) -> None:
     """Remove the scratch folders that this user's killed processes have left in the folder `place`."""
     for entry in os.scandir(place):
         if NAME.fullmatch(entry.name):
-            with contextlib.suppress(OSError):  # a process holds the lock, or another user owns the folder
-                lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    if os.fstat(lock).st_uid == os.geteuid():
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(entry.path, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            remove_unlocked(Path(entry.path))
+
+
+def remove_unlocked(folder: Path) -> None:
+    """Remove a folder of this user, unless a process holds a lock on it."""
+    with contextlib.suppress(OSError):  # a process holds the lock, or another user owns the folder
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 def _remove(folder: Path) -> None:

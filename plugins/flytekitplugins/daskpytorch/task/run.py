@@ -32,7 +32,6 @@ from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.code import function_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.settings import Gang, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.shown import Shown
@@ -65,8 +64,6 @@ class Call:
     settings: Gang
     place: str
     """Name of the folder with the local runs among which `DASKPYTORCH_RESUME` finds the earlier one."""
-    program: str = ""
-    """Path of the file with the function or script, or the working folder. `DASKPYTORCH_RESUME` heeds its runs only."""
     note_failed: Callable[[], object] = lambda: None
     """Called if the gang fails, before its futures are settled."""
 
@@ -127,14 +124,6 @@ def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
         called = called.func
     name = asked if asked is not None else key_of(called) if is_interactive() else key.removesuffix("-1")
     return re.sub(r"[^\w.-]+", "-", f"{_module(called)}.{name}", flags=re.ASCII)[-local_runs.MAX_NAME :].lstrip("-.")
-
-
-def program_of(function: Callable[..., Any]) -> str:
-    """Return the absolute path of the file of a function or script. In a notebook, return the working folder."""
-    if isinstance(function, Script):
-        return function.file or function.given
-    file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
-    return str(Path(file).resolve()) if file and not is_interactive() else str(Path.cwd())
 
 
 def _module(function: Callable[..., Any]) -> str:
@@ -226,7 +215,7 @@ class Run:
         execution = current_execution()
         is_alone = execution.task is None
         keeps_locally = is_alone and call.settings.checkpoint_uri is None
-        self._local = local_runs.begin(call.place, program=call.program) if keeps_locally else None
+        self._local = local_runs.begin(call.place) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, call.key, call.settings, paths)
         """Folders in storage for the gang's checkpoints. None: no storage."""
