@@ -264,17 +264,14 @@ def test_a_module_that_asks_at_its_top_is_told_of_the_gang(tmp_path: Path, monke
 def torch_here() -> tuple[object, ...]:
     precision, warns = torch.get_float32_matmul_precision(), torch.is_deterministic_algorithms_warn_only_enabled()
     compiled = torch._inductor.config.deterministic
-    dtype, num_threads = str(torch.tensor(1.0).dtype), torch.get_num_threads()
-    return dtype, precision, warns, compiled, torch.backends.cudnn.benchmark, num_threads
+    return str(torch.tensor(1.0).dtype), precision, warns, compiled, torch.backends.cudnn.benchmark
 
 
 def test_what_the_program_has_set_in_torch_is_set_in_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    num_threads = torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("medium")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_num_threads(3 * (os.cpu_count() or 1))
     try:
         expected = torch_here()
         assert gang(torch_here) == [expected] * 2
@@ -282,7 +279,6 @@ def test_what_the_program_has_set_in_torch_is_set_in_its_ranks(monkeypatch: pyte
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
-        torch.set_num_threads(num_threads)
 
 
 def test_a_gang_with_nccl_is_called_so_and_exchanges_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -91,7 +92,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "tools/runs/events.txt": "1",
         "tools/last.ckpt": "1",
         "tools/best.ckpt": "1",
-        ".git/HEAD": "",
         ".gitignore": "/tools/notes.txt\n",
         "tools/notes.txt": "1",
         "out/.keep": "",
@@ -99,6 +99,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -198,24 +199,20 @@ def test_what_git_ignores_does_not_travel(project: Path) -> None:
     sent = Project()
     sent.add_script(script_of("tools/train.py"))
     assert set(sent.files) == {"train.py", "models/__init__.py", "models/net.py", "conf/main.yaml", "best.ckpt"}
+    (project / "tools/data/raw").mkdir(parents=True)
+    (project / "tools/data/raw/new.txt").touch()
+    sent.add_script(script_of("tools/train.py"))
+    assert "data/raw/new.txt" in sent.files  # neither added nor ignored
     assert sent.folders() == [str(project / "tools")]
 
 
-@pytest.mark.parametrize(
-    ("rules", "travel"),
-    [
-        ("*\n!requirements.txt", set()),
-        ("*\n!models", {"models/__init__.py", "models/net.py"}),
-        ("conf", {"models/__init__.py", "models/net.py", "best.ckpt"}),
-        ("!\n[z-a]\na\\", {"models/__init__.py", "models/net.py", "best.ckpt", "conf/main.yaml"}),
-    ],
-)
-def test_what_docker_ignores_does_not_travel(project: Path, rules: str, travel: set[str]) -> None:
-    (project / "tools/.dockerignore").write_text(rules)
+def test_all_visible_files_travel_where_there_is_no_repository(project: Path) -> None:
+    shutil.rmtree(project / ".git")
     (project / "tools/.env").write_text("KEY=secret")
     sent = Project()
     sent.add_script(script_of("tools/train.py"))
-    assert set(sent.files) == {"train.py", *travel}
+    assert {"best.ckpt", "last.ckpt", "runs/events.txt", "notes.txt", "models/net.py"} < set(sent.files)
+    assert ".env" not in sent.files
 
 
 def test_a_scripts_own_files_win_over_the_drivers(project: Path) -> None:
@@ -295,12 +292,10 @@ def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
 
 def test_the_error_names_the_part_of_a_modules_name_that_is_missing(project: Path) -> None:
     (project / "parts/inner").mkdir(parents=True)
-    with pytest.raises(ModuleNotFoundError, match=f"'parts' is a package in {project}/parts without a __main__"):
-        module_of("parts")
-    with pytest.raises(ModuleNotFoundError, match=r"'parts\.inner' has no module 'train'"):
-        module_of("parts.inner.train")
-    with pytest.raises(ModuleNotFoundError, match="'parts' has no module 'nowhere'"):
-        module_of("parts.nowhere.train")
+    for name, part in (("parts", "__main__"), ("parts.inner.train", "train"), ("parts.nowhere.train", "nowhere")):
+        folder = project.joinpath(*name.split(".")[: name.split(".").index(part)] if part in name else [name])
+        with pytest.raises(ModuleNotFoundError, match=f" in {folder} has no {part}. Check the name"):
+            module_of(name)
 
 
 def test_a_module_in_the_working_folders_part_of_a_namespace_is_found(

@@ -3,6 +3,7 @@
 The driver reads the state, and each rank applies the state to itself.
 """
 
+import contextlib
 import linecache
 import logging
 import os
@@ -14,45 +15,26 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import psutil
-
 from flytekitplugins.daskpytorch.protocol import pickling
 
 MAX_SPARE_PART = 256 << 10
 """Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
 out."""
-STREAMS = ("stdout", "stderr")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Handler:
-    """Settings of a logging handler that writes to a standard stream."""
-
-    stream: str
-    level: int
-    formatter: bytes | None
-    """Pickled formatter. None means logging's default formatter."""
+TORCH_DEFAULTS = {
+    "default_dtype": "float32",
+    "matmul_precision": "highest",
+    "deterministic_mode": 0,  # 1 warns of other algorithms, 2 raises
+    "cudnn": (False, False),  # deterministic, benchmark
+}
+"""Torch's defaults of the settings that ranks get, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Logger:
     level: int
     propagate: bool
-    handlers: Sequence[_Handler]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchSettings:
-    """Settings of torch that differ from its defaults. Defaults appear as None or False."""
-
-    default_dtype: str | None = None
-    matmul_precision: str | None = None
-    """Argument of `torch.set_float32_matmul_precision`. None leaves torch's default."""
-    deterministic_mode: int = 0
-    """Result of `torch.get_deterministic_debug_mode`: 0 allows all algorithms, 1 warns of others, 2 raises."""
-    cudnn_deterministic: bool = False
-    cudnn_benchmark: bool = False
-    num_threads: int | None = None
+    handlers: Sequence[bytes]
+    """Pickled stream, level and formatter of each handler that writes to a standard stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +52,8 @@ class Program:
     """Name -> text of source code without a file, such as a notebook's cells."""
     loggers: Mapping[str, _Logger] = field(default_factory=dict)
     """Name -> logger with settings other than logging's defaults. The root logger's name is empty."""
-    torch: TorchSettings = field(default_factory=TorchSettings)
+    torch: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> setting of torch that differs from `TORCH_DEFAULTS`."""
 
 
 # ---- In the driver --------------------------------------------------------------------------------------------------
@@ -122,52 +105,26 @@ def _loggers() -> Iterator[tuple[str, _Logger]]:
                 yield name, _Logger(level=logger.level, propagate=logger.propagate, handlers=handlers)
 
 
-def _handlers(logger: logging.Logger) -> Iterator[_Handler]:
+def _handlers(logger: logging.Logger) -> Iterator[bytes]:
     for handler in logger.handlers:
         stream = getattr(handler, "stream", None)
-        for name in STREAMS:
-            if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
-                yield _Handler(stream=name, level=handler.level, formatter=_pickled(handler.formatter))
-                break
+        if stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(Exception):  # a user's own formatter may hold objects of any kind
+                yield pickling.dumps((stream, handler.level, handler.formatter))
 
 
-def _pickled(formatter: logging.Formatter | None) -> bytes | None:
-    try:
-        return None if formatter is None else pickling.dumps(formatter)
-    except Exception:  # a user's own formatter may hold objects of any kind
-        return None
-
-
-def _torch_settings() -> TorchSettings:
-    """Return torch's settings in this process. Return the defaults if this process has not imported torch."""
+def _torch_settings() -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_dtype"):  # not imported, or being imported
-        return TorchSettings()
-    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
-    return TorchSettings(
-        default_dtype=dtype if dtype != "float32" else None,
-        matmul_precision=_matmul_precision(torch),
-        deterministic_mode=torch.get_deterministic_debug_mode(),
-        cudnn_deterministic=torch.backends.cudnn.deterministic,
-        cudnn_benchmark=torch.backends.cudnn.benchmark,
-        num_threads=_num_threads(torch),
-    )
-
-
-def _matmul_precision(torch: Any) -> str | None:
-    try:
-        precision = str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # the program uses torch 2.9's newer settings, which exclude this one
-        return None
-    return precision if precision != "highest" else None
-
-
-def _num_threads(torch: Any) -> int | None:
-    """Return torch's number of threads, as the program has set. None if the number may be torch's default."""
-    defaults = {os.cpu_count(), len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False)}
-    from_environment = {os.environ.get(name, "").partition(",")[0] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    number = int(torch.get_num_threads())
-    return None if number in defaults or str(number) in from_environment else number
+        return {}
+    found = {
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic_mode": torch.get_deterministic_debug_mode(),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+    }
+    with contextlib.suppress(RuntimeError):  # the program uses torch 2.9's newer settings, which exclude this one
+        found["matmul_precision"] = torch.get_float32_matmul_precision()
+    return {name: value for name, value in found.items() if value != TORCH_DEFAULTS[name]}
 
 
 # ---- In a rank ------------------------------------------------------------------------------------------------------
@@ -198,22 +155,18 @@ def enter(program: Program, script: Path | None) -> None:
     logging.root.setLevel(logging.root.level)  # clears the loggers' caches of effective levels
 
 
-def enter_torch(settings: TorchSettings) -> None:
+def enter_torch(settings: Mapping[str, Any]) -> None:
     """Apply the driver's settings of torch to this rank."""
     import torch
 
-    if settings.default_dtype is not None:
-        torch.set_default_dtype(getattr(torch, settings.default_dtype))
-    if settings.matmul_precision is not None:
-        torch.set_float32_matmul_precision(settings.matmul_precision)
-    if settings.deterministic_mode:
-        torch.use_deterministic_algorithms(True, warn_only=settings.deterministic_mode == 1)  # also torch.compile's
-    if settings.cudnn_deterministic:
-        torch.backends.cudnn.deterministic = True
-    if settings.cudnn_benchmark:
-        torch.backends.cudnn.benchmark = True
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
+    if (dtype := settings.get("default_dtype")) is not None:
+        torch.set_default_dtype(getattr(torch, dtype))
+    if (precision := settings.get("matmul_precision")) is not None:
+        torch.set_float32_matmul_precision(precision)
+    if (mode := settings.get("deterministic_mode")) is not None:
+        torch.use_deterministic_algorithms(True, warn_only=mode == 1)  # also torch.compile's
+    if (cudnn := settings.get("cudnn")) is not None:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
 @dataclass(frozen=True)
@@ -234,11 +187,9 @@ class _SpareParts:
 def _set_up(logger: logging.Logger, asked: _Logger) -> None:
     logger.level = asked.level
     logger.propagate = asked.propagate
-    if logger.handlers:  # libraries set up their loggers in ranks, as in the driver
-        return
-    for handler in asked.handlers:
-        made = logging.StreamHandler(getattr(sys, handler.stream))
-        made.setLevel(handler.level)
-        if handler.formatter is not None:
-            made.setFormatter(pickling.loads(handler.formatter))
+    for pickled in asked.handlers if not logger.handlers else ():  # libraries set up their loggers in ranks, too
+        stream, level, formatter = pickling.loads(pickled)
+        made = logging.StreamHandler(stream)
+        made.setLevel(level)
+        made.setFormatter(formatter)
         logger.addHandler(made)

@@ -1,25 +1,21 @@
 """Files of the user's project on the driver's machine, which travel to the ranks. Runs in the driver."""
 
-import contextlib
-import fnmatch
 import functools
+import itertools
 import os
-import re
 import site
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
-
-if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
 
 MAX_RESOURCE_BYTES = 1 << 20
 """Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
@@ -29,7 +25,7 @@ MAX_BESIDE_BYTES = 4 << 20
 module outside a package."""
 MAX_FILES = 10_000
 """Maximum number of files below a script's folder that the driver looks at."""
-CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
+CODE_SUFFIXES = {".py", ".pyi", ".so"}
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
@@ -61,7 +57,7 @@ class Project:
                 companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
         for root, package in sorted(companions, key=str):
             project.roots.add(root)
-            project._add(root, _files_beside(root) if package is None else _package_files(root / package))
+            project._add(root, _files_beside(root) if package is None else _files_below(root / package))
         return project
 
     def add_script(self, script: Script) -> None:
@@ -73,7 +69,7 @@ class Project:
         self.script = str(Path(script.file).relative_to(root))
         self.files[self.script] = Path(script.file)
         self.roots.add(root)
-        self._add(root, _files_below(root), is_script=True)
+        self._add(root, _files_of_script(root), is_script=True)
 
     def _add(self, root: Path, paths: Iterable[Path], *, is_script: bool = False) -> None:
         """Add files of a folder.
@@ -189,10 +185,11 @@ def _installation_folders() -> tuple[str, ...]:
     return tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
 
 
-def _package_files(package: Path) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(package):
-        subfolders[:] = sorted(s for s in subfolders if s not in SKIPPED_FOLDERS and not s.startswith("."))
-        yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the visible files of a folder and its subfolders, without environments and caches."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        yield from (path for name in sorted(names) if name[0] != "." and (path := Path(folder, name)).is_file())
 
 
 def _files_beside(root: Path) -> list[Path]:
@@ -200,93 +197,33 @@ def _files_beside(root: Path) -> list[Path]:
     return _modules_first(path for path in root.glob("[!.]*") if path.is_file())
 
 
-def _files_below(root: Path) -> list[Path]:
-    """Return the visible files below a script's folder that `.gitignore` and `.dockerignore` leave in."""
+def _files_of_script(root: Path) -> list[Path]:
+    """Return the visible files below a script's folder. In a git repository, leave out what git ignores."""
     if root == Path(root.anchor):  # of a container; /proc and /sys are below
         return _files_beside(root)
-    found: list[Path] = []
-    ignored = _Ignored(root)
-    for folder, subfolders, names in os.walk(root):
-        here = Path(folder)
-        ignored.read(here)
-        kept = (name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
-        subfolders[:] = sorted(name for name in kept if not ignored.has_folder(f"{here / name}/"))
-        shown = (here / name for name in sorted(names) if not name.startswith("."))
-        found += [path for path in shown if not ignored.has(str(path)) and path.is_file()]
-        if len(found) > MAX_FILES:
-            say(
-                f"{root}, the folder of the script, has more than {MAX_FILES:,} files: ranks on other machines get the "
-                "first ones only. Move the script to a folder of its own, or name data in a .gitignore there."
-            )
-            break
+    found = list(itertools.islice(_known_to_git(root) or _files_below(root), MAX_FILES + 1))
+    if len(found) > MAX_FILES:
+        say(
+            f"{root}, the folder of the script, has more than {MAX_FILES:,} files: ranks on other machines get the "
+            "first ones only. Move the script to a folder of its own, or name data in a .gitignore there."
+        )
     return _modules_first(found[:MAX_FILES])
+
+
+def _known_to_git(root: Path) -> list[Path]:
+    """Return the visible files below a folder that git does not ignore. Empty if the folder is in no repository."""
+    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # there may be no git
+        return []
+    names = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
+    visible = (name for name in names if not any(part[0] == "." or part in SKIPPED_FOLDERS for part in name.parts))
+    return [path for name in visible if (path := root / name).is_file()]
 
 
 def _modules_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: (not is_code(path), _size_of(path), path))
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A line of an ignore file."""
-
-    base: str
-    """Folder of the ignore file, with a slash at the end."""
-    keeps: bool
-    """True for a line with `!`, which leaves paths in."""
-    spec: "GitIgnoreSpec"
-
-    def fits(self, path: str) -> bool:
-        return path.startswith(self.base) and self.spec.match_file(path[len(self.base) :])
-
-
-class _Ignored:
-    """Paths that the ignore files of a folder, its subfolders and the folders above it in the repository name."""
-
-    def __init__(self, root: Path) -> None:
-        self._git: list[_Rule] = []
-        self._docker: list[_Rule] = []
-        for folder in root.parents if not (root / ".git").exists() else ():
-            if any((above / ".git").exists() for above in (folder, *folder.parents)):
-                self.read(folder)
-            if (folder / ".git").exists():
-                break
-
-    def read(self, folder: Path) -> None:
-        """Heed the ignore files in a folder."""
-        self._git += _rules_in(folder / ".gitignore")
-        self._docker += _rules_in(folder / ".dockerignore", anchor="/")
-
-    def has_folder(self, path: str) -> bool:
-        """Return True if git ignores a folder, whose path ends with a slash. Docker may keep files in any folder."""
-        return _is_named(self._git, path)
-
-    def has(self, path: str) -> bool:
-        """Return True if git or Docker ignores a file."""
-        return _is_named(self._git, path) or _is_named(self._docker, path)
-
-
-def _is_named(rules: Sequence[_Rule], path: str) -> bool:
-    """Return True if the last of the rules that fits a path ignores the path."""
-    return next((not rule.keeps for rule in reversed(rules) if rule.fits(path)), False)
-
-
-def _rules_in(file: Path, anchor: str = "") -> Iterator[_Rule]:
-    """Yield the rules of an ignore file, without invalid lines, which git skips, too.
-
-    Args:
-        file: The ignore file, which need not exist.
-        anchor: `/` if patterns count from the file's folder only, as Docker's do.
-    """
-    from pathspec import GitIgnoreSpec  # 25 modules, which agents and ranks do not need
-
-    with contextlib.suppress(OSError):
-        for line in file.read_text(errors="replace").splitlines():
-            pattern = anchor + line.removeprefix("!").removeprefix(anchor or " ")
-            with contextlib.suppress(ValueError, re.error):
-                if line.strip() and not line.startswith("#"):
-                    spec = GitIgnoreSpec.from_lines([pattern])
-                    yield _Rule(base=f"{file.parent}/", keeps=line.startswith("!"), spec=spec)
 
 
 def _size_of(path: Path) -> int:
@@ -298,4 +235,4 @@ def _size_of(path: Path) -> int:
 
 def is_code(path: Path) -> bool:
     """Return True if a file is Python code, whatever its size."""
-    return any(fnmatch.fnmatch(path.name, pattern) for pattern in CODE_PATTERNS)
+    return path.suffix in CODE_SUFFIXES

@@ -69,8 +69,8 @@ def explain(error: BaseException, sources: Sources) -> None:
         error.add_note(
             "The sources on this rank's host are copies of those on the driver's. What lies in packages and beside a "
             f"script travels up to {MAX_RESOURCE_BYTES >> 20} MiB a file, beside a script up to "
-            f"{MAX_BESIDE_BYTES >> 20} MiB together, except what .gitignore or .dockerignore names; {here}. Pass it as "
-            "an argument, by storage, or in the image."
+            f"{MAX_BESIDE_BYTES >> 20} MiB together, except what git ignores; {here}. Pass it as an argument, by "
+            "storage, or in the image."
         )
     else:
         error.add_note(
