@@ -105,20 +105,6 @@ def test_an_error_of_the_users_suggestions_ends_the_search(client: Client, tmp_p
     assert sorted(trial.state.name for trial in study.trials) == ["COMPLETE", "FAIL"]
 
 
-@pytest.mark.parametrize("direction", ["minimize", "maximize"])
-def test_a_study_that_prefers_low_accuracies_is_named(
-    client: Client, direction: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def suggest(trial: optuna.Trial) -> None:
-        raise LookupError("nothing to suggest")
-
-    study = optuna.create_study(direction=direction)
-    search = Search(study=study, suggest=suggest, num_models=1, metric="val_accuracy")
-    assert isinstance(dispatch.map(client, follow, search).exception(), LookupError)
-    said = "Search(metric='val_accuracy'): the study prefers minimal values" in capsys.readouterr().err
-    assert said == (direction == "minimize")
-
-
 def test_models_that_were_not_asked_for_can_be_cancelled(client: Client, tmp_path: Path) -> None:
     study = optuna.create_study()
     models = dispatch.map(client, follow, search_of(study, tmp_path, 4))

@@ -161,16 +161,6 @@ def test_who_ends_while_it_is_being_stopped_has_ended(client: Client, monkeypatc
     assert dispatch.map(client, follow, [plan(3.0)] * 2).result() == [3.0, 3.0]  # the workers are free again
 
 
-def test_who_returns_at_once_is_either_stopped_or_not(client: Client) -> None:
-    """In gangs of two, whose other rank may have returned or not."""
-    plans = [plan(float(level)) for level in range(4)]
-    models = dispatch.map(client, follow, plans, workers=2, stop_early=HALVE)
-    found = models.result()
-    stopped = {model.index for model in models if isinstance(model.exception(), StoppedEarlyError)}
-    assert found == [None if index in stopped else float(index) for index in range(4)]
-    assert models.exception() is None
-
-
 def test_every_model_has_a_run_in_one_group(client: Client, tmp_path: Path) -> None:
     """One is trained to its end, one fails, and one is stopped early, since its loss is the greatest."""
     go = tmp_path / "go"  # the best must not see how good the failing one is

@@ -224,14 +224,6 @@ def test_other_experiments_are_refused_and_told(tmp_path: Path, kept: Any, given
         SweepStorage(str(tmp_path), "grid").open(train, [given])
 
 
-def test_of_many_differences_some_are_told(tmp_path: Path) -> None:
-    leave(SweepStorage(str(tmp_path), "grid"), list(range(6)))
-    with pytest.raises(
-        ValueError, match=r"experiment 2: experiment was 2, and is 12; and 3 more\. Experiments whose models"
-    ):
-        SweepStorage(str(tmp_path), "grid").open(train, [number + 10 for number in range(6)])
-
-
 def test_only_what_has_begun_must_be_the_same(tmp_path: Path) -> None:
     leave(SweepStorage(str(tmp_path), "grid"), [1, 2])
     assert sorted(SweepStorage(str(tmp_path), "grid").open(train, [1, 2, 30, 40])) == [0, 1]

@@ -141,17 +141,6 @@ def test_no_number_between_rungs_harms_nobody() -> None:
     assert models.log(0, epoch=4, loss=1.0)
 
 
-def test_optuna_hears_of_the_rungs_only() -> None:
-    """It copies all that it has of a model at each report, which makes many epochs take the square of their time."""
-    models = Trials(LOSS, 1)
-    judge = models.watch(0, print)
-    for epoch in range(2_000):
-        judge.logged(record(epoch=epoch, loss=1.0))
-    [trial] = models.study.trials
-    assert list(trial.intermediate_values) == [2**rung for rung in range(11)]
-    judge.ended(None)
-
-
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, -math.inf, True, 1e308])
 @pytest.mark.parametrize("epoch", [1, 10**300, 10**400, 1e308, True])
 def test_odd_values_and_epochs_are_compared_or_passed_over(epoch: Any, value: Any) -> None:
@@ -251,41 +240,18 @@ def test_many_threads_at_once() -> None:
 # ---- What is said
 
 
-def test_a_metric_that_does_not_come_is_said_once() -> None:
+def test_a_metric_that_does_not_come_is_said_once_when_a_model_has_finished() -> None:
     models = Models(EarlyStopping(metric="accuracy"))
-    for epoch in (1, 1, 2, 3):
-        for model in range(2):
-            models.log(model, epoch=epoch, loss=1.0, samples_per_second=3.0)
+    for model in range(3):
+        models.log(model, accuracy=1.0)
+        models.log(model, epoch=1, loss=1.0)
+    models.judges[0].ended(ValueError("it failed"))
+    assert models.said == []
+    for judge in models.judges:
+        judge.ended(None)
     [said] = models.said
     assert said.startswith("early stopping: no record so far had both 'epoch' and 'accuracy'")
-    assert "; logged were: epoch, loss, samples_per_second. Log both in one record" in said
-
-
-def test_nothing_is_said_before_the_epochs_that_every_model_gets_are_over() -> None:
-    models = Models(EarlyStopping(metric="accuracy", grace_period=5))
-    for epoch in range(1, 6):
-        models.log(0, epoch=epoch, loss=1.0)
-    assert models.said == []
-    models.log(0, epoch=6, loss=1.0)
-    assert len(models.said) == 1
-
-
-def test_nothing_is_said_where_the_metric_comes_at_the_end_of_an_epoch() -> None:
-    models = Models()
-    for epoch in (1, 2, 3):
-        models.log(0, epoch=epoch, samples_per_second=3.0)
-        models.log(0, epoch=epoch, loss=1.0)
-    models.judges[0].ended(None)
-    assert models.said == []
-
-
-def test_a_metric_without_its_epoch_is_said_at_the_end() -> None:
-    models = Models()
-    models.log(0, loss=1.0)
-    models.judges[1].ended(ValueError("it failed"))
-    assert models.said == []
-    models.judges[0].ended(None)
-    assert "; logged were: loss. Log both in one record" in models.said[0]
+    assert "; logged were: accuracy, epoch, loss. Log both in one record" in said
 
 
 def test_optuna_says_nothing_and_keeps_its_settings(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,6 +306,13 @@ def test_a_model_is_a_trial_that_is_told_of_its_end() -> None:
     trials = asked.study.trials
     assert [trial.state.name for trial in trials] == ["COMPLETE", "PRUNED", "FAIL", "FAIL"]
     assert trials[0].value == 0.5
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_a_study_that_prefers_low_accuracies_is_named(direction: str, capsys: pytest.CaptureFixture[str]) -> None:
+    suggestions(optuna.create_study(direction=direction), metric="val_accuracy")
+    said = "Search(metric='val_accuracy'): the study prefers minimal values" in capsys.readouterr().err
+    assert said == (direction == "minimize")
 
 
 def test_without_a_metric_the_study_hears_of_what_is_returned() -> None:

@@ -89,11 +89,9 @@ class SweepStorage:
         differences = list(_call_differences(call, mine)) if call is not None else []
         differences += _experiment_differences(kept, experiments) if experiments is not None else []
         if differences:
-            told = "; ".join(differences[:MAX_TOLD]) + (
-                f"; and {len(differences) - MAX_TOLD} more" * (len(differences) > MAX_TOLD)
-            )
             raise ValueError(
-                f"dispatch.map(storage=...): the models in {self.folder} are of another call: {told}. Experiments "
+                f"dispatch.map(storage=...): the models in {self.folder} are of another call: "
+                f"{'; '.join(differences[:MAX_TOLD])}. Experiments "
                 "whose models have begun must stay the same, in the same order; new ones may follow. Give this call a "
                 "name of its own, or remove that folder."
             )

@@ -122,19 +122,6 @@ class Trials:
             is_first, self.is_metric_known = not self.is_metric_known, True
             return is_first
 
-    def next_rung(self, epoch: int) -> int:
-        """Return the first epoch after `epoch` whose value is reported to the study.
-
-        Optuna copies all reports of a trial at each report, so the time grows with the square of the reports. Early
-        stopping therefore reports only the epochs at which it compares models. A user's study receives every epoch.
-        """
-        if isinstance(self.asked, Search):
-            return epoch + 1
-        rung = self.asked.grace_period
-        while rung <= epoch:
-            rung *= self.asked.reduction_factor
-        return rung
-
     def why(self, value: float) -> str:
         """Return the reason for stopping a model with this value of the metric, as the last clause of a message."""
         if isinstance(self.asked, Search):
@@ -199,14 +186,8 @@ class _Judge(Observer):
     _last_epoch: int
     """Newest epoch of the model that was reported to the study. -1 without reports."""
     _names: set[str] = field(default_factory=set)
-    """Names of metrics in the model's records that lack the metric for early stopping."""
-    _first_epoch: int | None = None
-    """Epoch of the first record that lacks the metric for early stopping. None without a record of this kind."""
+    """Names of the metrics that the model has logged, until the metric for early stopping comes."""
     _is_stopped: bool = False
-
-    def __post_init__(self) -> None:
-        self._rung = self._trials.next_rung(self._last_epoch)
-        """Next epoch whose value is reported to the study. A restarted gang logs earlier epochs again."""
 
     def resumed(self, step: int) -> None:
         self.take_before(step)
@@ -232,45 +213,27 @@ class _Judge(Observer):
         )
 
     def ended(self, error: Exception | None) -> None:
-        if error is None:
-            self._complain()
+        if error is not None or not self._trials.claim_notice():
+            return
+        names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
+        self._say(
+            f"early stopping: no record so far had both 'epoch' and {self._trials.metric!r} as numbers, so no model "
+            f"can be stopped; logged were: {names}. Log both in one record at the end of each epoch"
+        )
 
     def _falls_behind(self, record: LogRecord) -> bool:
-        """Report a record's value to the study if its epoch is due, and return True if the model must stop."""
-        if self._trials.metric is None:
-            return False
-        epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
-        value = record.numbers.get(self._trials.metric)
-        if epoch is None or value is None:
-            self._miss(epoch, record)
-            return False
-        self._trials.is_metric_known = True
-        if epoch < self._rung:
-            return False
-        self._rung = self._trials.next_rung(epoch)
-        return self._trials.falls_behind(self._trial, epoch, value)
-
-    def _miss(self, epoch: int | None, record: LogRecord) -> None:
-        """Note a record that lacks the metric for early stopping. Show a notice once a comparison was due."""
-        if self._trials.is_metric_known:
-            return
-        if len(self._names) < MAX_NAMES:
+        """Report the value of a record of a new epoch to the study, and return True if the model must stop."""
+        trials, epoch = self._trials, record.epoch
+        value = record.numbers.get(trials.metric) if trials.metric is not None else None
+        if not trials.is_metric_known:
             self._names.update(record.metrics)
-        if epoch is None:
-            return
-        if self._first_epoch is None:
-            self._first_epoch = epoch
-        if epoch > max(self._first_epoch, self._trials.next_rung(0)):
-            self._complain()
-
-    def _complain(self) -> None:
-        if self._trials.claim_notice():
-            names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
-            wanted = f"both 'epoch' and {self._trials.metric!r} as numbers"
-            self._say(
-                f"early stopping: no record so far had {wanted}, so no model can be stopped; logged were: {names}. "
-                "Log both in one record at the end of each epoch"
-            )
+        if epoch is None or epoch < 0 or value is None:
+            return False
+        trials.is_metric_known = True
+        if epoch <= self._last_epoch:  # a restarted gang logs earlier epochs again
+            return False
+        self._last_epoch = epoch
+        return trials.falls_behind(self._trial, epoch, value)
 
 
 def _new_study(settings: EarlyStopping) -> optuna.Study:
