@@ -20,10 +20,12 @@ from flytekitplugins.daskpytorch import (
     Gang,
     LogRecord,
     Observer,
+    Profile,
     SpawnDDP,
     StoppedEarlyError,
     current_rank,
     dispatch,
+    results,
     settings,
 )
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -148,6 +150,22 @@ def test_dispatch_run_calls_the_function_at_once() -> None:
     assert futures.result() == [HERE]
     assert isinstance(dispatch.run(client, fails).exception(), KeyError)
     assert not client.mock_calls
+
+
+def profiled() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        weight.sum().backward()
+        optimizer.step()
+    results.DaskResultsHandler().submit_result("notes.txt", "went well")
+
+
+def test_results_and_profiles_become_files(tmp_path: Path) -> None:
+    futures = dispatch.run(None, profiled, gang=Gang(debug=True, profile=Profile(steps=(2, 3))))
+    results.DaskResultsHandler().process_results(tmp_path, futures)
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert written == ["notes.txt", "profiles/rank-0-steps-2-3.pt.trace.json.gz"]
 
 
 def learn_until(steps: int, fault: str) -> list[int]:

@@ -60,6 +60,7 @@ def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pyte
 
 def test_what_an_older_attempt_returned_does_not_count() -> None:
     received, submission = ReceivedResults(), list(cut("a", b"x" * BIG))
+    files: list[tuple[int, str, bytes]] = []
     add(received, 0, returned(b"o" * BIG))  # whole; another rank failed then
     add(received, 1, returned(b"o" * BIG))
     add(received, 2, returned(b"o" * BIG)[:2])  # cut short
@@ -69,10 +70,8 @@ def test_what_an_older_attempt_returned_does_not_count() -> None:
     assert received.load_returned(0, None) == b"n" * BIG
     assert received.load_returned(1, pickle.dumps(b"of the newest attempt")) == b"of the newest attempt"
     assert received.load_returned(2, None) == b"n" * BIG
-    submitted = received.take()
-    assert submitted is not None
-    assert b"".join(received.read(submitted)) == b"x" * BIG
-    received.drop(submitted)
+    received.write_files(lambda *written: files.append((*written[:2], b"".join(written[2]))))
+    assert files == [(2, "a", b"x" * BIG)]
     received.drop_returned()
     assert num_kept(received) == (0, 0)
 

@@ -109,7 +109,7 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
         pass
     assert not files_there.exists(results.folder)
     with results.received() as received:
-        received.folder_is_wanted = True
+        submit(received, "", b"")
         submit(received, "../refused", b"")
     if place == "here":
         assert list(Path(results.folder).iterdir()) == []

@@ -56,11 +56,12 @@ class ReceivedResults:
         self._unfinished: dict[int, list[Kept]] = {}
         self._returned: dict[int, list[Kept]] = {}
         self._lock = threading.Lock()
+        """Lock held while files are written, each by one thread."""
         self._waiting: deque[Submission] = deque()
         self.notify: Callable[[], object] = lambda: None
         """Function that is called in the gang's thread after each complete result."""
         self.folder_is_wanted = False
-        """True if any rank has requested the folder of the task's results, which must then exist."""
+        """True if any rank has requested the folder of the task's results, by a file without a path."""
 
     def keep(self, rank: int, piece: Piece) -> Part:
         """Put a piece of a result or return value into the buffer, and return the part for `add`.
@@ -86,35 +87,27 @@ class ReceivedResults:
                 self._buffer.drop(self._returned.pop(part.rank, ()))  # an older attempt's return value
                 self._returned[part.rank] = parts
                 return
-            with self._lock:
+            if part.piece.path:
                 self._waiting.append(Submission(part.rank, part.piece.path, parts))
-            self.notify()
+                self.notify()
+            else:
+                self.folder_is_wanted = True
 
     @property
     def is_empty(self) -> bool:
-        """True if no complete result waits to be processed."""
+        """True if no complete file waits to be written."""
         return not self._waiting
 
-    def take(self) -> Submission | None:
-        """Remove and return the oldest result. None: no result waits.
+    def write_files(self, write: Callable[[int, str, Iterator[bytes]], object]) -> None:
+        """Call `write` with rank, path and content of each submitted file, the oldest first, and free its space.
 
-        Callers must `drop` or `put_back` the result.
+        A file whose `write` fails is kept for the next call.
         """
         with self._lock:
-            return self._waiting.popleft() if self._waiting else None
-
-    def put_back(self, submission: Submission) -> None:
-        """Put a result from `take` back, before newer results."""
-        with self._lock:
-            self._waiting.appendleft(submission)
-
-    def read(self, submission: Submission) -> Iterator[bytes]:
-        """Return the bytes of a result, piece by piece."""
-        return map(self._buffer.get, submission.parts)
-
-    def drop(self, submission: Submission) -> None:
-        """Free the space used by a processed result."""
-        self._buffer.drop(submission.parts)
+            while self._waiting:
+                submission = self._waiting[0]
+                write(submission.rank, submission.path, map(self._buffer.get, submission.parts))
+                self._buffer.drop(self._waiting.popleft().parts)
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
         """Return a rank's return value. Load each value only once.

@@ -266,8 +266,6 @@ class GangState:
                 attempt.wanted.append((peer, rank, report))
             case Part():
                 self.received.add(report)
-            case reports.FolderWanted():
-                self.received.folder_is_wanted = True
             case reports.AtPrompt():
                 attempt.prompts.ask(rank)
             case reports.LeftPrompt(steps):

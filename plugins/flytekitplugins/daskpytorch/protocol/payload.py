@@ -50,7 +50,8 @@ class Piece:
     """A part of a rank's result or return value. A rank's pieces arrive in order, one result after the other."""
 
     path: str | None
-    """Path of the result's file, relative to the folder of the results. None for a return value."""
+    """Path of the result's file, relative to the folder of the results. Empty: the task's folder must exist. None for a
+    return value."""
     data: bytes
     is_first: bool
     is_last: bool

@@ -118,11 +118,6 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class FolderWanted:
-    """Request of a rank that the driver create the folder of the task's results."""
-
-
-@dataclass(frozen=True)
 class AtPrompt:
     """Request of a rank whose debugger waits for the driver's terminal."""
 
@@ -160,7 +155,6 @@ ShortReport = (
     | Held
     | Located
     | Remembered
-    | FolderWanted
     | AtPrompt
     | LeftPrompt
     | Awaits

@@ -3,7 +3,6 @@
 Runs in ranks, which submit, and in the driver. Called by users and by `task`. May import `driver` and all below.
 """
 
-from flytekitplugins.daskpytorch.results.handler import DaskResultsHandler
-from flytekitplugins.daskpytorch.results.result_folder import ResultPathError
+from flytekitplugins.daskpytorch.results.handler import DaskResultsHandler, ResultPathError
 
 __all__ = ["DaskResultsHandler", "ResultPathError"]

@@ -14,7 +14,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,7 +98,7 @@ def run_here(
             stack.callback(checkpoint.close)
             link = _Link(told, received, results_folder)
             rank = RankContext(checkpoint=checkpoint, link=link)
-            profiler = Profiler(0, folder, partial(link.submit, ""), lambda text: told.note(f"rank 0 {text}"))
+            profiler = Profiler(0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
             stack.enter_context(_as_rank(rank, name, settings, checkpoint, told))
             stack.enter_context(link.trackers())
             stack.enter_context(profiler.watching(settings.profile))
@@ -261,7 +260,7 @@ class _Link(Link):
 
     def results_folder(self) -> Any:
         """Return the folder of the task's results, which is made at the task's end. None outside a task."""
-        self._received.folder_is_wanted = True
+        self.submit("", b"")
         return self._results_folder()
 
 
