@@ -53,14 +53,6 @@ def test_weights_for_other_classes_leave_the_head_as_it_is(backbone: str) -> Non
         assert torch.equal(weight, before[name] if name.startswith(f"{head}.") else given[name]), name
 
 
-def test_second_heads_among_the_weights_are_left_out() -> None:
-    given = models.get_model("googlenet", weights=None, init_weights=True).state_dict()
-    assert any(name.startswith("aux1.") for name in given)
-    model = build("googlenet", 3)
-    load_start(model, Start(weights=given), CLASSES)
-    assert torch.equal(model.state_dict()["conv1.conv.weight"], given["conv1.conv.weight"])
-
-
 @pytest.mark.parametrize(("classes", "is_taken"), [(CLASSES, True), (["cat", "dog", "fox"], False), (None, True)])
 def test_the_head_of_an_earlier_run_is_taken_for_the_same_classes(
     classes: Sequence[str] | None, is_taken: bool

@@ -153,31 +153,6 @@ def test_bigram_loss() -> None:
 # Training
 
 
-def test_training_alone(records: list[LogRecord], tmp_path: Path) -> None:
-    hp = Hyperparameters(epochs=2, batch_size=64, log_interval=20)
-    result = train(TRAINING, HELD_OUT, hp)
-    first, last = result.epochs
-    assert (first.epoch, last.epoch) == (1, 2)
-    assert first.samples_seen == last.samples_seen == len(TRAINING)
-    assert last.held_out_loss < first.held_out_loss < math.log(31)
-    assert last.samples_per_second == pytest.approx(len(TRAINING) / last.epoch_seconds)
-    torch.save(result.state_dict, tmp_path / "weights.pt")
-    model = CharLSTM.from_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-    evaluation = evaluate(model, HELD_OUT)
-    assert evaluation.loss == pytest.approx(last.held_out_loss, rel=1e-6)
-    assert evaluation.accuracy == last.held_out_accuracy
-    steps_per_epoch = math.ceil(len(TRAINING) / 64)
-    by_step = [record for record in records if "held_out_loss" not in record.metrics]
-    assert [record.step for record in by_step] == list(range(20, 2 * steps_per_epoch + 1, 20))
-    assert all(set(record.numbers) == {"epoch", "loss", "samples_per_second"} for record in by_step)
-    assert {record.num_steps for record in records} == {2 * steps_per_epoch}
-    by_epoch = [record for record in records if "held_out_loss" in record.metrics]
-    assert [(record.step, record.metrics["held_out_loss"]) for record in by_epoch] == [
-        (steps_per_epoch, first.held_out_loss),
-        (2 * steps_per_epoch, last.held_out_loss),
-    ]
-
-
 def test_training_repeats_and_depends_on_the_seed(records: list[LogRecord]) -> None:
     def run(seed: int) -> list[float]:
         records.clear()
@@ -243,21 +218,3 @@ def test_sampling_gives_up_with_those_it_has(caplog: pytest.LogCaptureFixture) -
     model = _constant_model(a=0, stop=0, blank=100)  # only `a`, and only names of 2 to 4 letters are allowed
     assert sorted(sample_names(model, 30, exclude=["AAA"], seed=0, max_length=4)) == ["Aa", "Aaaa"]
     assert re.search(r"sampled 2 new names instead of 30 in 6\d\d draws", caplog.text)
-
-
-@pytest.mark.parametrize("scores", [{"a": 0.0}, {"stop": 0.0}, {" ": 0.0, "stop": 0.0}])
-def test_sampling_ends_without_a_name(scores: dict[str, float]) -> None:
-    assert sample_names(_constant_model(**scores), 3, exclude=[], seed=0) == []
-
-
-def test_temperature() -> None:
-    model = _constant_model(a=1, b=0, stop=0)
-    cold = "".join(sample_names(model, 5, exclude=[], seed=0, temperature=0.2, max_length=30)).lower()
-    hot = "".join(sample_names(model, 5, exclude=[], seed=0, temperature=5, max_length=30)).lower()
-    assert cold.count("b") / len(cold) < hot.count("b") / len(hot)
-
-
-@pytest.mark.parametrize("wrong", [{"count": -1}, {"temperature": 0}, {"temperature": math.nan}, {"max_length": 1}])
-def test_sampling_rejects(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"cannot sample with .*{next(iter(wrong))}={next(iter(wrong.values()))}"):
-        sample_names(CharLSTM(), exclude=[], seed=0, **({"count": 1} | wrong))

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import http.server
 import socket
-import threading
 import urllib.request
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,34 +38,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "torch" / "hub" / "mnist"
 
 
-@pytest.fixture
-def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the only server that torchvision asks."""
-    folder = tmp_path / "mirror"
-    folder.mkdir()
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        ask_only(monkeypatch, server.server_address[1])
-        yield folder
-        server.shutdown()
-
-
 def ask_only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(urllib.request, "_opener", None)  # urllib keeps the proxies that it was first used with
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{port}/"])
-
-
-def pack(directory: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the mirror serve a directory's files, with checksums as torchvision knows those of MNIST."""
-    resources = []
-    for file in FILES:
-        packed = mirror / f"{Path(file).name}.gz"
-        packed.write_bytes(gzip.compress((directory / file).read_bytes()))
-        resources.append((packed.name, hashlib.md5(packed.read_bytes()).hexdigest()))
-    monkeypatch.setattr(MNIST, "resources", resources)
 
 
 def tensors(loaded: Digits) -> list[Tensor]:
@@ -121,17 +92,6 @@ def test_damaged_files(directory: Path, file: str, content: bytes, said: str) ->
     (directory / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"cannot read the digits in {directory}: .*{said}.*get the files anew"):
         load_digits(directory)
-
-
-def test_download(directory: Path, mirror: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack(directory, mirror, monkeypatch)
-    loaded = load_digits()
-    assert loaded.source == f"MNIST in {home}"
-    for found, expected in zip(tensors(loaded), tensors(DIGITS), strict=True):
-        assert torch.equal(found, expected)
-    for file in mirror.iterdir():
-        file.unlink()
-    assert load_digits().source == f"MNIST in {home}"  # made once
 
 
 def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,15 +96,6 @@ def test_cleaning_counts_what_it_drops() -> None:
     )
 
 
-def test_http(write, served: str) -> None:
-    write("names.json", '["Bella"]')
-    assert load_names(f"{served}/names.json").names == ["bella"]
-    with pytest.raises(
-        FileNotFoundError, match=r"no file at 'http://.*/other\.json'.*on a cluster an https:// or s3://"
-    ):
-        load_names(f"{served}/other.json")
-
-
 def test_s3(bucket: Weed) -> None:
     bucket.put_all("pets", {"names.csv": b"name\nBella\n"})
     assert load_names("s3://pets/names.csv").names == ["bella"]
@@ -221,15 +212,6 @@ def test_of_a_folder_it_is_the_file_written_last(tmp_path: Path) -> None:
         os.utime(path, (1_700_000_000 - age, 1_700_000_000 - age))
     (tmp_path / "2026-01-31" / "notes.txt").write_text("younger than all")
     assert newest_uri(f"{tmp_path}/{{date}}", DAY) == f"file://{tmp_path}/2026-01-31/b/new.json"
-
-
-def test_of_a_prefix_it_is_the_object_written_last(bucket: Weed) -> None:
-    bucket.make_bucket("newest")
-    bucket.put("newest", "names/z.csv", b"name\nmax")
-    assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/z.csv"
-    bucket.put("newest", "names/a.csv", b"name\nmax")  # SeaweedFS keeps times to the second, and then the name decides
-    bucket.delete("newest", "names/z.csv")
-    assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/a.csv"
 
 
 def test_what_cannot_be_found_is_said(tmp_path: Path) -> None:

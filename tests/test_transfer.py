@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -150,23 +149,6 @@ def assert_equal(found: Trained, expected: Trained) -> None:
 # The hyperparameters
 
 
-@pytest.mark.parametrize(
-    ("given", "has_bucket", "settled"),
-    [
-        ({}, True, ("resnet50", "DEFAULT", 64, 256, 250, 2)),
-        ({}, False, ("small", "", 16, 64, 60, 0)),
-        ({"backbone": "resnet18"}, False, ("resnet18", "DEFAULT", 16, 64, 60, 0)),
-        ({"backbone": "small"}, True, ("small", "", 64, 256, 250, 2)),
-        ({"weights": "", "num_loader_workers": 0}, True, ("resnet50", "", 64, 256, 250, 0)),
-        ({"batch_size": 3, "crop": 20, "num_loader_workers": 1}, False, ("small", "", 3, 64, 20, 1)),
-    ],
-)
-def test_what_is_automatic_is_settled(given: dict[str, Any], has_bucket: bool, settled: tuple[Any, ...]) -> None:
-    hp = Hyperparameters(**given).settled(has_bucket=has_bucket)
-    assert (hp.backbone, hp.weights, hp.batch_size, hp.resize, hp.crop, hp.num_loader_workers) == settled
-    assert hp.settled(has_bucket=has_bucket) == hp
-
-
 def test_what_does_not_go_together_is_named_at_once() -> None:
     hp = Hyperparameters(backbone="resnet18", weights="IMAGENET", crop=100, frozen_epochs=9)
     with pytest.raises(ValueError, match="weights='IMAGENET'") as error:
@@ -214,18 +196,6 @@ def test_frozen_epochs_train_the_head_alone(photos: Path) -> None:
     assert thawed is not None
     still = {n for n, w in thawed.classifier.model.state_dict().items() if torch.equal(w, weights[n])}
     assert not still
-
-
-def test_the_learning_rate_falls_when_the_held_out_loss_does_not(photos: Path) -> None:
-    result = train_once(photos, replace(HP, frozen_epochs=0, epochs=8, base_lr=3.0)).result
-    assert result is not None
-    rate, lowest, expected = 3.0, math.inf, []
-    for epoch in result.epochs:
-        expected.append(rate)
-        rate *= 1 if epoch.held_out_loss < lowest * (1 - 1e-4) else 0.1
-        lowest = min(lowest, epoch.held_out_loss)
-    assert expected[-1] < 3.0
-    assert [epoch.learning_rate for epoch in result.epochs] == pytest.approx(expected)
 
 
 def test_other_pictures_than_the_checkpoints(photos: Path, tmp_path: Path) -> None:
