@@ -36,15 +36,13 @@ class Rank:
         *,
         attempt: int = 0,
         token: str | None = None,
-        nonce: str = NONCE,
     ) -> None:
         self.base = str(base)
-        self.nonce = nonce
         self.attempt = attempt
         self.reports: list[WrittenShards | ShardsNotWritten] = []
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
-            Sharding(base=self.base, nonce=nonce, token=token, start=tuple(start)),
+            Sharding(base=self.base, nonce=NONCE, token=token, start=tuple(start)),
             attempt=attempt,
             rank=current_rank().rank,
             report=self.reports.append,
@@ -67,30 +65,30 @@ class Rank:
         everywhere: list[Any] = [report] * current_rank().world_size
         if len(everywhere) > 1:
             dist.all_gather_object(everywhere, report)
-        committed = (commit if current_rank().is_main else entry)(self.base, everywhere, self.nonce)
+        committed = (commit if current_rank().is_main else entry)(self.base, everywhere)
         if len(everywhere) > 1:
             dist.barrier()
         self.checkpoints.settle(report.number)
         return committed
 
 
-def entry(base: str, written: Sequence[WrittenShards], nonce: str = NONCE) -> ShardedCheckpoint:
+def entry(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
     """As the manifest has it."""
     first = written[0]
     return ShardedCheckpoint(
         attempt=first.attempt,
         step=first.step,
         world_size=len(written),
-        uri=f"{base}/{folder_name(first.attempt, nonce, first.step, first.number)}",
+        uri=f"{base}/{folder_name(first.attempt, NONCE, first.step, first.number)}",
         size=sum(part.size for shards in written for part in shards.parts),
         layout_digest=hashlib.sha256(layout_of(written)).hexdigest(),
         metrics=first.metrics,
     )
 
 
-def commit(base: str, written: Sequence[WrittenShards], nonce: str = NONCE) -> ShardedCheckpoint:
+def commit(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
     """Write what makes the ranks' parts a checkpoint."""
-    committed = entry(base, written, nonce)
+    committed = entry(base, written)
     files = current_execution().filesystem(committed.uri)
     files.pipe_file(f"{committed.uri}/{LAYOUT}", layout_of(written))
     files.pipe_file(f"{committed.uri}/.metadata", metadata_of(layout_of(written)))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import threading
-import tracemalloc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
-from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
@@ -249,16 +247,6 @@ def test_sharded_tensor_of_fsdp1_is_refused(rank: Rank, mesh: DeviceMesh) -> Non
             rank.checkpoint(is_main=is_main).save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
     with pytest.raises(TypeError, match="a ShardedTensor belongs to all ranks together"):
         unwrapped([sharded_tensor.zeros(spec, 4, 2)])
-
-
-def test_ranks_that_write_nothing_copy_nothing_in_search_of_sharded_tensors(rank: Rank, mesh: DeviceMesh) -> None:
-    state = {"w": torch.zeros(2_000_000), "array": np.zeros(2_000_000), "lock": threading.Lock()}
-    tracemalloc.start()
-    try:
-        rank.checkpoint(is_main=False).save(state, 1)
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
 
 
 # ---- What it costs --------------------------------------------------------------------------------------------------
@@ -533,21 +521,6 @@ def test_outside_a_gang_nothing_is_kept() -> None:
     assert checkpoint.load() is checkpoint.load(best=True) is checkpoint.load(step=1) is checkpoint.loaded is None
     assert list(checkpoint.list()) == []
     assert checkpoint.load_sharded({"weights": torch.ones(2)}) is None
-
-
-def test_a_flush_in_time_waits_no_longer_altogether(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(checkpoint_module.time, "monotonic", lambda: now[0])
-    checkpoint = rank.checkpoint()
-    waited = []
-
-    def wait(worker: Worker, timeout: float) -> None:
-        now[0] += 7.0
-
-    monkeypatch.setattr(Worker, "flush", wait)
-    monkeypatch.setattr(checkpoint.sharded, "flush", waited.append)
-    checkpoint.flush(10.0)
-    assert waited == [3.0]
 
 
 # ---- What the hang detector sees of it ------------------------------------------------------------------------------

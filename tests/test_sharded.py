@@ -167,14 +167,6 @@ def test_a_tensor_that_cannot_be_written_to_is_refused_by_its_key_with_advice(tm
         Rank(tmp_path, [entry]).checkpoints.load({"model": {"w": tensor}})
 
 
-def test_a_class_of_tensors_that_torch_is_told_of_is_saved(tmp_path: Path) -> None:
-    with torch.serialization.safe_globals([Marked]):
-        entry = Rank(tmp_path).save({"w": torch.ones(3).as_subclass(Marked)}, 1)
-        content = {"w": torch.zeros(3).as_subclass(Marked)}
-        assert Rank(tmp_path, [entry]).checkpoints.load(content) == 1
-    assert content["w"].equal(torch.ones(3))
-
-
 @pytest.mark.parametrize("harm", ["removed", "shortened", "changed", "no layout", "another layout"])
 def test_of_damaged_ones_that_before_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
     rank = Rank(tmp_path)
@@ -378,19 +370,3 @@ def test_each_piece_that_is_written_or_read_is_a_sign_of_life(tmp_path: Path) ->
     reader = Rank(tmp_path, [entry])
     reader.checkpoints.load({str(number): torch.zeros(2) for number in range(10)})
     assert reader.num_moves == 10
-
-
-def test_pieces_are_divided_into_parts_of_the_same_size_and_read_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_writer, "SMALL_PART", 1 << 16)
-    monkeypatch.setattr(shard_writer, "CHUNK", 1000)
-    tensors = {str(number): torch.randn(10_000 + number) for number in range(20)}
-    entry = Rank(tmp_path).save({"weights": tensors}, 1)
-    sizes = [path.stat().st_size for path in parts_of(entry)]
-    assert len(sizes) == shard_writer.NUM_WRITERS
-    assert max(sizes) < 1.1 * min(sizes)
-    monkeypatch.setattr(shard_reader, "MAX_RANGE", 100_000)
-    content = {"weights": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
-    Rank(tmp_path, [entry]).checkpoints.load(content)
-    assert all(content["weights"][name].equal(tensor) for name, tensor in tensors.items())

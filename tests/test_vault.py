@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, MAX_READ_ATTEMPTS, named_in
-from flytekitplugins.daskpytorch.driver.saving import MAX_RETRIES, Fetches
 from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -236,35 +234,6 @@ def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_y
     assert sum(name.startswith("step-5") for name in store.calls) == 1
 
 
-def test_a_thread_that_could_not_start_does_not_keep_later_checkpoints_out_of_storage(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    checkpoints = task.attempt(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="new thread"):
-            task.save(checkpoints, 1)
-    task.save(checkpoints, 2)
-    assert checkpoints.flush(PATIENCE)
-    assert 2 in task.listed(0)
-
-
-def test_checkpoint_that_has_gone_meanwhile_is_not_tried_again(
-    task: Task, store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store.gate.clear()
-    checkpoints = task.attempt(0)
-    file = task.save(checkpoints, 1)
-    (checkpoints._disk / file.name).unlink()
-    store.gate.set()
-    assert checkpoints.flush(PATIENCE)
-    assert not (task.stored(0) / MANIFEST).exists()
-    assert capsys.readouterr().err == ""
-
-
 # ---- Restoring ------------------------------------------------------------------------------------------------------
 
 
@@ -322,17 +291,6 @@ def test_manifest_that_cannot_be_read_is_a_fresh_start(task: Task, torn: Callabl
     checkpoints = task.attempt(1, previous=0)
     assert checkpoints.restore() is None
     assert not checkpoints.is_known
-
-
-def test_a_manifest_from_before_metrics_and_shards_is_read(task: Task) -> None:
-    task.ran(0, 1)
-    manifest = task.stored(0) / MANIFEST
-    [entry] = json.loads(manifest.read_text())["checkpoints"]
-    old = {name: entry[name] for name in ("attempt", "step", "size", "digest")}
-    manifest.write_text(json.dumps({"checkpoints": [old]}))
-    restored = task.restored(1, previous=0)
-    assert restored == checkpoint(1, attempt=0)[0]
-    assert restored.metrics == {}
 
 
 @pytest.mark.parametrize("num_failures", [MAX_READ_ATTEMPTS - 1, 1_000])
@@ -460,30 +418,6 @@ def test_flush_tells_whether_the_newest_arrived_though_a_best_one_did_not(task: 
     assert task.listed(0) == [2]
 
 
-def test_what_an_earlier_attempt_has_in_its_folder_is_left_there(
-    task: Task, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = task.ran(0, 1, 2)
-    checkpoints = task.attempt(1, previous=0)
-    checkpoints.restore()
-    task.save(checkpoints, 3)
-    assert checkpoints.flush(PATIENCE)
-    assert task.listed(1) == [3, 2]
-    assert all((task.stored(0) / file.name).exists() for file in files)
-    assert capsys.readouterr().err == ""
-
-
-def test_who_goes_on_in_the_same_folder_with_less_to_keep_removes_the_others(task: Task) -> None:
-    task.keep = BEST
-    task.ran(0, *LOSSES)
-    task.keep = Keep(last=1)
-    checkpoints = task.attempt(0, previous=0)
-    checkpoints.restore()
-    assert checkpoints.flush(PATIENCE)
-    assert task.listed(0) == [7]
-    assert len(list(task.stored(0).iterdir())) == 2
-
-
 # ---- A real object store --------------------------------------------------------------------------------------------
 
 
@@ -541,16 +475,3 @@ def test_file_system_without_links_gets_copies(tmp_path: Path, monkeypatch: pyte
 
 
 # ---- Fetches of whole checkpoints from agents
-
-
-def test_first_fetch_after_a_cancelled_one_has_all_retries() -> None:
-    requests: list[object] = []
-    peer: Any = SimpleNamespace(send=requests.append)
-    fetches = Fetches()
-    for step in (1, 2):
-        file, _ = checkpoint(step)
-        fetches.fetch(peer, file)
-        for _ in range(MAX_RETRIES):
-            assert not fetches.note_failure(file, is_worth_a_retry=True)
-        fetches.clear()
-    assert len(requests) == 2 * (1 + MAX_RETRIES)

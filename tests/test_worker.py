@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from flytekitplugins.daskpytorch.process import worker as worker_module
 from flytekitplugins.daskpytorch.process.worker import Worker
 from processes import until
 
@@ -91,22 +89,6 @@ def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Wo
     assert not thread.is_alive()
 
 
-def test_a_thread_that_could_not_start_is_started_by_the_next_job(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    done: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="new thread"):
-            worker.submit(lambda: done.append("first"))
-    worker.submit(lambda: done.append("second"))
-    assert worker.flush(PATIENCE)
-    assert done == ["second"]
-
-
 def test_a_jobs_error_is_logged_unless_the_job_handles_it(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     worker.submit({}.popitem, lambda *_: True)
     worker.submit([].pop)
@@ -114,16 +96,3 @@ def test_a_jobs_error_is_logged_unless_the_job_handles_it(worker: Worker, caplog
     [record] = caplog.records
     assert record.exc_info is not None
     assert record.exc_info[0] is IndexError
-
-
-def test_the_thread_ends_without_jobs_and_the_next_job_starts_another(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Debugging in the caller's process leaves no thread behind."""
-    monkeypatch.setattr(worker_module, "IDLE_TIME", 0.01)
-    before, done = set(threading.enumerate()), []
-    for number in range(2):
-        worker.submit(functools.partial(done.append, number))
-        assert worker.flush(PATIENCE)
-        until(lambda: set(threading.enumerate()) <= before, "the thread to end")
-    assert done == [0, 1]
