@@ -99,17 +99,6 @@ def test_a_table_shows_the_last_ten_calls_of_its_cell(shown: Shown) -> None:
     assert len(shown.tables) == 2
 
 
-def test_one_thread_updates_a_table_until_no_call_is_open(shown: Shown) -> None:
-    ends = [shown.ask(number)[2] for number in range(3)]
-    [thread] = shown.tables[0].threads
-    for end in ends:
-        assert thread.is_alive()
-        end("done")
-    assert not thread.is_alive()
-    shown.ask(3)[2]("done")
-    assert [thread.is_alive() for thread in shown.tables[0].threads] == [False, False]
-
-
 def test_an_ended_call_is_freed_with_all_records_but_the_last(shown: Shown) -> None:
     call, log, end = shown.ask(1)
     for step in (1, 2):
@@ -120,21 +109,3 @@ def test_an_ended_call_is_freed_with_all_records_but_the_last(shown: Shown) -> N
     gc.collect()
     assert [ref() for ref in freed] == [None, None]
     assert shown.tables[0].rows() == [{"call": "f1", "status": "done", "step": 2, "loss": 0.5}]
-
-
-def test_after_a_table_that_cannot_be_made_the_next_call_makes_one(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = notebook.LiveTable
-
-    def breaks(_: Callable[[], str]) -> notebook.LiveTable:
-        raise OSError("the kernel's connection is closed")
-
-    shown.ask(1)
-    shown.cell += 1
-    monkeypatch.setattr(notebook, "LiveTable", breaks)
-    with pytest.raises(OSError, match="connection is closed"):
-        shown.ask(2)
-    monkeypatch.setattr(notebook, "LiveTable", make)
-    shown.ask(3)
-    assert [[row["call"] for row in table.rows()] for table in shown.tables] == [["f1"], ["f3"]]

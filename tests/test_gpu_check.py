@@ -127,15 +127,6 @@ def test_a_library_that_does_not_suit_the_driver_is_no_fault(
     assert cause in record.getMessage()
 
 
-def test_usage_initialises_nvml_once_for_each_process(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver(busy=25, used=50)
-    assert {nvml.usage("GPU-1") for _ in range(3)} == {(50, 0.25)}
-    assert sys.modules["pynvml"].num_inits == 1
-    monkeypatch.setattr(os, "getpid", lambda: ABSENT)  # as in a forked child
-    assert nvml.usage("GPU-1") == (50, 0.25)
-    assert sys.modules["pynvml"].num_inits == 2
-
-
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:
     instance = {"whole": 1, "used": 1 << 30, "total": 10 << 30}
     driver(ecc=3, used=70 << 30, others={"MIG-a": instance})

@@ -8,9 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-import time
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
-from flytekitplugins.daskpytorch.rank import gpu_memory, main
-from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.rank import gpu_memory
 from gangs import order_for
 from processes import SCRIPTS, nothing_left_behind, run_program
 
@@ -67,19 +64,6 @@ def test_a_snapshot_says_what_is_reserved_and_which_lines_hold_the_most() -> Non
         "  48.0 GiB in 2: /home/ada/model.py:31 in forward",
         "  2.0 GiB in 1: a line that torch has not recorded, 2.0 GiB each",
         "  1.0 GiB in 1: /home/ada/train.py:7 in main",
-    ]
-
-
-def test_without_recorded_lines_sizes_are_named_and_how_to_record() -> None:
-    bare = {"segments": [segment(0, *(block(2 * GIB) for _ in range(3)), block(300))], "device_traces": []}
-    assert list(gpu_memory.describe(bare, 0))[1:] == [
-        "Largest live allocations:",
-        "  6.0 GiB in 3: a line that torch has not recorded, 2.0 GiB each",
-        "  300 B in 1: a line that torch has not recorded, 300 B each",
-        'Gang(environment={"DASKPYTORCH_MEMORY_HISTORY": "1"}) records the line of each allocation.',
-    ]
-    assert list(gpu_memory.describe(bare, 1)) == [
-        "Torch's memory on CUDA device 1: 0 B reserved, of which 0 B are allocated."
     ]
 
 
@@ -135,35 +119,6 @@ def test_other_errors_cost_nothing(order: RankOrder, monkeypatch: pytest.MonkeyP
     assert explained(MemoryError(), order) == ([], {})
     monkeypatch.setitem(sys.modules, "torch", None)  # each import of torch fails
     assert explained(ImportError("libcudart.so.12"), order) == ([], {})
-
-
-def test_the_failures_time_is_before_its_explanation(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks fail while a rank explains its error, and the driver blames the earliest failure."""
-    times: list[float] = []
-
-    def timed() -> list[dict[str, Any]]:
-        times.append(time.time())
-        return segments()
-
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", timed)
-    ours, agents = Pipe()
-    with ours, agents:
-        failure = main._explained(order, GangLink(ours, order), None, torch.OutOfMemoryError(MESSAGE), 3)
-    assert "48.0 GiB in 2" in failure.traceback
-    assert "profiles/rank-0-out-of-memory-call-3.pickle" in failure.traceback  # of call 3 of a gang that stays
-    assert failure.time <= times[0]
-
-
-@pytest.mark.timeout(60)
-def test_a_driver_that_hangs_delays_the_error_only_for_the_timeout(
-    order: RankOrder, driver: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
-    monkeypatch.setattr(gpu_memory, "NVML_TIMEOUT", 0.1)
-    fake_gpus.describe(driver, {"GPU-1": {"hangs": 1}})
-    lines, _ = explained(torch.OutOfMemoryError(MESSAGE), order)
-    assert lines[-1] == "NVML gives no list of the GPU's processes (no answer)."
-    fake_gpus.describe(driver, {})  # lets the abandoned thread end
 
 
 def test_lines_are_recorded_only_on_request(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:

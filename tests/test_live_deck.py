@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.flyte import deck
 from flytekitplugins.daskpytorch.task import live_page
+from processes import until
 from test_deck import shape, state
 from told import record
 
@@ -47,11 +47,6 @@ def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         FlyteContextManager.pop_context()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # the only limit is the test's own
-        time.sleep(0.01)
-
-
 def decks() -> list[Deck]:
     return list(FlyteContextManager.current_context().user_space_params.decks)
 
@@ -68,9 +63,9 @@ def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) ->
         assert state(file.read_text()) == "starting"
         recorder.placed(shape(2))
         recorder.formed(1.0)
-        until(lambda: state(file.read_text()) == "training")
+        until(lambda: state(file.read_text()) == "training", "the training")
         recorder.logged(record(7, num_steps=9, loss=0.125))
-        until(lambda: "0.125" in file.read_text())
+        until(lambda: "0.125" in file.read_text(), "the loss")
         assert "s3://bucket/results" in file.read_text()
         assert [each.name for each in decks()] == ["Training"]
         assert "https://" in get_deck_template().template  # flytekit's, which asks a server for fonts
@@ -79,40 +74,16 @@ def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) ->
     assert len(list(file.parent.iterdir())) == 1
 
 
-def test_nothing_is_published_where_nothing_has_changed(in_task: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_task(LOCAL)
-    recorder, pages, make = Recorder("flows.train"), [], deck._get_deck
-    monkeypatch.setattr(deck, "_get_deck", lambda *args, **how: pages.append(1) or make(*args, **how))
-    with deck.published(recorder, dict):
-        until(lambda: len(pages) == 2)  # at once, and for what may have changed since
-        time.sleep(0.2)
-        assert len(pages) == 2
-        recorder.noted("train: something")
-        until(lambda: len(pages) == 3)
-
-
-def test_a_page_that_takes_long_is_made_rarely(in_task: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_task(LOCAL)
-    monkeypatch.setattr(live_page, "SHARE", 0.001)
-    recorder, num_pages = Recorder("flows.train"), []
-    monkeypatch.setattr(deck, "_get_deck", lambda *_, **__: time.sleep(0.05) or num_pages.append(1) or "")
-    with deck.published(recorder, dict):
-        until(lambda: len(num_pages) == 2)
-        recorder.noted("train: something")
-        time.sleep(0.3)
-        assert len(num_pages) == 2
-
-
 def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, tmp_path: Path) -> None:
     in_task(BACKEND)
     recorder = Recorder("flows.train")
     published = tmp_path / "out" / "deck.html"
     with deck.published(recorder, dict):
         assert deck.local_file.get() is None  # the console shows the Deck
-        until(lambda: published.exists() and ">starting</span>" in published.read_text())
+        until(lambda: published.exists() and ">starting</span>" in published.read_text(), "the start")
         recorder.placed(shape(1))
         recorder.formed(1.0)
-        until(lambda: ">training</span>" in published.read_text())
+        until(lambda: ">training</span>" in published.read_text(), "the training")
 
 
 @pytest.mark.parametrize(
@@ -155,10 +126,10 @@ def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
 
     monkeypatch.setattr(FileAccessProvider, "put_data", refuse)
     with caplog.at_level(logging.WARNING), deck.published(recorder, dict):
-        until(lambda: bool(attempts))
+        until(lambda: attempts, "the first attempt")
         for step in range(3):
             recorder.logged(record(step, loss=0.5))
-            until(lambda step=step: len(attempts) > step + 1)
+            until(lambda step=step: len(attempts) > step + 1, "another attempt")
     assert [entry.message for entry in caplog.records if "Deck" in entry.message] == [
         "the Deck so far could not be published (OSError('no answer')); the training goes on"
     ]

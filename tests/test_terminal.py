@@ -77,11 +77,6 @@ def test_a_ranks_output_stays_as_it_is(*, is_terminal: bool, tab: str) -> None:
     assert text.getvalue() == f"[rank 1] step:100:{tab}loss :x: {'=' * 60}\n"
 
 
-def test_plain_lines_come_now_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal_display, "PLAIN_INTERVAL", 0.0)
-    assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step ") == 4
-
-
 def steps_of_lines(records: list[LogRecord]) -> list[int]:
     """Steps of the permanent lines in a terminal."""
     console = Console(file=(text := io.StringIO()), force_terminal=True, width=200, color_system=None)
@@ -134,17 +129,6 @@ def test_the_value_of_an_evaluation_keeps_its_step_in_the_last_line() -> None:
     display.logged(replace(record(4, distance=0.25), is_evaluation=True))
     display.conclude("done", {})
     assert text.getvalue().endswith("step 1/8  loss 0.5  distance 0.25 (step 4)\n")
-
-
-def test_a_terminal_breaks_lines_between_words() -> None:
-    console = Console(file=(text := io.StringIO()), force_terminal=True, width=40, color_system=None)
-    display = ProgressDisplay(Board(console), "train")
-    display.logged(record(0, **{f"metric{number}": 0.123 for number in range(9)}))
-    display.conclude("done", {"results": "s3://bucket/" + "x" * 60})
-    lines = text.getvalue().splitlines()
-    assert len(lines) > 5
-    assert text.getvalue().count("0.123") == 18
-    assert all(len(line) <= 40 or line.split()[-1].startswith("s3://") for line in lines)
 
 
 @pytest.fixture
@@ -231,12 +215,6 @@ def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd:
     assert capfd.readouterr().err == "the gang failed: no worker came within 80 s\n"
 
 
-def test_a_run_that_failed_before_it_was_placed_ends_with_a_line_of_its_name() -> None:
-    text = io.StringIO()
-    ProgressDisplay(Board(Console(file=text, width=60)), "train").conclude("failed", {})
-    assert text.getvalue().startswith("train: failed after ")
-
-
 def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
     display = begun(Console(file=(text := io.StringIO()), width=200))
     display.logged(record(3, loss=0.25))
@@ -258,18 +236,6 @@ def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_m
     display.ended(None)
     assert "━" in text.getvalue()[before:]
     assert "loss 0.125" in text.getvalue()[before:]
-
-
-def test_the_clock_of_the_live_display_goes_on_through_a_restart(clock: list[float]) -> None:
-    console = console_of(io.StringIO(), clock, force_terminal=True, width=200)
-    display = training(console, clock)
-    display.restarting("lost", 2)
-    clock[0] += 60.0
-    display.formed(0.5)
-    with console.capture() as capture:
-        console.print(display._board.bars.get_renderable())
-    display.ended(None)
-    assert "0:01:08" in capture.get()
 
 
 # ---- What cannot be written, and odd records -------------------------------------------------------------------------
@@ -320,12 +286,6 @@ def test_nothing_is_raised_where_nothing_can_be_written(
             file.close()
     assert raised == []
     assert capfd.readouterr() == ("", "")  # standard output, too, is still the user's own
-
-
-def test_what_is_written_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(Board())
-    display.placed(SHAPE)
-    assert capfd.readouterr().err.startswith("train: starting 2 ranks")
 
 
 ODD_NAMES = ["", "[bold]", "\\", "\x1b[2J", "a\nb", "x" * 10_000, "\ud800"]

@@ -244,24 +244,6 @@ def test_storage_that_takes_nothing_costs_a_notice(
     assert "TensorBoard: the last 3 records and notes could not be written in time, and are missing" in said
 
 
-def test_folder_that_cannot_be_written_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    observer = begun(board(tmp_path / "file"))
-    losses(observer, range(3), 1.0)
-    observer.ended(None)
-    said = capsys.readouterr().err
-    assert said.count("TensorBoard: ") == 1
-    assert "Nothing is recorded. The training goes on." in said
-
-
-def test_a_gang_that_never_formed_has_no_run(tmp_path: Path) -> None:
-    observer = board(tmp_path)()
-    observer.begins(training())
-    observer.noted("waiting")
-    observer.ended(GangError("no workers"))
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- MLflow
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.server
-import math
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -188,16 +185,6 @@ def test_a_group_that_is_given_wins_and_an_id_is_refused() -> None:
         runs_of(Wandb(project="names", id="mine"), [1])
 
 
-def test_long_names_leave_ids_short_and_different() -> None:
-    shared = wandb_observer.sweep_settings(Wandb(project="names"), function="f" * 200, execution="e" * 30)
-    ids = {
-        wandb_observer.model_settings(shared, index=index, key=f"{'f' * 200}-0123456789ab-{index}").id
-        for index in range(3)
-    }
-    assert len(ids) == 3
-    assert all(len(id_) <= 128 and id_.startswith("e" * 30) for id_ in ids)
-
-
 # ---- Which key ------------------------------------------------------------------------------------------------------
 
 
@@ -288,44 +275,6 @@ def test_what_wandbs_variables_say_of_the_run_counts_unless_the_user_wrote_somet
     assert (made.name, made.id) == ("mine", "my-id")
 
 
-def test_wandb_that_cannot_be_asked_costs_a_line(
-    asks_wandb: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(wandb_observer, "TIMEOUT", 0.01)
-    assert settings().mode == "offline"
-    assert "wandb's settings could not be read" in capsys.readouterr().err
-
-
-SLOW = """
-import os, pathlib, time
-parent = os.getppid()
-pathlib.Path("asked").touch()
-while os.getppid() == parent:
-    time.sleep(0.05)
-"""
-"""A wandb whose import ends only with the driver."""
-DRIVER = """
-import pathlib, time
-from flytekitplugins.daskpytorch import Wandb
-from flytekitplugins.daskpytorch.display.wandb import begin
-
-begin(Wandb(project="names"), task="train", execution=None)
-while not pathlib.Path("asked").exists():
-    time.sleep(0.05)
-raise LookupError("no data")
-"""
-
-
-def test_a_driver_that_fails_early_does_not_wait_for_wandb(tmp_path: Path) -> None:
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb/__init__.py").write_text(SLOW)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", DRIVER]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith("LookupError: no data\n")
-
-
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_mode_that_needs_no_key_asks_for_none_and_says_nothing(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
     made = settings(Wandb(project="names", mode=mode, secret=Secret(group="wandb", key="not_there")))
@@ -413,31 +362,6 @@ def test_run_says_in_its_summary_why_it_was_stopped_early_and_where_the_time_wen
     assert run["history"][0]["loss"] == 3.0
 
 
-def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    unwatched = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.watch(model, log_freq=2)
-    for step in range(1, 5):
-        model(torch.ones(4, 3)).sum().backward()
-        if step == 4:
-            model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
-        optimizer.step()
-        unwatched.step()
-        if step != 2:
-            tracker.logged(record(step, loss=1.0))
-    tracker.close(0)
-    rows = {row["step"]: row for row in run_in(tmp_path)["history"]}
-    histograms = {step: {name for name, value in row.items() if value == "histogram"} for step, row in rows.items()}
-    names = {f"gradients/{layer}.{part}._type" for layer in "01" for part in ("weight", "bias")}
-    assert histograms == {1: set(), 3: names, 4: names}  # in step 3 those of step 2
-    counts, bins = (rows[4][f"gradients/0.weight.{part}"] for part in ("values", "bins"))
-    assert (sum(counts), len(counts), len(bins)) == (5, 64, 65)  # the finite ones
-
-
 def test_histograms_and_pictures_are_wandbs_own(tmp_path: Path) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
     tracker.logged(record(1, weights=Histogram.of([0.0, 1.0]), sample=Picture.of([[0, 255]], caption="two")))
@@ -514,18 +438,6 @@ def test_a_server_that_has_gone_delays_the_end_no_longer_than_it_takes_to_knock(
     assert "http://127.0.0.1:9 does not answer" in said
     assert "Weights & Biases: the run's end could not be recorded in time" in said
     assert wandb.init is init  # the user's own again
-
-
-def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tracker = Tracker(settings(Wandb(project="no/such:name", mode="offline")))
-    for step in range(100):
-        tracker.logged(record(step, loss=0.0))
-    tracker.close(0)
-    assert "The training goes on." in capsys.readouterr().err
-    assert not list(tmp_path.glob("wandb/*/run-*.wandb"))
 
 
 def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
