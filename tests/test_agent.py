@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import hashlib
 import os
 import queue
@@ -17,16 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
-import psutil
 import pytest
 
 from ear import listening
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
@@ -45,7 +42,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
     Locate,
     ShowStacks,
 )
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.rank import hints
@@ -317,73 +314,7 @@ def test_a_line_without_an_end_is_sent_in_pieces_and_not_held() -> None:
     assert "".join([*passed_on, *lines.feed(b"y\n")]) == "x" * 5_000_000 + "y"
 
 
-# ---- When the gang has ended -----------------------------------------------------------------------------------------
-
-
-def test_output_of_a_process_that_outlives_its_rank_is_sent_as_it_is_read(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
-    made = agent._Agent(order, tmp_path, None, None)
-    [[place]] = place_ranks([agent.describe_node("w", None)], 1)
-    said: list[messages.FromAgent] = []
-    with contextlib.closing(made):
-        rank = made._fork(place, 0)
-        [output] = rank.outputs
-        process = Path(f"/proc/self/fd/{output.descriptor}")
-
-        def say(message: messages.FromAgent) -> None:
-            said.append(message)
-            if len(said) < 3:
-                process.write_text(f"line {len(said)}\n")
-
-        made._driver = SimpleNamespace(send=say, hold=say)  # type: ignore[assignment]
-        process.write_text("line 0\n")
-        made._tell_exit(rank, 1)
-    lines = [message.lines for message in said if isinstance(message, messages.Lines)]
-    assert lines == [["line 0"], ["line 1"], ["line 2"]]
-    assert isinstance(said[-1], messages.Exited)
-    assert said[-1].log_tail == "line 0\nline 1\nline 2"
-
-
-def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
-    def spawn(key: int, channel: int, output: int) -> None:
-        raise BrokenPipeError("the fork server is gone")
-
-    def num_open_after_a_failed_fork() -> int:
-        order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"")
-        [[place]] = place_ranks([agent.describe_node("w", None)], 1)
-        made = agent._Agent(order, tmp_path, None, None)
-        made._server.spawn = spawn  # type: ignore[method-assign]
-        with contextlib.closing(made), pytest.raises(BrokenPipeError):
-            made._fork(place, 0)
-        del made
-        return psutil.Process().num_fds()
-
-    gc.collect()  # earlier tests may have left files to the garbage collector
-    num_before = num_open_after_a_failed_fork()  # the first fork connects to the server
-    assert num_open_after_a_failed_fork() <= num_before
-
-
-@pytest.mark.parametrize(
-    ("num_agents", "pulse", "interval"),
-    [(2, None, 1.0), (2, 10.0, 1.0), (2, 0.02, 0.02), (5_000, 1.0, 1.0), (10_000, 1.0, 2.0), (100_000, 0.02, 3.0)],
-)
-@pytest.mark.parametrize("ranks_each", [1, 8])
-def test_agents_of_a_large_gang_beat_less_often_but_five_times_before_they_count_as_lost(
-    num_agents: int, pulse: float | None, interval: float, ranks_each: int
-) -> None:
-    place = Place(
-        rank=0,
-        local_rank=0,
-        world_size=num_agents * ranks_each,
-        local_world_size=ranks_each,
-        group_rank=0,
-        host_rank=0,
-        gpu=None,
-        visible_gpus=(),
-        num_threads=1,
-    )
-    assert agent.heartbeat_interval(place, pulse) == interval
-    assert 5 * agent.MAX_HEARTBEAT_INTERVAL <= MAX_SILENCE
+# ---- Signs of life ---------------------------------------------------------------------------------------------------
 
 
 def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver: Driver) -> None:

@@ -149,10 +149,6 @@ def test_interruptible_moves_the_workers_alone_to_spot_machines() -> None:
     assert [role for role, pod in found.items() if "example.com/spot" in tolerated(pod)] == ["dask-worker"]
 
 
-def test_a_task_on_one_node_moves_to_a_spot_machine_itself() -> None:
-    assert example("more.on_one_node")["spec"]["nodeSelector"] == SPOT
-
-
 def test_labels_and_annotations_of_a_pod_template_are_those_of_the_job_and_of_its_cluster() -> None:
     job = example("readme.train_as_one")
     for metadata in (job["metadata"], job["spec"]["cluster"]["metadata"]):
@@ -242,12 +238,6 @@ def test_a_secret_is_asked_for_in_the_pods_of_the_job_and_of_its_cluster() -> No
     for metadata in (job["metadata"], job["spec"]["cluster"]["metadata"]):
         assert metadata["labels"]["inject-flyte-secrets"] == "true"
         assert any(name.startswith("flyte.secrets/") for name in metadata["annotations"])
-
-
-def test_the_secret_of_weights_and_biases_is_asked_for() -> None:
-    metadata = example("readme.train")["metadata"]
-    assert metadata["labels"]["inject-flyte-secrets"] == "true"
-    assert any(name.startswith("flyte.secrets/") for name in metadata["annotations"])
 
 
 # ---- What becomes of attempts: the README's task has retries=3, and is interruptible

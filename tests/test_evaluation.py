@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,21 +134,6 @@ def test_each_nth_is_due_and_one_that_is_saved_again_counts_once(world_of: MakeW
     assert steps(world) == [3, 6]
 
 
-def test_a_thread_that_cannot_start_costs_one_evaluation(world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    world = world_of()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        save(world, 1)
-    world.evaluations.clear()  # it never ran
-    assert "step 1 failed, and the training goes on: RuntimeError: can't start new" in world.watcher.notes[-1]
-    save(world, 2)
-    world.end_evaluation()
-    assert world.watcher.evaluated == [(2, {"held_out": 2.0})]
-
-
 def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> None:
     world = world_of()
     save(world, 1, 2)
@@ -178,15 +162,6 @@ def test_after_the_loss_of_a_worker_the_next_waits_until_the_scheduler_has_notic
     assert steps(world) == [1]
     world.wait(3.0)
     assert steps(world) == [1, 2]
-
-
-def test_a_failure_that_returns_is_told_without_its_traceback(world_of: MakeWorld) -> None:
-    world = world_of()
-    save(world, 1, 2)
-    for _ in range(2):
-        world.end_evaluation(GangError("rank 0 failed: no data", rank_traceback='File "score.py", line 7'))
-    told = [note for note in world.watcher.notes if "evaluation of the checkpoint" in note]
-    assert ["score.py" in note for note in told] == [True, False]
 
 
 def told(agent: Agent) -> list[tuple[int, Any]]:

@@ -11,8 +11,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,8 +42,6 @@ from flytekitplugins.daskpytorch.protocol import host
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
 from flyteplugins.daskpytorch import task as task_module
 from pages import block
-from tasks.names import load_names, newest_uri
-from tasks.stores import open_store
 
 SERIALIZED = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())
 
@@ -169,24 +165,6 @@ def test_a_users_subclass_of_a_config_stands_for_the_same_task_with_its_host_alo
         made(getattr(for_flyte2, name))
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from flyteplugins.daskpytorch import SpawnDDP; from flytekit import task",
-        "from flytekit import task; from flyteplugins.daskpytorch import SpawnDDP",
-    ],
-)
-def test_flytekit_refuses_it_whichever_is_imported_first(imports: str) -> None:
-    script = f"""{imports}
-try:
-    task(task_config=SpawnDDP())(lambda: None)
-except TypeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("from flytekitplugins.daskpytorch import SpawnDDP\n"), done.stderr
-
-
 def test_neither_host_needs_the_other() -> None:
     script = """
 import sys
@@ -207,44 +185,6 @@ def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(for_flyte2, "version", lambda _: "2.11.9")
     with pytest.raises(ImportError, match=r"from 2\.12 on; here it is 2\.11\.9: pip install -U .*\[flyte2\]"):
         for_flyte2.DaskDDP  # noqa: B018
-
-
-@pytest.mark.skipif(find_spec("flyte_migrate") is None, reason="flyte-migrate is not installed")
-def test_flyte_migrate_takes_our_configs_of_flytekit() -> None:
-    """In a process of its own, since it puts others in the place of flytekit's functions."""
-    script = """
-import flyte_migrate
-from flytekit import Resources, task
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, WorkerGroup
-gpus = {"requests": Resources(cpu="1", gpu="2"), "limits": Resources(cpu="2", gpu="2")}
-configs = (
-    DaskDDP(workers=WorkerGroup(number_of_workers=3, image="i", **gpus), gang=Gang(max_restarts=1)),
-    SpawnDDP(nproc=2),
-    DaskCluster(start_timeout=7.0),
-)
-def train() -> None:
-    pass
-for config in configs:
-    made = task(task_config=config)(train).plugin_config
-    print(type(made).__module__, type(made).__name__)
-    if type(made).__name__ == "DaskDDP":
-        print(made.num_workers, made.gang.ranks_per_worker, made.workers.image, made.gang == config.gang)
-    elif type(made).__name__ == "SpawnDDP":
-        print(made.nproc)
-    else:
-        print(made.start_timeout)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    package = "flyteplugins.daskpytorch.config"
-    lines = (
-        f"{package} DaskDDP",
-        "3 auto i True",
-        f"{package} SpawnDDP",
-        "2",
-        f"{package} DaskCluster",
-        "7.0",
-    )
-    assert done.stdout.splitlines() == list(lines), done.stderr
 
 
 def test_it_cannot_be_reusable() -> None:
@@ -425,11 +365,6 @@ class Own(MemoryFileSystem):  # type: ignore[misc]
     asynchronous = True
 
 
-def test_a_users_own_file_system_without_a_second_name_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_registry, "own", Own)
-    assert isinstance(host.open_filesystem("own://folder"), Own)
-
-
 def test_s3_is_asked_in_the_region_and_by_the_names_of_buckets_that_flyte_was_told(
     of_the_sdk: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,16 +421,3 @@ def test_azure_is_opened_by_the_keys_that_flyte_was_given(of_the_sdk: None, monk
 def test_what_lies_elsewhere_is_opened_by_fsspec(uri: str) -> None:
     assert [type(each) for each in for_flyte2.url_to_fs(uri)] == [type(each) for each in fsspec.url_to_fs(uri)]
     assert for_flyte2.url_to_fs(uri) == fsspec.url_to_fs(uri)
-
-
-def test_the_repositorys_tasks_read_s3_beside_the_sdk(
-    of_the_sdk: None, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-        monkeypatch.setenv(name, s3[name])
-    S3FileSystem.clear_instance_cache()
-    folder = f"s3://{s3['bucket']}/names"
-    open_store(folder).write("names.csv", b"Animal's Name,Species\n" + 3 * b"Rex,Dog\n")
-    uri = newest_uri(folder, date(2026, 1, 1))
-    assert uri == f"{folder}/names.csv"
-    assert load_names(uri).names == ["rex"] * 3

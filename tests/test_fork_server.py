@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -262,20 +261,6 @@ def test_closing_a_client_kills_its_ranks_and_their_children() -> None:
     await_end(*pids)
 
 
-def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: ForkServerClient) -> None:
-    pids = pids_of(Rank.running(client, 0, FAMILY))
-    deaf = fork_client.connect()
-    others = pids_of(Rank.running(deaf, 0, FAMILY))
-    deaf.take_readiness()
-    deaf.kill(0, signal.SIGKILL)
-    wait([deaf])
-    deaf.close()
-    await_end(*others)
-    Rank(client, 1, Doing(os._exit, 5))
-    assert client.next_exit() == (1, 5)
-    assert all(map(is_alive, pids))
-
-
 def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant() -> None:
     fork_client.shutdown()
     with contextlib.closing(fork_client.connect()) as client:
@@ -489,17 +474,3 @@ def test_server_that_crashes_is_told_from_one_that_is_lost(monkeypatch: pytest.M
         assert "has ended with SIGABRT: the log of the worker" in str(error_of_first_rank())
     finally:
         fork_client._imported_ahead.remove("crashing:crash")
-
-
-@pytest.mark.usefixtures("fresh_server")
-def test_server_that_is_suspended_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_client, "END_TIMEOUT", 0.5)
-    fork_client.connect().close()
-    assert fork_client._owned is not None
-    process = fork_client._owned.process
-    process.send_signal(signal.SIGSTOP)
-    ending = threading.Thread(target=fork_client.shutdown, daemon=True)
-    ending.start()
-    ending.join(30)
-    assert not ending.is_alive()
-    assert process.returncode == -signal.SIGKILL

@@ -131,21 +131,6 @@ def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events
     assert_sent_away(stranger, events)
 
 
-def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
-    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(driver, "AUTHENTICATION_TIMEOUT", 0.3)
-        stranger = connected(listener)
-        take(stranger, 32)  # his time has begun; the agent has its own
-    with contextlib.closing(dialled(listener)) as connection:
-        connection.send(Leaving())
-        assert heard(events) == Leaving()
-        assert_sent_away(stranger, events)
-        connection.send(Leaving())  # the limit was only for the handshake
-        assert heard(events) == Leaving()
-
-
 def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
     listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,17 +152,6 @@ def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
     with contextlib.closing(dialled(listener)) as connection, pytest.raises((EOFError, OSError)):
         connection.recv()
     assert events.empty()
-
-
-def test_a_stranger_costs_one_open_file_and_no_thread(listener: Listener) -> None:
-    files, threads = num_open_files(), threading.active_count()
-    strangers = [connected(listener) for _ in range(40)]
-    for each in strangers:
-        take(each, 32)  # he has been let in
-    assert num_open_files() - files <= 2 * len(strangers)  # one of them his own
-    assert threading.active_count() <= threads
-    for each in strangers:
-        each.close()
 
 
 def test_many_agents_that_call_at_once_all_get_in(
@@ -305,23 +279,6 @@ def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_l
         assert heard(events) == Leaving()
     for each in strangers:
         each.close()
-
-
-def test_an_agent_that_is_hung_up_on_calls_again() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            server.accept()[0].close()
-            with server.accept()[0] as called:
-                challenge = framing.challenge()
-                called.sendall(framed(challenge))
-                called.sendall(framed(framing.prove(TOKEN, challenge, take(called, framing.ANSWER_SIZE))))
-                called.recv(1)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        transfers.dial(order(server.getsockname()[:2])).close()
-        thread.join()
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

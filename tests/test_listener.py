@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.attaching import Look
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, watch_peer
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import (
     AgentOrder,
     Close,
@@ -125,32 +124,6 @@ def test_agents_wait_while_too_much_has_not_been_taken(
     until(lambda: events.qsize() == 30, "all the rest")
 
 
-@pytest.mark.timeout(60)
-def test_a_caller_that_comes_while_the_listener_closes_is_hung_up_on_at_once() -> None:
-    """The agent keeps the listener's thread running. Each round closes at another moment of a caller's handshake."""
-    for number in range(30):
-        events: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        ear = listening(TOKEN, events)
-        agent = dialled(ear)
-        agent.send(Leaving())
-        heard(events)
-        calling = threading.Thread(target=ear.close)
-        callers = [socket.create_connection(ear.address) for _ in range(number % 5)]
-        calling.start()
-        with contextlib.suppress(ConnectionError):
-            while True:
-                callers.append(socket.create_connection(ear.address))
-        calling.join()
-        for caller in callers:
-            watch_peer(caller)  # as agents do: the kernel may lose a caller without a reset
-            caller.settimeout(20)
-            with caller, contextlib.suppress(ConnectionResetError):
-                while caller.recv(READ_SIZE):
-                    pass
-        agent.close()
-        ear.end()
-
-
 def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     listener: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
 ) -> None:
@@ -222,30 +195,6 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     del taken
 
 
-def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is let in, and everything has been hung up on, when its first word is opened."""
-    files, is_opening, has_ended = num_open_files(), threading.Event(), threading.Event()
-    ear = listening(TOKEN, queue.SimpleQueue())
-    original = Listener._take_in
-
-    def take_in(*agent: Any) -> None:
-        is_opening.set()
-        assert has_ended.wait()
-        original(*agent)
-
-    monkeypatch.setattr(Listener, "_take_in", take_in)
-    late = dialled(ear)
-    late.send(Leaving())
-    assert is_opening.wait()
-    ending = threading.Thread(target=ear.end)
-    ending.start()
-    until(lambda: ear._is_over, "the end to begin")
-    has_ended.set()
-    ending.join()
-    assert_hung_up(late)
-    assert num_open_files() <= files
-
-
 def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -> None:
     """As when a gang is cancelled in its start-up: the hello waits behind the cancellation."""
     agents: list[Connection] = []
@@ -310,27 +259,6 @@ def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards() -> No
         [sys.executable, "-c", EXHAUSTED], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     assert (ran.stdout.splitlines(), ran.stderr) == (["[Errno 24] Too many open files", "heard"], "")
-
-
-def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
-    monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Call]
-) -> None:
-    ear = listening(TOKEN, events, lambda *_: None)
-    upload = Upload(CheckpointFile(attempt=0, step=1, size=9, digest=""))
-    with contextlib.closing(dialled(ear)) as first, contextlib.closing(dialled(ear)) as second:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", no_thread)
-            first.send(upload)
-            file, error = heard(events)
-            assert (file, str(error)) == (upload.file, "can't start new thread")
-            assert_hung_up(first)
-        second.send(upload)
-        assert heard(events) == (upload.file, None)
-    ear.end()
-
-
-def no_thread(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 # ---- Signs of life

@@ -96,32 +96,3 @@ def test_a_slow_disk_gets_the_end_of_the_output_after_the_close(
     assert fifo.read_bytes() == b"line\nend\n"
     until(lambda: not writing(), "the thread to end")
     assert told == []
-
-
-def test_a_process_without_threads_ends_the_files_not_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    told: list[str] = []
-    logs = LogFiles(tmp_path / "g", told.append)
-    out, _ = logs.copies(0, 0)
-    for _ in range(2):
-        out(b"line\n")
-    logs.close()
-    [message] = told
-    assert "can't start new thread" in message
-
-
-def test_a_file_that_fails_to_close_leaves_no_other_open(tmp_path: Path) -> None:
-    logs = LogFiles(tmp_path / "g", [].append)
-    copies = logs.copies(0, 0)
-    for copy in copies:
-        copy(b"line\n")
-    until(lambda: len(open_below(tmp_path)) == len(copies), "both files")
-    os.close(open_below(tmp_path)[0])  # its second close is an error, as on NFS with a full disk
-    logs.close()
-    assert open_below(tmp_path) == []
-    until(lambda: not writing(), "the thread to end")

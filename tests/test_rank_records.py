@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, unpack
-from flytekitplugins.daskpytorch.rank import link as link_module
-from flytekitplugins.daskpytorch.rank.link import GangLink, interval_of
+from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
 
@@ -74,18 +73,6 @@ def test_records_go_though_nothing_follows_them(agent: tuple[GangLink, Connectio
     assert arrived(agents, patience=60.0) == [[record(1)]]
 
 
-def test_a_rank_that_logs_faster_sends_by_itself(
-    agent: tuple[GangLink, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_module, "MAX_WAITING", 3)
-    link, agents = agent
-    link.records._interval = math.inf
-    link.records._keep_sending = lambda: None  # type: ignore[method-assign]
-    for step in range(8):
-        link.records.add(record(step))
-    assert [len(message) for message in arrived(agents)] == [1, 3, 3]
-
-
 def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     for step in range(4):
@@ -96,12 +83,3 @@ def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[Ga
     assert "step 1" in hint.text
     assert [report.step for report in (first, *others) if isinstance(report, LogRecord)] == [1, 2, 3]
     assert len(others) == 2
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "seconds"), [(0, 1, 0.2), (0, 10_000, 0.2), (1, 2, 1.0), (500, 501, 1.002), (9, 10_000, 20)]
-)
-def test_records_of_other_ranks_may_wait_and_those_of_all_are_no_more_than_a_driver_reads(
-    rank: int, world_size: int, seconds: float
-) -> None:
-    assert interval_of(rank, world_size) == seconds
