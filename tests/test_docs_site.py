@@ -105,6 +105,7 @@ def test_pages_ask_nothing_of_a_network(site: Path) -> None:
     assert [path.name for path in site.rglob("*.css") if re.search(r"url\(\W?(?:https?:)?//", path.read_text())] == []
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_words_that_people_look_for(site: Path, tmp_path: Path) -> None:
     pages = {
         "autocast": "guides/training_loop.html",
@@ -125,6 +126,7 @@ def test_the_search_finds_the_words_that_people_look_for(site: Path, tmp_path: P
     assert {word: found[word] for word, page in pages.items() if page not in found[word]} == {}
 
 
+@pytest.mark.slow
 def test_pages_fit_a_screen_and_a_telephone(site: Path, tmp_path: Path) -> None:
     pages = {name: site / name[5:].replace(".md", ".html") for name in PAGES if name.startswith("docs/")}
     looked_at = look_at_files(pages, tmp_path, [1200, 400])

@@ -106,12 +106,6 @@ def test_a_wrong_result() -> None:
     assert judged(story) == f"rank 1 returned 0 after 6 steps instead of {expected(6)}"
 
 
-def test_a_result_that_is_missing() -> None:
-    story = killed()
-    story.results = story.results[:1]
-    assert judged(story) == "1 results, of 2 ranks"
-
-
 def test_a_resume_below_the_newest_checkpoint() -> None:
     story = killed()
     story.events.insert(2, kept(3.5, 3))
@@ -140,41 +134,6 @@ def test_a_fault_that_nobody_is_blamed_for() -> None:
     assert "SIGKILL rank [1] (middle +0): no rank was blamed for it" in judged(story)
 
 
-def test_a_fault_that_hits_an_attempt_while_it_ends_for_an_earlier_one() -> None:
-    story = killed()
-    other = Fault(target="rank", signum=Signals.SIGKILL, moment="middle", victim=0)
-    second = replace(made(other, ranks={0}), at=5.1)
-    story.made.append(second)
-    assert not judged(story)
-    story.made[1] = replace(second, at=6.5)  # the gang had started again
-    assert "SIGKILL rank [0] (middle +0): no rank was blamed for it" in judged(story)
-
-
-@pytest.mark.parametrize("has_kept", [False, True])
-def test_an_exception_in_an_attempt_that_has_kept_nothing_may_be_the_end(has_kept: bool) -> None:
-    why = "Not started again, because no checkpoint had been saved since the start"
-    message = f"rank 1 of 2 failed on here ({WORKERS[1]}) after step 3: KeyboardInterrupt\n\n{why}"
-    story = Story(
-        events=[placed(1), *([kept(3, 2)] if has_kept else []), {"kind": "ended", "at": 6, "text": message}],
-        notes=trained(0, 0, 3, 2),
-        made=[made(replace(KILL, signum=Signals.SIGINT), ranks={1})],
-        outcome="GangError",
-        message=message,
-    )
-    assert ("; allowed: " in judged(story)) == has_kept
-
-
-@pytest.mark.parametrize(("signum", "is_explained"), [(Signals.SIGINT, True), (Signals.SIGTERM, False)])
-def test_a_rank_that_is_interrupted_with_everything_before_the_driver_is(signum: Signals, is_explained: bool) -> None:
-    story = killed()
-    story.events[2]["text"] = REASON.replace("ended by signal 9, SIGKILL", "KeyboardInterrupt")
-    del story.events[3:]
-    story.notes = trained(0, 0, 3, 2)
-    story.made = [made(Fault(target="everything", signum=signum, moment="middle", victim=0))]
-    story.outcome, story.results = "died", []
-    assert ("no fault that was made explains it" not in judged(story)) == is_explained
-
-
 def test_more_failures_than_faults() -> None:
     story = killed()
     story.events[4:4] = [restarting(7.5, REASON, 2), placed(7.6)]
@@ -198,24 +157,6 @@ def test_a_stop_that_loses_a_step() -> None:
     story = stopped()
     story.notes += [Note(rank, 0, "step", 4, 5.5, rank) for rank in range(2)]
     assert judged(story).endswith("step 4 was trained, and 3 the newest checkpoint kept")
-
-
-def test_growing_more_than_once() -> None:
-    loss = Fault(target="worker", signum=Signals.SIGKILL, moment="middle", victim=1)
-    lost = f"rank 1 on {WORKERS[1]} after step 3: its worker was lost; starting again (failure 1)"
-    story = Story(
-        events=[placed(1), kept(3, 2), restarting(6, lost, 2), placed(7, WORKERS[:1]), kept(8, 4)],
-        notes=[*trained(0, 0, 3, 2), *trained(1, 2, 4, 8, 1), *trained(2, 4, 6, 10)],
-        made=[made(loss, ranks={1})],
-        outcome="finished",
-        results=[[6, expected(6)]] * 2,
-    )
-    story.events += [restarting(9, "more workers have come", 4), placed(9.5)]
-    smaller = replace(SETTING, min_workers=1)
-    assert not judged(story, smaller)
-    story.events += [restarting(11, "more workers have come", 4), placed(12)]
-    assert "it grew from 2 ranks to 2" in judged(story, smaller)
-    assert "it stopped 2 times in order to grow, after 1 losses" in judged(story, smaller)
 
 
 def test_a_recovery_that_takes_too_long() -> None:
@@ -245,17 +186,3 @@ def test_what_is_drawn_covers_all() -> None:
         )
         assert fault.moment not in ("newcomer", "growth") or setting.min_workers is not None
         assert fault.target != "rank" or fault.seconds != 20.0 or setting.hang_timeout is not None
-
-
-def test_a_pod_that_stays_away() -> None:
-    loss = Fault(target="pod", signum=Signals.SIGKILL, moment="middle", victim=1)
-    story = killed()
-    story.made = [made(loss, ranks={1})]
-    story.events[2] = restarting(6, f"rank 1 on {WORKERS[1]} after step 3: its worker was lost; starting again", 2)
-    assert judged(story).startswith("ended as finished; allowed: GangStartError, WorkerLostError (are needed)")
-    assert not judged(story, replace(SETTING, min_workers=1))
-    story.outcome, story.message = "WorkerLostError", "1 of 2 workers are left of train, 2 are needed"
-    assert not judged(story)
-    story.message = "its worker was lost"
-    assert "allowed: GangStartError" in judged(story)
-    assert not judged(story, replace(SETTING, max_restarts=0))
