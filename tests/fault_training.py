@@ -52,7 +52,6 @@ def train(
     at_rank: int = 1,
     breaks_at: int = BREAKS_AT,
     *,
-    always: bool = False,
     pace: float = 0.0,
 ) -> float:
     """Ten steps, each with an all-reduce, a checkpoint at every fourth; the result is the same however often it broke.
@@ -60,9 +59,8 @@ def train(
     Args:
         folder: Where the ranks leave traces, and the test its own.
         fault: What goes wrong, the first time round.
-        at_rank: On which rank; -1: on all.
+        at_rank: On which rank.
         breaks_at: Before which step; the checkpoint before is safe by then.
-        always: Every time round.
         pace: Seconds per step.
     """
     import torch
@@ -76,12 +74,7 @@ def train(
         time.sleep(pace)
         if _has(folder, f"gate-{step}"):
             _await(folder, f"open-{step}")
-        if (
-            step == breaks_at
-            and fault is not None
-            and at_rank in (rank.rank, -1)
-            and (always or not _has(folder, "broken"))
-        ):
+        if step == breaks_at and fault is not None and at_rank == rank.rank and not _has(folder, "broken"):
             _await(folder, f"kept-{(step - 1) // SAVED_AT * SAVED_AT}")
             _leave(folder, "broken", f"{os.getpid()} {time.time()}")
             print(f"about to fail: {fault}")

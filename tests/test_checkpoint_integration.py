@@ -12,7 +12,6 @@ import pytest
 import torch
 from distributed import Client, LocalCluster
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, Keep, current_rank
@@ -21,49 +20,6 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from gangs import on_this_machine
 from processes import nothing_left_behind, until
-from sharded_states import make, whole
-
-GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def train_under_fsdp(folder: str) -> dict[str, Any]:
-    """Save the model as it is, which fails, and then gathered; go on from that with another model after a loss."""
-    rank = current_rank()
-    state = rank.checkpoint.load()
-    model, optimizer = make(seed=1 if state is None else 2)
-    if state is None:
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        try:
-            rank.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, 3)
-        except TypeError as refused:
-            ft._leave(folder, f"refused-{rank.rank}", str(refused))
-        rank.checkpoint.save(get_state_dict(model, optimizer, options=GATHERED), 4)
-        ft._await(folder, "kept-4")
-        torch.save(whole(model, optimizer), f"{folder}/weights-{rank.rank}")
-        if rank.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-    model_state, optimizer_state = state or get_state_dict(model, optimizer, options=GATHERED)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=GATHERED)
-    return whole(model, optimizer)
-
-
-def test_state_of_fsdp2_is_refused_by_all_ranks_and_comes_back_when_it_is_gathered_as_the_error_says(
-    launch: ft.Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ft, "train", train_under_fsdp)
-    with nothing_left_behind():
-        watched = launch(2)
-        results = watched.futures.result()
-        fork_client.shutdown()
-    refusals = [(watched.folder / f"refused-{rank}").read_text() for rank in range(2)]
-    assert "is sharded: state['model']['0.weight'] is a DTensor of shape (7, 3)" in refusals[0]
-    assert refusals[0] == refusals[1]
-    assert watched.kept == [4]  # and not 3
-    assert any("going on from step 4" in note for note in watched.notes), watched.notes
-    for rank, result in enumerate(results):
-        saved = torch.load(watched.folder / f"weights-{rank}")
-        assert all(value.equal(result[key]) for key, value in saved.items() if isinstance(value, torch.Tensor))
 
 
 def train_until_kept(folder: str) -> tuple[float, int]:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, dispatch
 from flytekitplugins.daskpytorch.driver import agents
-from flytekitplugins.daskpytorch.driver.state import GangState
 from processes import (
     MAX_SECONDS,
     Cluster,
@@ -89,32 +86,6 @@ def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
     check_gone(watched.broken_pid())
 
 
-def deliver_and_wait(path: str) -> str:
-    """Rank 1 returns at once; rank 0 when it is told to."""
-    while current_rank().is_main and not Path(path).exists():
-        time.sleep(0.01)
-    return f"from rank {current_rank().rank}"
-
-
-def test_what_a_rank_has_delivered_survives_its_worker(
-    cluster: Cluster, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # 22
-    path, delivered, take = tmp_path / "go", threading.Event(), GangState.hear_of_rank
-
-    def taking(state: GangState, *said: Any) -> None:
-        take(state, *said)
-        if state.attempt is not None and 1 in state.attempt.results:
-            delivered.set()
-
-    monkeypatch.setattr(GangState, "hear_of_rank", taking)
-    futures = dispatch.run(client, deliver_and_wait, str(path))
-    delivered.wait()
-    cluster.kill_worker(1)
-    time.sleep(0.5)
-    path.touch()
-    assert futures.result() == ["from rank 0", "from rank 1"]
-
-
 def test_a_worker_lost_during_rendezvous(
     cluster: Cluster, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 23
@@ -132,23 +103,6 @@ def test_a_worker_lost_during_rendezvous(
     until(marker.exists, "rank 1 to hold up the rendezvous")
     cluster.kill_worker_process(1)
     assert futures.result() == ["0", "1"]
-
-
-def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: ft.Launch) -> None:  # 25
-    hosts = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
-    with (
-        nothing_left_behind(),
-        dask_cluster(tmp_path / "cluster", 3, hosts=hosts) as cluster,
-        Client(cluster.address) as client,
-    ):
-        watched = launch(client, "wait", gang=SMALLER)
-        watched.wait_for("broken")
-        gates(tmp_path, 5)  # which two ranks are not to pass, should they get that far
-        cluster.kill_worker(1)
-        time.sleep(0.1)
-        cluster.kill_worker(2)
-        watched.open(5)
-        assert watched.futures[0].result() == ft.expected({1: 3, ft.SAVED_AT + 1: 1})
 
 
 def test_a_killed_scheduler_is_named_soon(launch: ft.Launch, tmp_path: Path) -> None:  # 26

@@ -28,7 +28,6 @@ from flytekitplugins.daskpytorch.driver import state
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.rank import ending
-from flytekitplugins.daskpytorch.sweep import storage
 from processes import until
 
 ONCE = Gang(max_restarts=0)
@@ -75,31 +74,6 @@ class TogetherError(ValueError):
         return TogetherError, (self.folder, self.number)
 
 
-class SlowlyReportedError(ValueError):
-    """Is raised first. Its report takes until the gang stops the rank for another rank's failure."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if "RANK" in os.environ:  # not in the driver
-            (self.folder / "raised").touch()
-            until((self.folder / "reported").exists, "the other rank's report")
-            time.sleep(0.3)  # the order to quit comes now
-        return SlowlyReportedError, (self.folder,)
-
-
-def fail_during_a_report(folder: Path) -> None:
-    """Fail in both ranks. Rank 0 makes its report when the gang stops it for rank 1's."""
-    ending.EXIT_TIME = AMPLE
-    if current_rank().rank == 1:
-        until((folder / "raised").exists, "rank 0's exception")
-        atexit.register((folder / "reported").touch)  # called once the failure has been sent
-        raise KeyError
-    atexit.register((folder / "exit").touch)
-    raise SlowlyReportedError(folder)
-
-
 def fail_together(folder: Path, failing: list[int], *, has_thread: bool) -> None:
     """Fail in some ranks with an open file and an exit function, perhaps while a thread still works."""
     rank = current_rank().rank
@@ -136,12 +110,6 @@ def _end(how: str) -> None:
             sys.exit(3)
         case "sys.exit(text)":
             sys.exit("no such file")
-
-
-async def end_in_coroutine() -> str:
-    """End the program from a coroutine."""
-    await asyncio.sleep(0)
-    sys.exit(0)
 
 
 def take_one_too_many() -> int:
@@ -232,20 +200,6 @@ def never_end(how: str) -> str:
     return "returned"
 
 
-class Kept:
-    """Goes from rank to driver, where nothing can pickle it again."""
-
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        if "RANK" not in os.environ:
-            raise PanicError("cannot be kept")
-        return Kept, ()
-
-
-def return_kept(_: int) -> Kept:
-    """Train a model that storage cannot keep."""
-    return Kept()
-
-
 KEPT: list[object] = []
 
 
@@ -285,11 +239,6 @@ def test_a_rank_that_exits_with_0_has_returned_none(client: Client) -> None:
     ways = ["", "sys.exit()", "sys.exit(0)", "quit()", "click", "--help"]
     futures = dispatch.run(client, end_by, ways, gang=Gang(max_restarts=0, ranks_per_worker=3))
     assert futures.result() == ["exported", None, None, None, None, None]
-
-
-def test_a_coroutine_that_exits_with_0_has_returned_none(client: Client) -> None:
-    start = lambda: end_in_coroutine()  # noqa: E731, PLW0108 - a coroutine function is refused
-    assert dispatch.run(client, start, gang=ONCE).result() == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -336,14 +285,6 @@ def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(client: C
     assert futures[1].result(MAX_WAIT) == "fine"
 
 
-def test_a_result_that_panics_when_it_is_kept_ends_the_wait_for_its_model(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "RETRY_AFTER", ())
-    [made] = dispatch.map(client, return_kept, [1], gang=ONCE, storage=str(tmp_path)).result(MAX_WAIT)
-    assert type(made) is Kept
-
-
 def test_what_python_waits_for_at_its_end_is_done_in_a_rank(
     client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,15 +317,6 @@ def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soo
     assert time.monotonic() - began < MAX_WAIT / 2  # the threads take longer
     assert len(list(tmp_path.glob("exit-?"))) == (0 if has_thread else len(failing))
     assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {str(rank): "all of it" for rank in failing}
-
-
-@pytest.mark.usefixtures("ample_end")
-def test_a_rank_that_is_stopped_during_its_report_has_time_for_it_and_its_exit_functions(
-    client: Client, tmp_path: Path
-) -> None:
-    error = dispatch.run(client, fail_during_a_report, tmp_path, gang=ONCE).exception(MAX_WAIT)
-    assert isinstance(error, SlowlyReportedError)
-    assert (tmp_path / "exit").exists()
 
 
 @pytest.mark.parametrize(

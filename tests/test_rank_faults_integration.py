@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -140,34 +138,6 @@ def test_a_rank_that_raises_before_it_joins(
     assert caught.value.__cause__.rank == 1
 
 
-def lose_the_users_own_connection(folder: str) -> None:
-    """Rank 1 asks a server of the user's that hangs up, while rank 0 waits for it."""
-    import torch
-    import torch.distributed as dist
-
-    with Path(folder, f"starts-{dist.get_rank()}").open("a") as starts:
-        starts.write("x")
-    if dist.get_rank() == 1:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as asking:
-            answering = server.accept()[0]
-            answering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            answering.close()
-            asking.recv(1)
-    dist.all_reduce(torch.ones(1))
-
-
-def test_a_connection_of_the_users_own_that_breaks_before_the_first_checkpoint_is_not_tried_again(
-    client: Client, tmp_path: Path
-) -> None:
-    with pytest.raises(ConnectionResetError) as caught:
-        ft.run_on(client, lose_the_users_own_connection, str(tmp_path)).result()
-    cause = caught.value.__cause__
-    assert isinstance(cause, GangError)
-    assert cause.rank == 1
-    assert "no checkpoint had been saved since the start" in str(cause)
-    assert (tmp_path / "starts-1").read_text() == "x"
-
-
 class OpensInRank0(Observer):
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -197,15 +167,6 @@ def test_observers_in_rank_0_open_once_the_users_modules_are_imported(
     error = ft.run_on(client, train, gang=gang).exception()
     assert isinstance(error, LookupError) == bool(last_line)
     assert trace.read_text() == "imported opened"
-
-
-def test_all_ranks_raise_the_same(client: Client, launch: ft.Launch) -> None:  # 4
-    watched = launch(client, "raise", at_rank=-1, always=True)
-    with pytest.raises(ft.SpoiltError) as caught:
-        watched.futures.result()
-    assert isinstance(caught.value.__cause__, GangError)
-    assert caught.value.__cause__.rank in (0, 1)
-    assert watched.starts(0) == [0, ft.SAVED_AT]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from s3fs import S3FileSystem
 
-from fault_proxy import FaultProxy, denied
+from fault_proxy import FaultProxy, denied, late
 from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.node import fork_client
@@ -141,24 +140,21 @@ def test_token_that_expires_while_shards_are_written_or_committed_and_is_renewed
     assert proxy.num_requests("layout.json") == 5  # three are written, one of them twice, and one is removed
 
 
-def test_token_that_stays_expired_costs_the_checkpoints_and_not_the_training(
-    proxy: FaultProxy, bucket: Callable[..., str], tmp_path: Path
+def save_and_fail() -> None:
+    """A whole checkpoint that the driver has, perhaps not storage yet."""
+    current_rank().checkpoint.save({"step": 1}, 1)
+    current_rank().checkpoint.flush()
+    raise LookupError("no such label")
+
+
+def test_gang_that_fails_waits_for_its_newest_checkpoint_to_reach_slow_storage(
+    proxy: FaultProxy, bucket: Callable[..., str]
 ) -> None:
     uri = bucket(endpoint=proxy.endpoint)
-    gates = tmp_path / "gates"
-    gates.mkdir()
-    futures, notes = run(uri, 3, gates=str(gates))
-    (gates / "1").touch()
-    until(lambda: notes.kept_steps == [1] or futures.done(), "the first checkpoint")
-    proxy.fail(denied("ExpiredToken"), key=".distcp")
-    (gates / "2").touch()
-    until(lambda: notes.told("of step 2 was not kept") or futures.done(), "the second to be given up")
-    proxy.heal()
-    (gates / "3").touch()
-    assert futures.result() == [[0, 6]] * 2
-    assert notes.kept_steps == [1, 3]
-    [told] = notes.told("of step 2 was not kept")
-    assert re.search(r"rank \d could not write its part \(PermissionError: ", told), told
+    proxy.fail(late(1.0), methods=("PUT",))
+    with pytest.raises(LookupError, match="no such label"):
+        on_this_machine(save_and_fail, checkpoint_uri=uri, max_restarts=0).result()
+    assert S3FileSystem().exists(f"{uri}/gang/manifest.json")
 
 
 def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
