@@ -123,7 +123,7 @@ def ours(source: Source, decoder: str) -> Dataset[Item]:
         BUCKET,
         source.prefix,
         transform(),
-        endpoint_url=source.endpoint,
+        storage_options={"endpoint_url": source.endpoint},
         decoder=decoder,
         num_connections=NUM_CONNECTIONS,
     )

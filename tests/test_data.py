@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.data.access import access_options
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
-NOWHERE: dict[str, Any] = {
-    "endpoint_url": "http://127.0.0.1:1",
-    "storage_options": {"key": "access", "secret": "hush"},
-    "num_retries": 1,
-}
+PLACE = {"endpoint_url": "http://127.0.0.1:1"}
+NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}
 
 
 @pytest.fixture
@@ -61,8 +57,8 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
         ),
         (
             ("b",),
-            {"storage_options": {"kee": 1, "client_kwargs": {"verify": False, "key": "k", "secret": "s"}}},
-            "has kee, key, secret, verify, which is unknown. Known are",
+            {"storage_options": {"kee": 1, "client_kwargs": {}}},
+            "has client_kwargs, kee, which is unknown. Known are",
         ),
         (("b",), {"storage_options": {"key": "k"}}, "has key, but no secret: give both"),
     ],
@@ -70,12 +66,6 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
 def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
-
-
-def test_option_that_is_none_hides_no_option_of_the_client() -> None:
-    options = {"endpoint_url": None, "client_kwargs": {"endpoint_url": "http://own", "region_name": "eu"}}
-    told = access_options(options, anon=False, endpoint_url=None)
-    assert (told["endpoint_url"], told["region"]) == ("http://own", "eu")
 
 
 def test_the_cache_has_its_folder_and_its_size(index: Path, tmp_path: Path) -> None:
@@ -101,7 +91,7 @@ def test_it_travels_without_its_client_and_hides_its_secret(index: Path) -> None
 
 def test_an_unknown_profile_is_named(index: Path) -> None:
     with pytest.raises(ValueError, match=r"\(nope\) could not be found: add the profile to ~/.aws/config"):
-        data.S3ImageFolder("b", "p", storage_options={"profile": "nope"}, endpoint_url="http://127.0.0.1:1")
+        data.S3ImageFolder("b", "p", storage_options={"profile": "nope"} | PLACE)
 
 
 def test_no_credentials_are_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +99,8 @@ def test_no_credentials_are_named(index: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-    folder = data.S3ImageFolder("b", "p", index=index, endpoint_url="http://127.0.0.1:1")
+    folder = data.S3ImageFolder("b", "p", index=index, storage_options=PLACE)
     with pytest.raises(PermissionError, match=r"no AWS credentials .*anon=True"):
         folder[0]
     with pytest.raises(PermissionError, match=r"s3://b/p/ may not be read: Unable to locate credentials.*anon=True"):
-        data.S3ImageFolder("b", "p", endpoint_url="http://127.0.0.1:1")
+        data.S3ImageFolder("b", "p", storage_options=PLACE)

@@ -63,9 +63,9 @@ def folder(weed: Weed, proxy: FaultProxy) -> Callable[..., data.S3ImageFolder]:
 
     def make(prefix: str = "few", bucket: str = BUCKET, keys: Keys | None = None, **options: Any) -> data.S3ImageFolder:
         options = {"timeout": PATIENCE, "num_retries": NUM_RETRIES} | options
-        if not options.get("anon"):
-            options = {"storage_options": weed.options(keys)} | options
-        return data.S3ImageFolder(bucket, prefix, endpoint_url=proxy.endpoint, **options)
+        place = {"endpoint_url": proxy.endpoint}
+        place = place if options.get("anon") else weed.options(keys) | place
+        return data.S3ImageFolder(bucket, prefix, storage_options=place, **options)
 
     return make
 

@@ -139,8 +139,9 @@ def test_what_may_be_printed_shows_no_secret() -> None:
 def test_an_error_of_the_bucket_names_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     options = {"key": "AKIASENTINEL0000", "secret": "sentinel-secret", "token": "sentinel-token"}
+    place = {"endpoint_url": "http://127.0.0.1:9"}
     with pytest.raises(OSError, match=r"bucket") as failure:
-        S3ImageFolder("bucket", "dogs", storage_options=options, endpoint_url="http://127.0.0.1:9", num_retries=0)
+        S3ImageFolder("bucket", "dogs", storage_options=options | place, num_retries=0)
     chain = [error for error in (failure.value, failure.value.__cause__) if error is not None]
     assert not any(secret in f"{error} {error!r}" for error in chain for secret in options.values())
 

@@ -273,7 +273,7 @@ def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
             place.prefix,
             transform=transfer.transform(hp),
             anon=place.anon,
-            endpoint_url=place.endpoint_url or None,
+            storage_options={"endpoint_url": place.endpoint_url or None},
             decoder="tensor",
             on_error=hp.on_error,
             index=Path(folder, INDEX),

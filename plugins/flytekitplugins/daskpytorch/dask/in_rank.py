@@ -159,7 +159,7 @@ class RankWorker:
                 sock.connect(self._way.address)
                 sock.sendall(self._way.token)
                 with sock.makefile("rb") as answer:
-                    contact: Contact = pickle.load(answer)  # noqa: S301 - from the rank's own worker
+                    contact: Contact = pickle.load(answer)  # noqa: S301 - from our own worker
                     return contact
         except (EOFError, OSError) as error:
             raise ConnectionError(

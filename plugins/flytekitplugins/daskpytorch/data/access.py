@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,11 +11,8 @@ from urllib.parse import urlsplit
 from flytekitplugins.daskpytorch.rank.quick_s3 import for_obstore
 
 AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
-STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
-"""Names that the argument `storage_options` may have, as in s3fs.
-
-`client_kwargs` is a dictionary that may have `endpoint_url` and `region_name`.
-"""
+STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name")
+"""Names that the argument `storage_options` may have, as in s3fs."""
 CREDENTIALS = (
     "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
 )
@@ -58,6 +54,8 @@ class Access:
             raise ValueError(
                 f"{error}: add the profile to ~/.aws/config, or name another (profile, AWS_PROFILE)"
             ) from None
+        # The parsing of timestamps takes two thirds of a long listing's time. Botocore's credentials take texts, too.
+        session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
         if self.key is not None:
             session.set_credentials(self.key, self.secret, self.token)
         if not self.anon:
@@ -76,33 +74,14 @@ class Access:
             retries={"total_max_attempts": 1 + self.num_retries, "mode": "standard"},
             signature_version=UNSIGNED if self.anon else None,
         )
-        with _quick_parsing(session):
-            client = self._client(session, config)
-            if not is_aws(client.meta.endpoint_url):  # other servers have no host name per bucket
-                client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
+        client = self._client(session, config)
+        if not is_aws(client.meta.endpoint_url):  # other servers have no host name per bucket
+            client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
         return client
 
     def _client(self, session: Any, config: Any) -> Any:
         region = self.region or session.get_config_variable("region") or "us-east-1"
         return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
-
-
-@contextmanager
-def _quick_parsing(session: Any) -> Iterator[None]:
-    """During the block, make botocore clients that do not parse timestamps.
-
-    The parsing takes two thirds of a long listing's time.
-    """
-    from botocore.parsers import ResponseParserFactory
-
-    name = "response_parser_factory"
-    usual, quick = session.get_component(name), ResponseParserFactory()
-    quick.set_parser_defaults(timestamp_parser=str)
-    session.register_component(name, quick)
-    try:
-        yield
-    finally:  # other clients of the session need timestamps of credentials
-        session.register_component(name, usual)
 
 
 def is_aws(endpoint_url: str) -> bool:
@@ -139,18 +118,15 @@ def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
-    """Convert options of s3fs to the arguments of `Access`. `anon` and `endpoint_url` win over the options."""
-    of_client = options.get("client_kwargs") or {}
-    told = {**of_client, **{name: value for name, value in options.items() if value is not None}}
-    told.pop("client_kwargs", None)
-    if unknown := (options.keys() - set(STORAGE_OPTIONS)) | (of_client.keys() - {"endpoint_url", "region_name"}):
+def access_options(options: Mapping[str, Any], *, anon: bool) -> dict[str, Any]:
+    """Convert options of s3fs to the arguments of `Access`. `anon` wins over the options."""
+    if unknown := options.keys() - set(STORAGE_OPTIONS):
         names = ", ".join(sorted(unknown))
         raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")
-    if (told.get("key") is None) != (told.get("secret") is None):
-        has, lacks = ("secret", "key") if told.get("key") is None else ("key", "secret")
+    if (options.get("key") is None) != (options.get("secret") is None):
+        has, lacks = ("secret", "key") if options.get("key") is None else ("key", "secret")
         raise ValueError(
             f"storage_options has {has}, but no {lacks}: give both, or neither to use the environment's credentials"
         )
-    told["region"] = told.pop("region_name", None)
-    return told | {"anon": anon or bool(told.get("anon")), "endpoint_url": endpoint_url or told.get("endpoint_url")}
+    named = {"region" if name == "region_name" else name: value for name, value in options.items()}
+    return named | {"anon": anon or bool(options.get("anon"))}

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import re
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
 """Pattern of the names of the cache's files: finished ones, and unfinished ones, which begin with a dot."""
-MAX_WRITING = 3600.0
-"""Age, in seconds, from which an unfinished file may be removed. Younger ones may still be written."""
 LOW_WATER = 0.9
 """Share of the cache's maximum size, from 0 to 1, to which a full cache is reduced. The oldest files are removed."""
 SHARE_BETWEEN_LOOKS = 0.03
@@ -90,19 +87,16 @@ class ImageCache:
     def _make_room(self) -> None:
         """If the cache exceeds its maximum size, remove the least recently used files.
 
-        Other processes may remove files at the same time.
+        Other processes may remove files at the same time. Files that are still written are the newest.
         """
         found: list[tuple[float, int, str]] = []
         for shelf in os.scandir(self._folder):
             if shelf.is_dir():
                 for file in os.scandir(shelf):
                     with suppress(FileNotFoundError):
-                        if not OURS.fullmatch(file.name):
-                            continue
-                        status = file.stat()
-                        if file.name.startswith(".") and time.time() - status.st_mtime < MAX_WRITING:
-                            continue
-                        found.append((status.st_mtime, status.st_size, file.path))
+                        if OURS.fullmatch(file.name):
+                            status = file.stat()
+                            found.append((status.st_mtime, status.st_size, file.path))
         excess = sum(size for _, size, _ in found) - self._num_bytes
         if excess <= 0:
             return

@@ -101,7 +101,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         anon: bool = False,
         *,
         storage_options: Mapping[str, Any] | None = None,
-        endpoint_url: str | None = None,
         decoder: image_decoder.Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
@@ -125,9 +124,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             anon: True: read the bucket without credentials. False: use the credentials of AWS's provider chain, such as
                 environment, profile, or role of the pod or machine.
             storage_options: Options as in s3fs: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
-                `region_name`.
-            endpoint_url: Address of a server other than AWS, with the bucket in the URL's path. None: the address in
-                the environment or the profile, else AWS.
+                `region_name`. `endpoint_url` is the address of a server other than AWS, with the bucket in the URL's
+                path. Without it: the address in the environment or the profile, else AWS.
             decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
                 tensor of (3, height, width), which is faster to decode and to transform. Both are upright according to
                 their EXIF data, and have the same pixels. Tensors are decoded by torchcodec if installed, else by
@@ -167,7 +165,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             num_connections=num_connections,
             timeout=timeout,
             num_retries=num_retries,
-            **access_options(storage_options or {}, anon=anon, endpoint_url=endpoint_url),
+            **access_options(storage_options or {}, anon=anon),
         )
         self.transform = transform
         self.target_transform = target_transform

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 """File extensions by which pictures are recognised, in lower or upper case: those of torchvision, and .gif."""
-FORMAT = 1
-ANEW = "Delete the file, and the bucket is listed again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,25 +74,24 @@ class ImageIndex:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index as JSON to a file. An existing file is replaced atomically."""
-        write_whole(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
+        write_whole(Path(path), json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
         """Read an index from a JSON file that the method `save` wrote.
 
         Raises:
-            ValueError: The file is not such an index, or has another format.
+            ValueError: The file is not such an index.
         """
         try:
             content = json.loads(Path(path).read_text())
-            version = content.pop("format")
-            index = cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
+            return cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is not an index of a folder of pictures ({what}). {ANEW}") from error
-        if version != FORMAT:
-            raise ValueError(f"{path} is an index in format {version}, not {FORMAT}. {ANEW}")
-        return index
+            raise ValueError(
+                f"{path} is not an index of a folder of pictures ({what}). Delete the file, and the bucket is listed "
+                "again"
+            ) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
