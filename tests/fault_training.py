@@ -18,7 +18,7 @@ from typing import Any
 from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
-from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL
 from processes import until
 
@@ -296,7 +296,7 @@ def run_on(
     settings = gang or Gang()
     request = Request(
         name=function.__qualname__,
-        call=code.pack_call(function, args, kwargs),
+        call=pack_call(function, args, kwargs),
         ranks_per_worker=where,
         settings=settings,
         observers=[make() for make in settings.observers],

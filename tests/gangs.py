@@ -18,7 +18,8 @@ import torch.multiprocessing as mp
 from flytekitplugins.daskpytorch import Gang, Observer, context
 from flytekitplugins.daskpytorch.context import Link, RankContext, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for, storage_of
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.code import Sources

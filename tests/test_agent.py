@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.protocol import code, framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
     DUMP_SIGNAL,
@@ -143,7 +144,7 @@ def job(function: Callable[[], object], hang_timeout: float | None = None) -> Jo
         sharding=Sharding(base="", nonce=""),
         gang="g",
         attempt=0,
-        call=code.pack_call(function, (), {}),
+        call=pack_call(function, (), {}),
         backend="gloo",
         settings=Gang(start_timeout=60.0, hang_timeout=hang_timeout),
     )

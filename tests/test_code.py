@@ -22,6 +22,7 @@ from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
 from flytekitplugins.daskpytorch.protocol import project as project_module
+from flytekitplugins.daskpytorch.protocol.function import Call, pack_call, unpack_call
 from processes import run_program
 
 PROJECT = {
@@ -241,42 +242,42 @@ def test_sources_are_unpacked_by_a_python_that_knows_no_filters(
 # ---- Calls ----------------------------------------------------------------------------------------------------------
 
 
-def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> code_module.Call:
-    return code_module.unpack_call(code_module.pack_call(function, args, kwargs))
+def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    return unpack_call(pack_call(function, args, kwargs))
 
 
 def test_function_of_a_module_travels_by_name(project: Path) -> None:
-    data = code_module.pack_call(training().train, (3,), {"scale": 2})
+    data = pack_call(training().train, (3,), {"scale": 2})
     assert b"words.txt" not in data  # none of its code
-    call = code_module.unpack_call(data)
+    call = unpack_call(data)
     assert call.function is training().train
     assert (call.args, call.kwargs) == ((3,), {"scale": 2})
 
 
 def test_function_of_a_flyte_task_is_found_through_the_task(project: Path) -> None:
     function = training().train_task.task_function
-    data = code_module.pack_call(function, (), {})
+    data = pack_call(function, (), {})
     assert len(data) < 400
-    assert code_module.unpack_call(data).function is function
+    assert unpack_call(data).function is function
 
 
 def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) -> None:
-    data = code_module.pack_call(training().train, (3,), {})
+    data = pack_call(training().train, (3,), {})
     training().train = replaced = lambda _: "the newer one"
-    assert code_module.unpack_call(data).function is replaced
+    assert unpack_call(data).function is replaced
 
 
 def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) -> None:
     script = """
         import torch
-        from flytekitplugins.daskpytorch.protocol import code
+        from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
 
         def count(folder):
             return torch.tensor(len(folder.classes)).item()  # there is a torch.classes, of a type of its own
 
-        call = code.pack_call(count, (), {})
+        call = pack_call(count, (), {})
         assert b"count" in call
-        print(code.unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
+        print(unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = run_program([tmp_path / "script.py"], cwd=tmp_path)
@@ -299,7 +300,7 @@ def test_functions_that_no_module_has_travel_by_value(project: Path) -> None:
 
 def test_argument_that_cannot_be_pickled_is_named(project: Path) -> None:
     with pytest.raises(TypeError) as caught:
-        code_module.pack_call(training().train, (1, threading.Lock()), {"scale": 2, "lock": threading.Lock()})
+        pack_call(training().train, (1, threading.Lock()), {"scale": 2, "lock": threading.Lock()})
     text = str(caught.value)
     assert text.startswith("train cannot be sent to the ranks, because argument 1, lock cannot be pickled")
     assert "argument 0" not in text
@@ -314,7 +315,7 @@ def test_function_that_cannot_be_pickled_is_named() -> None:
         lock.acquire()
 
     with pytest.raises(TypeError, match="locked cannot be sent to the ranks, because the function itself cannot be"):
-        code_module.pack_call(locked, (1,), {})
+        pack_call(locked, (1,), {})
 
 
 def test_files_that_change_after_their_first_look_are_found_once(

@@ -20,7 +20,7 @@ from s3fs import S3FileSystem
 from flytekitplugins.daskpytorch.driver import committer, manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE, Committed, Committer
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
-from flytekitplugins.daskpytorch.driver.request import storage_of
+from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.files import Files

@@ -20,10 +20,11 @@ from flytekitplugins.daskpytorch.display.tracker import Run, Tracker
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE
 from flytekitplugins.daskpytorch.driver.evaluation import MAX_LACK, Agenda
-from flytekitplugins.daskpytorch.driver.evaluation_request import arguments_of, names_of_evaluation
+from flytekitplugins.daskpytorch.driver.request import names_of_evaluation
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
@@ -365,7 +366,7 @@ def test_the_function_gets_the_inputs_that_it_names() -> None:
         pass
 
     inputs = arguments_of(train, ("here", 1, 2), {"target": 3.0, "note": "x"})
-    assert inputs == {"data": "here", "target": 3.0, "rate": 0.5, "note": "x"}
+    assert inputs == {"data": "here", "more": (1, 2), "target": 3.0, "rate": 0.5, "note": "x"}
     assert names_of_evaluation(evaluate, inputs, "train") == ["target", "rate"]
     assert names_of_evaluation(evaluate, ["target"], "train") == ["target"]
     assert call_in_rank(evaluate, ["target"], target=2.0, data="here") == {"held_out": 0.2}

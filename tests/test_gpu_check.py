@@ -22,7 +22,7 @@ import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.protocol.code import pack_call
+from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import gpu_check, nvml

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.request import Keys, call_of
+from flytekitplugins.daskpytorch.driver.storage import Keys, call_of
 from processes import run_program
 
 SCRIPT = """
@@ -27,7 +27,7 @@ def train(*args):
     pass
 
 if __name__ == "__main__":
-    dispatch.task_run.start = lambda call, *_: print(call.key)
+    dispatch.Run.start = lambda run, *_: print(run.key)
     with cluster.opened(num_workers=1) as client:
         for _ in range(2):
             dispatch.run(client, train, {"some", "words", "in", "a", "set"}, torch.ones(3), Own())

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch.driver import request
-from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.payload import (
     PIECE_SIZE,
     SMALL_SIZE,
@@ -48,8 +48,8 @@ def packed(*args: object, **kwargs: object) -> tuple[bytes, SharedMemory]:
     return data, memory
 
 
-def unpacked(data: bytes, memory: SharedMemory) -> code.Call:
-    return code.unpack_call(data, memory.address.mapped())
+def unpacked(data: bytes, memory: SharedMemory) -> Call:
+    return unpack_call(data, memory.address.mapped())
 
 
 def test_arrays_and_tensors_come_out_as_they_went_in_and_lie_in_the_memory() -> None:
@@ -88,7 +88,7 @@ def test_what_is_small_is_in_the_pickle_and_a_small_tensor_can_grow(monkeypatch:
     monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=AssertionError("a small call needs no file")))
     data, memory = request.packed(take, (np.ones(3), torch.ones(3), "text"), {})
     assert memory is None
-    call = code.unpack_call(data)
+    call = unpack_call(data)
     assert call.args[1].resize_(5).shape == (5,)
 
 
@@ -119,7 +119,7 @@ def test_calls_that_wait_leave_half_of_the_files_that_may_be_open_to_others(monk
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))
     asked = request.request_for(take, (data, tensor), {}, Gang())
     assert asked.large is None
-    found, other = code.unpack_call(asked.call or b"").args
+    found, other = unpack_call(asked.call or b"").args
     assert np.array_equal(found, data)
     assert torch.equal(other, tensor)
 

@@ -32,7 +32,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol import code, function
 
 WIDTH = 4
 LARGE = bytes(1 << 20)
@@ -158,7 +158,7 @@ if __name__ == "__main__":
         record: (),
     }
     destination = Path(os.environ["DESTINATION"])
-    packed = {each.__name__: code.pack_call(each, args, {}) for each, args in calls.items()}
+    packed = {each.__name__: function.pack_call(each, args, {}) for each, args in calls.items()}
     destination.write_bytes(pickle.dumps((code.pack_code(), packed)))
 """
 OPTIONS = """
@@ -186,6 +186,7 @@ from pathlib import Path
 sys.modules.pop("flytekitplugins", None)  # as the fork server does
 from flytekitplugins.daskpytorch.protocol import code as code_module
 from flytekitplugins.daskpytorch.protocol import program
+from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.rank import sources as rank_sources
 
 source, name, folder = sys.argv[1:]
@@ -193,7 +194,7 @@ code, calls = pickle.loads(Path(source).read_bytes())
 sources = code_module.place_code(code, Path(folder))
 rank_sources.enter(sources)
 program.enter(code.program, sources.script)
-call = code_module.unpack_call(calls[name])
+call = unpack_call(calls[name])
 try:
     result = call.function(*call.args, **call.kwargs)
 except Exception as error:
@@ -327,12 +328,12 @@ import pickle
 import sys
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol import code, function
 
 destination, cell = sys.argv[1:]
 linecache.cache["<cell 1>"] = len(cell), None, cell.splitlines(keepends=True), "<cell 1>"
 exec(compile(cell, "<cell 1>", "exec"))
-Path(destination).write_bytes(pickle.dumps((code.pack_code(), {"train": code.pack_call(train, (), {})})))
+Path(destination).write_bytes(pickle.dumps((code.pack_code(), {"train": function.pack_call(train, (), {})})))
 """
 
 

@@ -18,8 +18,9 @@ import pytest
 
 from flytekitplugins.daskpytorch.protocol import calls
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, EndCall, Finish, Forget, NextCall
-from flytekitplugins.daskpytorch.protocol.code import pack_call, pack_code
+from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.rank.calls import Server
 
 

@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.protocol import host
-from flytekitplugins.daskpytorch.protocol.code import unpack_call
+from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape, Training
 from flytekitplugins.daskpytorch.records import Goodput
 from processes import until

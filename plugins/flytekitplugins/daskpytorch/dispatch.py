@@ -1,6 +1,12 @@
 """Functions that train on any Dask cluster: `run` starts one gang, and `map` starts a gang per experiment.
 
-Runs in the driver. Example: `first, *others = dispatch.run(client, train, epochs=5).result()`.
+Runs in the driver. Example: `first, *others = dispatch.run(client, train, epochs=5).result()`. The way of a call:
+
+    protocol/function    what to call: the function and its arguments, checked ─▶ in debug mode, `task/debug` calls it
+    dask/agents          where it runs: the workers for agents, or this node (`node/agent`)
+    driver/request       what travels: the pickled call, large arguments in shared memory
+    task/run             where it is kept: the gang's key and folders; who watches: display, page, records
+    driver/supervisor    start: agents, and the project's sources to them (`protocol/code`)
 """
 
 from __future__ import annotations
@@ -8,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,35 +24,30 @@ from distributed import Client
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
-from flytekitplugins.daskpytorch.display import training
-from flytekitplugins.daskpytorch.driver.evaluation_request import (
-    arguments_of,
-    names_of_evaluation,
-    request_of_evaluation,
-)
 from flytekitplugins.daskpytorch.driver.request import (
-    call_of,
-    check_arguments,
-    check_function,
-    key_of,
-    note_unfinished,
+    names_of_evaluation,
     request_for,
     request_for_calls,
-    take_keys,
+    request_of_evaluation,
 )
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.code import function_of, name_of
-from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.function import (
+    arguments_of,
+    check_arguments,
+    check_function,
+    function_of,
+    key_of,
+    name_of,
+)
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.task import local_runs
-from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.config import rules_of_own_node
-from flytekitplugins.daskpytorch.task.run import Call, RunFutures
+from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.staying import StayingGang
 
 if TYPE_CHECKING:
@@ -123,26 +124,25 @@ def run(
     problems = Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN)
     _check_without_client(problems, client, gang)
     problems.raise_any()
-    pytorch_function, args = as_script(pytorch_function, args)
-    check_function(pytorch_function)
-    check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
+    function, args = as_script(pytorch_function, args)
+    own = {"local_rank": 0} if pass_local_rank else {}
+    check_function(function)
+    check_arguments(function, *args, **(kwargs | own))
     settings = gang or Gang()
-    inputs = arguments_of(pytorch_function, args, kwargs)
-    if settings.evaluate is not None:
-        names_of_evaluation(settings.evaluate.function, inputs, name_of(pytorch_function))
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
+    inputs = arguments_of(function, args, kwargs)
+    if settings.evaluate is not None:
+        names_of_evaluation(settings.evaluate.function, inputs, name_of(function))
     if is_debugging(settings):
-        kwargs |= {"local_rank": 0} if pass_local_rank else {}
-        called = functools.partial(function_of(pytorch_function), *args, **kwargs)
-        return task_run.start_here(_call(pytorch_function, args, kwargs, settings), called)
+        called = functools.partial(function_of(function), *args, **(kwargs | own))
+        return Run(function, args, kwargs, settings).call_here(called)
     with contextlib.ExitStack() as undo:
-        launcher, num_ranks = _launcher(client, settings, undo)
-        settings = replace(settings, ranks_per_worker=num_ranks)
-        request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
+        launcher, settings = _launcher(client, settings, undo)
+        request = request_for(function, args, kwargs, settings, pass_local_rank=pass_local_rank)
         request = replace(request, evaluation=request_of_evaluation(request, inputs))
-        call = _call(pytorch_function, args, kwargs, settings)
-        futures = task_run.start(call, request, launcher, launcher.num_wanted * num_ranks)
+        num_ranks = launcher.num_wanted * request.ranks_per_worker
+        futures = Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
         undo.pop_all()
     return futures
 
@@ -200,10 +200,10 @@ def gang(
     if nproc is not None:
         settings = replace(settings, ranks_per_worker=num_ranks_here(nproc, settings.backend))
     with contextlib.ExitStack() as undo:
-        launcher, num_ranks = _launcher(client, settings, undo)
-        settings = replace(settings, ranks_per_worker=num_ranks)
+        launcher, settings = _launcher(client, settings, undo)
         request = request_for_calls(settings)
-        staying = StayingGang(_call(_gang, (), {}, settings), request, launcher, launcher.num_wanted * num_ranks)
+        num_ranks = launcher.num_wanted * request.ranks_per_worker
+        staying = StayingGang(Run(_gang, (), {}, settings), request, launcher, num_ranks)
         undo.pop_all()
     return staying
 
@@ -319,10 +319,11 @@ def _check_without_client(problems: Problems, client: Client | None, gang: Gang 
             problems.check(name, rule)
 
 
-def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, int]:
-    """Return the launcher of a gang's agents, which `undo` closes, and the number of ranks per worker."""
+def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, Gang]:
+    """Return the launcher of a gang's agents, which `undo` closes, and the settings with the ranks per worker."""
     if client is None:
-        return OwnNode(), num_ranks_here(settings.ranks_per_worker, settings.backend)
+        num_ranks = num_ranks_here(settings.ranks_per_worker, settings.backend)
+        return OwnNode(), replace(settings, ranks_per_worker=num_ranks)
     kept = settings.evaluate.workers if settings.evaluate is not None else None
     agents = DaskAgents(client, settings.workers, kept)
     undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
@@ -332,19 +333,7 @@ def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack)
             f"the cluster at {agents.scheduler} has {len(agents.addresses)} workers, but needs {least}{more}. "
             f"{HOW_TO_GET_WORKERS}"
         )
-    return agents, agents.ranks_per_worker(settings)
-
-
-def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> Call:
-    again = call_of(function, args, kwargs, settings)
-    [key] = take_keys(function, settings.key, call=again)
-    return Call(
-        training=training.of_call(function, key, current_execution(), args, kwargs),
-        key=key,
-        settings=settings,
-        place=task_run.place_of(function, key, settings.key),
-        note_failed=functools.partial(note_unfinished, again, key),
-    )
+    return agents, replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
 
 
 def _gang() -> None:

@@ -23,9 +23,9 @@ from flyte.errors import NonRecoverableError, RuntimeSystemError
 from flyte.extend import AsyncFunctionTaskTemplate
 from flyteplugins.dask.task import DaskTask
 
-from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_all
 from flytekitplugins.daskpytorch.task import in_ranks, live_page, local_runs
 from flytekitplugins.daskpytorch.task.config import Cluster

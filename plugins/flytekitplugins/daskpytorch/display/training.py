@@ -1,7 +1,6 @@
 """Description of a training for displays and trackers: id, inputs, shape, usage and pace. Runs in the driver."""
 
 import dataclasses
-import inspect
 import os
 import re
 import shlex
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import without_secrets
-from flytekitplugins.daskpytorch.protocol.code import function_of, name_of
+from flytekitplugins.daskpytorch.protocol.function import arguments_of, name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
 from flytekitplugins.daskpytorch.protocol.script import Script
@@ -52,10 +51,10 @@ def of_call(
 
     The id contains `key`, which distinguishes several calls in one task.
     """
-    called = function_of(function)
-    if isinstance(called, Script):
-        args, called = (shlex.join(called.args),), lambda arguments: arguments
-    inputs = arguments_of(called, args, kwargs)
+    if isinstance(function, Script):
+        inputs = {"arguments": shlex.join(function.args)}
+    else:
+        inputs = arguments_of(function, args, kwargs)
     return _training(name_of(function), _id(key, run_id(execution.name, "")), inputs)
 
 
@@ -63,22 +62,6 @@ def of_model(function: Callable[..., Any], group: str, index: int, experiment: A
     """Return the name, id and inputs of the training of one model of a `dispatch.map`."""
     training = _training(name_of(function), f"{group}-{index}", inputs_of(experiment))
     return dataclasses.replace(training, group=group, index=index)
-
-
-def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call by name, those left at their default included."""
-    try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # no signature, as of a few builtins
-        return kwargs
-    bound.apply_defaults()
-    names = {each.kind: name for name, each in bound.signature.parameters.items()}
-    found: dict[str, Any] = dict(bound.arguments)
-    rest = names.get(inspect.Parameter.VAR_POSITIONAL, "")
-    if not found.get(rest, True):
-        del found[rest]
-    more: dict[str, Any] = found.pop(names.get(inspect.Parameter.VAR_KEYWORD, ""), {})
-    return found | more
 
 
 def group_of(key: str, execution: Execution) -> str:

@@ -29,10 +29,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import in_ranks, local_runs

@@ -20,9 +20,9 @@ frames (`framing`). Each end unpickles messages only after both have proved know
 The driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an answer. A
 missing answer shows as a closed connection, or as an agent without heartbeats.
 
-The user's objects are bytes (`pickling`) to all processes but the ranks. `Start` brings each agent the project's
-sources (`code`) and the state of the driver's program (`program`). The agent uses the driver's own source files if it
-can reach them.
+The user's objects are bytes (`pickling`) to all processes but the ranks, also the call (`function`). `Start` brings
+each agent the project's sources (`code`) and the state of the driver's program (`program`). The agent uses the driver's
+own source files if it can reach them.
 
 Each agent opens a port and names the port in its `Hello`. The driver tells all ranks the port of rank 0's agent, which
 passes the socket on to rank 0. Rank 0 opens torch's store on the socket, a new store for each attempt. Ranks that

@@ -1,7 +1,7 @@
-"""The user's code and arguments as bytes, packed in the driver and unpacked in a rank.
+"""The project's sources and the program's state, packed in the driver and unpacked beside the ranks.
 
-The driver sends an archive of the project's sources and a pickled call, for the ranks alone. Scheduler and Dask workers
-never import a user's module, since their copies may be old or missing.
+The sources are for the ranks alone. Scheduler and Dask workers never import a user's module, since their copies may be
+old or missing.
 """
 
 import contextlib
@@ -10,16 +10,13 @@ import io
 import os
 import sys
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.system import running_kernel
-from flytekitplugins.daskpytorch.protocol import pickling, program
+from flytekitplugins.daskpytorch.protocol import program
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.project import Project, is_code
 from flytekitplugins.daskpytorch.protocol.script import Script
@@ -66,51 +63,7 @@ class Sources:
     """Files that the driver has not sent -> their sizes in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A function and its arguments."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------
-
-
-def pack_call(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    put_aside: Callable[[bytes | memoryview], bool] | None = None,
-) -> bytes:
-    """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
-
-    Args:
-        function: The function to call.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        put_aside: Function that takes the memory of each large array and tensor, which the pickle then lacks. If the
-            remaining pickle is large, the function takes the pickle last, and `pack_call` returns empty bytes. The
-            function returns False to leave the memory in the pickle. None keeps everything in the pickle.
-
-    Raises:
-        TypeError: The function or an argument cannot be pickled. The message names the part.
-    """
-    by_name = _by_name(function)
-    try:
-        data = pickling.dumps((by_name or function, tuple(args), dict(kwargs)), put_aside=put_aside)
-    except Exception as error:
-        parts = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
-        parts["the function itself"] = by_name or function
-        culprits = [name for name, value in parts.items() if not _can_pickle(value)]
-        raise TypeError(
-            f"{name_of(function)} cannot be sent to the ranks, because {', '.join(culprits) or 'a part of it'} cannot "
-            f"be pickled: {error}. Pass plain data, and open files, locks and connections inside the function."
-        ) from error
-    if put_aside is None or len(data) < pickling.LARGE or not put_aside(data):
-        return data
-    return b""
 
 
 def pack_code(script: Script | None = None) -> Code:
@@ -157,38 +110,7 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
         archive.addfile(info, io.BytesIO(data))
 
 
-def _by_name(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return a function's module and name if the module has the function under this name, else None."""
-    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if not module or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
-        return None
-    try:
-        return (module, qualname) if module in sys.modules and _find(module, qualname) is function else None
-    except AttributeError:
-        return None
-
-
-def _can_pickle(value: object) -> bool:
-    try:
-        pickling.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function. A `partial` has the name of the function inside it."""
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
-
-
-def function_of(called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a Flyte task. Any other callable is returned as it is."""
-    return getattr(called, "_task_function", called)
-
-
-# ---- Unpacking, beside the ranks and in them ------------------------------------------------------------------------
+# ---- Unpacking, beside the ranks ------------------------------------------------------------------------------------
 
 
 def place_code(code: Code, folder: Path) -> Sources:
@@ -231,23 +153,3 @@ def _unpacked(code: Code, folder: Path) -> Path:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(target)  # noqa: S202 - our own archive
     return target
-
-
-def unpack_call(data: bytes, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None) -> Call:
-    """Unpickle a call that `pack_call` has pickled. `sys.path` must contain the project's sources.
-
-    Args:
-        data: The pickle. Empty if the pickle is the last item of `aside`.
-        aside: Memory that `pack_call` has put aside, in order.
-        present: Names of `__main__` that keep their values. None: all present names.
-    """
-    function, args, kwargs = pickling.loads(data or aside[-1], aside, present)
-    return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
-
-
-def _find(module: str, qualname: str) -> Callable[..., Any]:
-    """Return a function by module and name. If the name belongs to a Flyte task, return the task's function."""
-    found: Any = import_module(module)
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    return function_of(found)

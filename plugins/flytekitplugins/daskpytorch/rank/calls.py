@@ -15,8 +15,9 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall, values
-from flytekitplugins.daskpytorch.protocol.code import Call, place_code, unpack_call
+from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import sources

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from flytekitplugins.daskpytorch.process.worker import in_thread
-from flytekitplugins.daskpytorch.protocol.code import name_of, unpack_call
+from flytekitplugins.daskpytorch.protocol.function import name_of, unpack_call
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml

@@ -23,8 +23,8 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, script
-from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
+from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program

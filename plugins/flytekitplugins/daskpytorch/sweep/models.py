@@ -18,7 +18,8 @@ from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, 
 from flytekitplugins.daskpytorch.dask.agents import Share
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
-from flytekitplugins.daskpytorch.driver.request import Request, take_keys
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.storage import take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.extras import require_extra

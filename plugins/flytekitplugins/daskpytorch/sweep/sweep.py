@@ -18,9 +18,11 @@ from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
-from flytekitplugins.daskpytorch.driver.request import Request, request_for, storage_of
+from flytekitplugins.daskpytorch.driver.request import Request, request_for
+from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call, pack_code
+from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
+from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.placement import worker_order

@@ -9,11 +9,11 @@ Breakpoints of an editor, profilers and `pytest --pdb` work as in any program.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
-from flytekitplugins.daskpytorch.driver.request import start_of
+from flytekitplugins.daskpytorch.driver.storage import start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
@@ -60,7 +60,6 @@ E = TypeVar("E", CheckpointFile, ShardedCheckpoint)
 
 def run_here(
     function: Callable[[], Any],
-    name: str,
     settings: Gang,
     received: ReceivedResults,
     results_folder: Callable[[], object] = lambda: None,
@@ -73,7 +72,6 @@ def run_here(
 
     Args:
         function: The function to call.
-        name: Name of the function or task.
         settings: The user's settings, of which those of checkpoints, variables and the profile count.
         received: Receives the files that the function submits.
         results_folder: Returns the folder of the task's results, or None outside a task.
@@ -84,38 +82,87 @@ def run_here(
     Raises:
         BaseException: The function's exception, with its traceback. `sys.exit` with a code other than 0 is one, too.
     """
+    name = training.name
     if settings.evaluate is not None:
         say(f"{name}: debugging: Gang(evaluate=...) has no effect, since there is one process")
-    told, error = Observers(observers, name=name), None
+    told = Observers(observers, name=name)
+    error: Exception | None = None
     told.tell("begins", training)
     told.note(f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process")
     try:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             if (claim := stack.enter_context(claimed(storage, name))) is not None:
                 storage = claim.paths
             folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-            checkpoint = LocalCheckpoint(settings, storage, folder, told)
+            checkpoint = _LocalCheckpoint(settings, storage, folder, told)
             stack.callback(checkpoint.close)
             link = _Link(told, received, results_folder)
-            rank = RankContext(checkpoint=checkpoint, link=link)
+            _become_rank(RankContext(checkpoint=checkpoint, link=link), name, settings, checkpoint, told, stack)
+            link.trackers.open(told.for_rank())
+            link.trackers.tell("begins")
+            stack.push(lambda kind, *_: link.trackers.tell("close", int(kind is not None)))
             profiler = Profiler(0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
-            stack.enter_context(_as_rank(rank, name, settings, checkpoint, told))
-            stack.enter_context(link.trackers())
             stack.enter_context(profiler.watching(settings.profile))
             stack.enter_context(ending_as_program())  # then the result is None
             return unwrapped(completed(function()))
-    except BaseException as caught:
+    except KeyboardInterrupt:
+        error = GangCancelledError(f"{name} was cancelled")
+        raise
+    except SystemExit as ended:
+        error = RuntimeError(f"{name} ended with {describe_exit(ended)}")
+        raise
+    except Exception as caught:
         error = caught
         raise
     finally:
-        told.tell("ended", _for_observers(error, name))
+        told.tell("ended", error)
 
 
-class LocalCheckpoint(Checkpoint):
+def _become_rank(
+    rank: RankContext,
+    name: str,
+    settings: Gang,
+    checkpoint: _LocalCheckpoint,
+    told: Observers,
+    stack: ExitStack,
+) -> None:
+    """Make this process the rank: environment, process group and `current_rank()`. `stack` restores all three."""
+    begun_at, node = time.monotonic(), describe_node(socket.gethostname(), None)
+    [[place]] = places = place_ranks([node], 1)
+    job = orders.Job(
+        gang=name,
+        attempt=ATTEMPT,
+        call=None,
+        backend="gloo",
+        settings=settings,
+        sharding=checkpoint.sharding,
+        environment=settings.environment,
+    )
+    stack.callback(_set_environment, dict(os.environ))
+    changed = orders.environment(os.environ, place, job, None, checkpoint.folder)
+    os.environ.update({name: value for name, value in changed.items() if name != DEVICES})
+    stack.callback(process_group.leave)
+    stack.callback(context.enter, context.current_rank())
+    process_group.install()
+    process_group.expect(place, job, lambda: None)
+    process_group.join()
+    context.enter(rank)
+    told.tell("placed", Shape(name=name, backend="gloo", nodes=[node], places=places))
+    told.tell("formed", time.monotonic() - begun_at)
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class _LocalCheckpoint(Checkpoint):
     """Saves and loads checkpoints of the only rank. A gang's driver keeps the files in the same way.
 
     A save returns when the file is written. Its copy to storage follows in the background.
     """
+
+    loaded: SavedCheckpoint | None = None
 
     def __init__(self, settings: Gang, storage: StoragePaths | None, folder: Path, told: Observers) -> None:
         self.folder = folder
@@ -131,20 +178,14 @@ class LocalCheckpoint(Checkpoint):
         self.sharding = self._committer.sharding()
         """Storage of the shards, and the sharded checkpoints from before."""
         self._sharded = ShardedCheckpoints(self.sharding, attempt=ATTEMPT, rank=0, report=self._commit)
-        self._loaded: SavedCheckpoint | None = None
         if self._start is not None:
             self._vault.hold([self._start.identity])  # `load` reads the file, perhaps after other saves
-        kept = self.list()
-        if kept:
-            told.tell("resumed", kept[-1].step)
-            told.tell("keeps", kept)
-        if (text := start_of(storage, settings, kept[-1].step if kept else None)) is not None:
+        step = max((saved.step for saved in self.list()), default=None)
+        if step is not None:
+            told.tell("resumed", step)
+            told.tell("keeps", self.list())
+        if (text := start_of(storage, settings, step)) is not None:
             told.note(text)
-
-    @property
-    def loaded(self) -> SavedCheckpoint | None:
-        """The checkpoint that was loaded last, as in a gang."""
-        return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Write a copy of a state to the local folder."""
@@ -156,7 +197,7 @@ class LocalCheckpoint(Checkpoint):
         """Return the state of the checkpoint from before this call, of the best one, or of a step's."""
         check_best("load", self._keep.metric, best, step)
         chosen = self._find(self._vault.intact(), step) if best or step is not None else self._start
-        self._loaded = chosen.saved(self._vault.own) if chosen is not None else None
+        self.loaded = chosen.saved(self._vault.own) if chosen is not None else None
         return read_checkpoint(self._vault.path_of(chosen)) if chosen is not None else None
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -171,14 +212,13 @@ class LocalCheckpoint(Checkpoint):
         if not best and step is None:
             return self._sharded.load(state)
         chosen = self._find(self._vault.sharded, step)
-        self._loaded = chosen.saved if chosen is not None else None
+        self.loaded = chosen.saved if chosen is not None else None
         return self._sharded.load(state, chosen) if chosen is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
         """Return the kept checkpoints, whole and sharded, sorted by step."""
         kept = [file.saved(self._vault.own) for file in self._vault.entries()]
-        kept += [entry.saved for entry in self._vault.sharded]
-        return sorted(kept, key=lambda saved: saved.step)
+        return sorted([*kept, *(entry.saved for entry in self._vault.sharded)], key=lambda saved: saved.step)
 
     def close(self) -> None:
         """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
@@ -200,15 +240,18 @@ class LocalCheckpoint(Checkpoint):
         if isinstance(said, WrittenShards):
             self._committer.commit([said])
         else:
-            self._told.note(f"the sharded checkpoint of step {said.step} was not kept ({said.reason})")
-            self._sharded.settle(said.number)
+            self._note_lost(said.number, said.step, said.reason)
 
     def _note_commit(self, commit: Committed) -> None:
-        if commit.error is None:
-            self._note_kept(commit.step)
-        else:
-            self._told.note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
+        if commit.error is not None:
+            self._note_lost(commit.number, commit.step, repr(commit.error))
+            return
+        self._note_kept(commit.step)
         self._sharded.settle(commit.number)
+
+    def _note_lost(self, number: int, step: int, reason: str) -> None:
+        self._told.note(f"the sharded checkpoint of step {step} was not kept ({reason})")
+        self._sharded.settle(number)
 
     def _note_kept(self, step: int) -> None:
         self._told.tell("kept", step)
@@ -224,19 +267,8 @@ class _Link(Link):
         self._told = told
         self._received = received
         self._results_folder = results_folder
-        self._trackers = Observers()
-
-    @contextlib.contextmanager
-    def trackers(self) -> Iterator[None]:
-        """Open the observers of rank 0 for the block, and close them at its end."""
-        exit_code = 1
-        try:
-            self._trackers.open(self._told.for_rank())
-            self._trackers.tell("begins")
-            yield
-            exit_code = 0
-        finally:
-            self._trackers.tell("close", exit_code)
+        self.trackers = Observers()
+        """Observers of rank 0."""
 
     def log(self, record: LogRecord) -> None:
         """Give a record to trackers and observers.
@@ -244,14 +276,14 @@ class _Link(Link):
         Raises:
             StoppedEarlyError: An observer wants the training to stop.
         """
-        self._trackers.tell("logged", record)
+        self.trackers.tell("logged", record)
         self._told.tell("logged", record.sent())
         if self._told.stopped_early is not None:
             raise self._told.stopped_early
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Make the trackers record a model's gradients."""
-        self._trackers.tell("watch", model, log_freq)
+        self.trackers.tell("watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
         """Put a file among the results."""
@@ -262,55 +294,3 @@ class _Link(Link):
         """Return the folder of the task's results, which is made at the task's end. None outside a task."""
         self.submit("", b"")
         return self._results_folder()
-
-
-@contextlib.contextmanager
-def _as_rank(
-    rank: RankContext, name: str, settings: Gang, checkpoint: LocalCheckpoint, told: Observers
-) -> Iterator[None]:
-    """Make this process the rank: environment, process group and `current_rank()`. Restore all three at the end."""
-    begun_at, outer = time.monotonic(), context.current_rank()
-    node = describe_node(socket.gethostname(), None)
-    places = place_ranks([node], 1)
-    [[place]] = places
-    job = orders.Job(
-        gang=name,
-        attempt=ATTEMPT,
-        call=None,
-        backend="gloo",
-        settings=settings,
-        sharding=checkpoint.sharding,
-        environment=settings.environment,
-    )
-    with _changed(orders.environment(os.environ, place, job, None, checkpoint.folder)):
-        process_group.install()
-        process_group.expect(place, job, lambda: None)
-        try:
-            process_group.join()
-            context.enter(rank)
-            told.tell("placed", Shape(name=name, backend="gloo", nodes=[node], places=places))
-            told.tell("formed", time.monotonic() - begun_at)
-            yield
-        finally:
-            context.enter(outer)
-            process_group.leave()
-
-
-@contextlib.contextmanager
-def _changed(environment: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in environment.items() if name != DEVICES})
-    try:
-        yield
-    finally:
-        for name in environment:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if name in environment})
-
-
-def _for_observers(error: BaseException | None, name: str) -> Exception | None:
-    if isinstance(error, KeyboardInterrupt):
-        return GangCancelledError(f"{name} was cancelled")
-    if isinstance(error, SystemExit):
-        return RuntimeError(f"{name} ended with {describe_exit(error)}")
-    return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.evaluation_request import names_of_evaluation, request_of_evaluation
-from flytekitplugins.daskpytorch.driver.request import Request, packed_check, storage_of
+from flytekitplugins.daskpytorch.driver.request import Request, names_of_evaluation, packed_check, request_of_evaluation
+from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.signals import CtrlC
@@ -159,7 +159,6 @@ class InRanks:
             gang = self.task_config.gang
             return run_here(
                 functools.partial(self._task_function, **inputs),
-                self.name,
                 gang,
                 received,
                 lambda: self._as_output(shown.results.folder),
@@ -194,14 +193,14 @@ class InRanks:
     def _shown(self, inputs: dict[str, Any]) -> Iterator[ShownTask]:
         """During the block, show the training's progress. At the end, show where its files are."""
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
-        from flytekitplugins.daskpytorch.display import machine, training
+        from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
         from flytekitplugins.daskpytorch.task.results import TaskResults
         from flytekitplugins.daskpytorch.task.shown import ShownTask
 
         shown = ShownTask(
             display=machine.progress(self.name, is_plain=self._is_debugging),
-            recorder=Recorder(self.name, training.arguments_of(self._task_function, (), inputs)),
+            recorder=Recorder(self.name, self._arguments(inputs)),
             observers=self._observers(),
             run=local_runs.local_run.get(),
             results=TaskResults(self.task_config.gang.grace_period, current_execution()),
@@ -230,12 +229,12 @@ class InRanks:
             yield stack.enter_context(shown.results.received())
 
     def _request(self, inputs: dict[str, Any], host: RankHost, observers: list[Observer]) -> Request:
-        from flytekitplugins.daskpytorch.protocol import code
+        from flytekitplugins.daskpytorch.protocol.function import pack_call
 
         config = self.task_config
         request = Request(
             name=self.name,
-            call=code.pack_call(self._task_function, (), {}),
+            call=pack_call(self._task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
             num_gpus=self._num_gpus_to_find(),
             settings=config.gang,
@@ -251,8 +250,12 @@ class InRanks:
     def _training(self, inputs: dict[str, Any]) -> Training:
         from flytekitplugins.daskpytorch.display import training
 
-        arguments = training.arguments_of(self._task_function, (), inputs)
-        return training.of_task(self.name, current_execution().name, arguments)
+        return training.of_task(self.name, current_execution().name, self._arguments(inputs))
+
+    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        from flytekitplugins.daskpytorch.protocol.function import arguments_of
+
+        return arguments_of(self._task_function, (), inputs)
 
     def _observers(self) -> list[Observer]:
         """Make the observers of the gang's settings, and the observer for Weights & Biases if the config has it."""

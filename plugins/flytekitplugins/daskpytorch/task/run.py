@@ -1,7 +1,8 @@
-"""A gang whose caller holds futures, as of `dispatch.run`: shown, kept and resumed as those of tasks. In the driver.
+"""A gang whose caller holds futures, as of `dispatch.run`: named, kept, shown, and started. Runs in the driver.
 
-start(call, request, launcher, num_ranks)  ->  RunFutures    with any launcher: Dask's workers, or this node
-start_here(call, function)                 ->  RunFutures    in debug mode
+Run(function, args, kwargs, settings)          its key, and the folders of its checkpoints
+    .start(request, launcher, num_ranks)       ─▶ RunFutures    with any launcher: Dask's workers, or this node
+    .call_here(function)                       ─▶ RunFutures    in debug mode
 """
 
 from __future__ import annotations
@@ -12,33 +13,34 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display import machine
+from flytekitplugins.daskpytorch.display import machine, training
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.logged import Log, Logged
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request, key_of, storage_of
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.storage import call_of, note_unfinished, storage_of, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import is_interactive
 from flytekitplugins.daskpytorch.process.system import optional
-from flytekitplugins.daskpytorch.protocol.code import function_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
+from flytekitplugins.daskpytorch.protocol.function import function_of, key_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.settings import Gang, is_debugging
+from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.shown import Shown
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
-    from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+    from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
 GANG = "gang"
@@ -51,62 +53,6 @@ OUTCOMES: Mapping[type[BaseException], str] = {
     StoppedEarlyError: "stopped early",
 }
 """Outcomes of a gang for the user, by the error that ended it. Other errors: failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """Name, settings and checkpoint folder of one gang whose caller holds futures."""
-
-    training: Training
-    """Name and inputs of the training, for displays and observers."""
-    key: str
-    """Key of the gang, unique in the task or process."""
-    settings: Gang
-    place: str
-    """Name of the folder with the local runs among which `DASKPYTORCH_RESUME` finds the earlier one."""
-    note_failed: Callable[[], object] = lambda: None
-    """Called if the gang fails, before its futures are settled."""
-
-
-def start(call: Call, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
-    """Run a gang in a thread, show its training, keep its checkpoints, and return its futures.
-
-    Args:
-        call: Name, settings and checkpoint folder of the gang.
-        request: Request for the gang. Its key, training and storage are replaced by those of the call.
-        launcher: Starts the gang's agents.
-        num_ranks: Number of ranks.
-
-    Raises:
-        GangStartError: The operating system is not Linux.
-        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
-        PermissionError: Another user owns the folder of the earlier run, or can write to it.
-    """
-    run, supervisor = begin(call, request, launcher)
-    return RunFutures(run, supervisor, num_ranks)
-
-
-def begin(call: Call, request: Request, launcher: AgentLauncher) -> tuple[Run, Supervisor]:
-    """Return display, records and storage of a gang, and its supervisor, for `RunFutures`. See `start`."""
-    run = Run(call, [*request.observers])
-    run.recorder.story.stays = request.calls is not None
-    try:
-        asked = replace(request, key=call.key, training=call.training, storage=run.storage)
-        return run, Supervisor(asked, launcher, run.observers)
-    except BaseException as error:
-        run.conclude(error)
-        raise
-
-
-def start_here(call: Call, function: Callable[[], Any]) -> RunFutures:
-    """Call a function in this process as the only rank, and return its settled future.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed.
-        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
-        PermissionError: Another user owns the folder of the earlier run, or can write to it.
-    """
-    return _SettledFutures(Run(call, [make() for make in call.settings.observers]), function)
 
 
 def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
@@ -187,48 +133,111 @@ class RunFutures(Logged, GangFutures):
 class _SettledFutures(RunFutures):
     """The only future in debug mode, whose rank is this process. The future is settled from the beginning."""
 
-    def __init__(self, run: Run, function: Callable[[], Any]) -> None:
+    def __init__(self, run: Run, call: Callable[[ReceivedResults], Any]) -> None:
         received = ReceivedResults()
         future = GangFuture(received)
         self._about, self._log = run, run.log
         self._num_ranks, self._futures = 1, [future]
         try:
-            future.set_result(run.train_here(function, received))
+            future.set_result(call(received))
         except Exception as error:
             future.set_exception(raisable(error, "the function"))
 
 
 class Run:
-    """Display, records and storage of one gang whose caller holds futures.
+    """Name, storage, display and records of one gang whose caller holds futures.
 
     In a task, which has a display and storage of its own, the gang's metrics are not shown, and the task's host keeps
     its checkpoints.
     """
 
-    def __init__(self, call: Call, observers: list[Observer]) -> None:
-        self._call = call
-        self._observers = observers
-        """Observers of the user."""
-        self.keep = call.settings.keep
+    shown: Shown | None = None
+    """Display and page of the gang. None in a task."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
+    ) -> None:
+        """Take a key for the gang, and choose the folders of its checkpoints.
+
+        Raises:
+            ValueError: `DASKPYTORCH_RESUME` names no run's folder, or another gang of the task has the same key.
+            PermissionError: Another user owns the folder of the earlier run, or can write to it.
+        """
+        execution, self._settings = current_execution(), settings
+        call = call_of(function, args, kwargs, settings)
+        [self.key] = take_keys(function, settings.key, call=call)
+        self._note_failed = functools.partial(note_unfinished, call, self.key)
+        self.training = training.of_call(function, self.key, execution, args, kwargs)
+        self.keep = settings.keep
         self.log = Log()
-        self.recorder = Recorder(call.training.name, call.training.inputs)
-        execution = current_execution()
-        is_alone = execution.task is None
-        keeps_locally = is_alone and call.settings.checkpoint_uri is None
-        self._local = local_runs.begin(call.place) if keeps_locally else None
+        self.recorder = Recorder(self.training.name, self.training.inputs)
+        self._is_alone = execution.task is None
+        keeps_locally = self._is_alone and settings.checkpoint_uri is None
+        self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
-        self.storage = storage_of(execution, call.key, call.settings, paths)
+        self.storage = storage_of(execution, self.key, settings, paths)
         """Folders in storage for the gang's checkpoints. None: no storage."""
-        if self.storage is None and not is_alone and (asked := local_runs.asked_run()):
+        if self.storage is None and not self._is_alone and (asked := local_runs.asked_run()):
             say(
                 f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.run in a task of this kind, which "
                 "keeps no checkpoints. Give Gang(checkpoint_uri=...), or use task_config=DaskCluster(...)"
             )
-        self.shown = self._show() if is_alone else None
-        """Display and page of the gang. None in a task."""
+
+    def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
+        """Run the gang in a thread, show its training, keep its checkpoints, and return its futures.
+
+        Args:
+            request: Request for the gang. Its key, training and storage are replaced by those of this run.
+            launcher: Starts the gang's agents.
+            num_ranks: Number of ranks.
+
+        Raises:
+            GangStartError: The operating system is not Linux.
+        """
+        return RunFutures(self, self.supervised(request, launcher), num_ranks)
+
+    def supervised(self, request: Request, launcher: AgentLauncher) -> Supervisor:
+        """Show the gang from now on, and return its supervisor, for `RunFutures`. See `start`."""
+        self._show(request.observers, is_plain=is_interactive())
+        self.recorder.story.stays = request.calls is not None
+        try:
+            asked = replace(request, key=self.key, training=self.training, storage=self.storage)
+            return Supervisor(asked, launcher, self._observers)
+        except BaseException as error:
+            self.conclude(error)
+            raise
+
+    def call_here(self, function: Callable[[], Any]) -> RunFutures:
+        """Call a function in this process as the only rank, and return its settled future.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        from flytekitplugins.daskpytorch.task.debug import run_here
+
+        observers = [make() for make in self._settings.observers]
+        self._show(observers, is_plain=True)
+
+        def call(received: ReceivedResults) -> Any:
+            try:
+                returned = run_here(
+                    function,
+                    self._settings,
+                    received,
+                    observers=[*self._observers, *observers],
+                    training=self.training,
+                    storage=self.storage,
+                )
+            except BaseException as error:
+                self.conclude(error)
+                raise
+            self.conclude(None)
+            return returned
+
+        return _SettledFutures(self, call)
 
     @property
-    def observers(self) -> Sequence[Observer]:
+    def _observers(self) -> Sequence[Observer]:
         """Observers that this package adds to the gang: display, recorder of the page, and log records."""
         display = self.shown.display if self.shown is not None else machine.echo()
         return [display, self.recorder, self.log]
@@ -237,31 +246,10 @@ class Run:
         """Return paths and URLs of the training's checkpoints and tracker pages, by name."""
         return self.shown.places() if self.shown is not None else {}
 
-    def train_here(self, function: Callable[[], Any], received: ReceivedResults) -> Any:
-        """Call the function in this process, and return its return value."""
-        from flytekitplugins.daskpytorch.task.debug import run_here
-
-        call, error = self._call, None
-        try:
-            return run_here(
-                function,
-                call.training.name,
-                call.settings,
-                received,
-                observers=[*self.observers, *self._observers],
-                training=call.training,
-                storage=self.storage,
-            )
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self.conclude(error)
-
     def conclude(self, error: BaseException | None) -> None:
         """Show how the gang has ended, and close its local run."""
         if error is not None:
-            self._call.note_failed()
+            self._note_failed()
         with optional("showing how the run has ended"):
             if self.shown is not None:
                 how = "done" if error is None else "failed"
@@ -269,14 +257,10 @@ class Run:
         if self._local is not None:
             self._local.close()
 
-    def _show(self) -> Shown:
-        call = self._call
-        display = machine.progress(
-            call.training.name,
-            call.key,
-            is_plain=is_debugging(call.settings) or is_interactive(),
-            unsaid=(PreemptedError,) if self._local is not None else (),  # the outcome says the same
-        )
-        shown = Shown(display=display, recorder=self.recorder, observers=self._observers, run=self._local)
-        shown.show_table()
-        return shown
+    def _show(self, observers: Sequence[Observer], *, is_plain: bool) -> None:
+        """Show the gang's training, with the places of the user's observers. A task shows its gangs itself."""
+        if self._is_alone:
+            unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
+            display = machine.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
+            self.shown = Shown(display=display, recorder=self.recorder, observers=[*observers], run=self._local)
+            self.shown.show_table()

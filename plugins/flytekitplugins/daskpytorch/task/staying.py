@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.driver.calls import Call, Calls, Outcome
 from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
-from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, packed
+from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.protocol.calls import Forget, kept_value
-from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
+from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, name_of
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
-from flytekitplugins.daskpytorch.task import run as task_run
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
-from flytekitplugins.daskpytorch.task.run import RunFutures
+from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.shown import CallRow, Shown
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ class StayingGang:
     `dispatch.gang` returns it. Leave its `with` block, or call `close`, to end the ranks.
     """
 
-    def __init__(self, call: task_run.Call, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
+    def __init__(self, run: Run, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
         """Start the gang, and wait until its ranks have met.
 
         Args:
-            call: Name, settings and checkpoint folder of the gang.
+            run: Name and checkpoint folder of the gang.
             request: Request for the gang, without a call.
             launcher: Starts the gang's agents.
             num_ranks: Number of ranks.
@@ -141,7 +141,7 @@ class StayingGang:
         self._settings = request.settings
         self._sources = SourceFiles()
         asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
-        run, self._supervisor = task_run.begin(call, asked, launcher)
+        self._supervisor = run.supervised(asked, launcher)
         self._shown = run.shown
         self._futures = RunFutures(run, self._supervisor, num_ranks)
         self._futures[0].add_done_callback(lambda future: pending.note_end(future.exception()))

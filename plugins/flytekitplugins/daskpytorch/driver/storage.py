@@ -1,0 +1,172 @@
+"""Where a gang's checkpoints are kept: the gang's key, which all attempts of a task share, and its folders.
+
+Runs in the driver.
+"""
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+
+from flytekitplugins.daskpytorch.protocol import pickling
+from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.function import key_of
+from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
+from flytekitplugins.daskpytorch.settings import Gang
+
+
+class Keys:
+    """Unique keys for the gangs of a task, which stay equal in all attempts of the task."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._task: object = None
+        self._taken: set[str] = set()
+        self._unfinished: dict[object, list[str]] = {}
+        """Failed call, as identified by `call_of` -> the keys of its gangs."""
+        self._num_calls: Counter[str] = Counter()
+
+    def take(
+        self,
+        function: Callable[..., Any],
+        asked: str | None,
+        suffixes: Sequence[str] = ("",),
+        task: object = None,
+        *,
+        call: object = None,
+    ) -> list[str]:
+        """Return keys for one call's gangs: a base plus each suffix.
+
+        The default base consists of the function's name and the call's number in the task. Keys ignore arguments,
+        because pickles differ between processes, for example in set order.
+
+        Args:
+            function: The function that the gangs call.
+            asked: Base that the user has set. None uses the default.
+            suffixes: One suffix per gang.
+            task: Object that stands for the task's execution. None without a known task, as in user threads.
+            call: Result of `call_of`. A call equal to a failed call gets the failed call's keys.
+
+        Raises:
+            ValueError: Another gang of this task already uses the key `asked`.
+        """
+        with self._lock:
+            if call is not None and (keys := self._unfinished.pop(call, None)) is not None:
+                return keys
+            if task is not None and task is not self._task:  # locally, many tasks run in one process
+                self._task, self._taken, self._num_calls = task, set(), Counter()
+            for base in [asked] if asked is not None else self._numbered(key_of(function)):
+                keys = [f"{base}{suffix}" for suffix in suffixes]
+                if self._taken.isdisjoint([base, *keys]) or (asked is not None and task is None):
+                    self._taken.update([base, *keys])
+                    return keys
+        raise ValueError(
+            f"Gang(key={asked!r}): another gang of this task has this key, by which the next attempt finds a gang's "
+            "checkpoints. Give each gang a key of its own, or none."
+        )
+
+    def note_unfinished(self, call: object, keys: list[str]) -> None:
+        """Record a failed call. The next equal call gets these keys again, and thus the failed call's checkpoints."""
+        with self._lock:
+            self._unfinished[call] = keys
+
+    def _numbered(self, name: str) -> Iterator[str]:
+        while True:
+            self._num_calls[name] += 1
+            yield f"{name}-{self._num_calls[name]}"
+
+
+def take_keys(
+    function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), *, call: object = None
+) -> list[str]:
+    """Return keys for one call's gangs in the current task: a base plus each suffix.
+
+    Args:
+        function: The function that the gangs call.
+        asked: Base that the user has set. None: the function's name and the call's number in the task.
+        suffixes: One suffix per gang.
+        call: Result of `call_of`. A call equal to a failed call gets the failed call's keys.
+
+    Raises:
+        ValueError: Another gang of this task already uses the key `asked`.
+    """
+    return _keys.take(function, asked, suffixes, current_execution().task, call=call)
+
+
+def note_unfinished(call: object, key: str) -> None:
+    """Record a failed call and its key, which the next equal call gets again. Do nothing if `call` is None."""
+    if call is not None:
+        _keys.note_unfinished(call, [key])
+
+
+def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
+    """Return a value that identifies the function, its arguments and `checkpoint_uri`.
+
+    Values from different processes may differ. The value ignores the function's code, because users may fix code
+    between two calls. None inside tasks, without `checkpoint_uri`, and for calls with a key. Attempts of a task need
+    equal keys.
+    """
+    if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
+        return None
+    digest = xxhash.xxh3_128()
+
+    def put_aside(memory: memoryview) -> bool:
+        digest.update(memory)
+        return True
+
+    digest.update(pickling.dumps((args, kwargs), put_aside=put_aside))
+    return key_of(function), settings.checkpoint_uri, digest.digest()
+
+
+def storage_of(
+    execution: Execution, key: str, settings: Gang, paths: StoragePaths | None = None
+) -> StoragePaths | None:
+    """Return the folders of a gang's checkpoints, or None if no later attempt looks for checkpoints.
+
+    Args:
+        execution: Flyte execution of the task.
+        key: Key of the gang.
+        settings: Settings of the gang, whose `checkpoint_uri` may name a folder for checkpoints.
+        paths: Folders used instead of the execution's folders.
+    """
+    paths, uri = paths or execution.checkpoint_paths(key), settings.checkpoint_uri
+    if uri is None:
+        return paths
+    if paths is None:  # no host keeps checkpoints, so the next call finds them all here
+        files = Files(execution.filesystem(uri))
+        own = f"{files.path(uri)}/{key}"
+        files.refuse_foreign(own)  # a checkpoint is a pickle
+        return StoragePaths(files=files, previous=own, own=own, is_claimed=True)
+    shards, previous = (
+        f"{uri.rstrip('/')}/{execution.name or key}/{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
+        if folder
+        else None
+        for folder in (paths.own, paths.previous)
+    )
+    return replace(paths, shards=shards, previous_shards=previous)
+
+
+def start_of(storage: StoragePaths | None, settings: Gang, step: int | None) -> str | None:
+    """Return a user message about the checkpoint from which a gang begins.
+
+    Without a checkpoint, return a message only if the next call uses the same folder.
+
+    Args:
+        storage: Folders of the gang's checkpoints.
+        settings: Settings of the gang.
+        step: Step of the newest checkpoint. None without a checkpoint.
+    """
+    if storage is None or storage.previous != storage.own:
+        return f"going on from the previous attempt's checkpoint of step {step}" if step is not None else None
+    if step is not None:
+        return f"going on from the checkpoint of step {step} in {storage.own}"
+    is_later = settings.key is None and not storage.own.endswith("-1")
+    more = "; each call has a folder of its own, unless Gang(key=...) names one" if is_later else ""
+    return f"starting afresh, since no checkpoint is in {storage.own}{more}"
+
+
+_keys = Keys()
