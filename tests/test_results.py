@@ -16,8 +16,7 @@ from flytekitplugins.daskpytorch.context import Link, RankContext
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
-from flytekitplugins.daskpytorch.results import DaskResultsHandler
-from flytekitplugins.daskpytorch.results.handler import ResultFolder, ResultPathError
+from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultFolder, ResultPathError
 
 
 def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0) -> None:

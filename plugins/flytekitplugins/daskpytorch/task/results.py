@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.host import Execution
-from flytekitplugins.daskpytorch.results.handler import ResultFolder, write_out
+from flytekitplugins.daskpytorch.results import ResultFolder, write_out
 
 PROFILES = "profiles"
 """Name of the results folder's subfolder for traces by `Gang(profile=...)`."""

@@ -1,7 +1,8 @@
-"""Files that ranks submit during a training, and that the driver writes.
+"""Files that ranks submit during a training, and that the driver writes below a folder.
 
 `submit_result` and `directory` run in a rank, and `process_results` runs in the driver. Results travel over the gang's
 connections, not through the Dask scheduler. The driver of a `DaskDDP` or `SpawnDDP` task writes results without a call.
+May import `driver` and all below.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from flytekitplugins.daskpytorch.process.folders import replacing
 if TYPE_CHECKING:
     from flytekit.types.directory import FlyteDirectory
 
+
+__all__ = ["DaskResultsHandler", "ResultPathError"]
 
 POLL_INTERVAL = 0.05
 """Seconds between two checks for files that ranks have submitted."""
