@@ -35,9 +35,7 @@ from flyteplugins.daskpytorch import (
     DaskDDP,
     Gang,
     SpawnDDP,
-    current_client,
     current_rank,
-    dispatch,
     results,
 )
 from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
@@ -185,19 +183,6 @@ async def asynchronous(scale: float) -> float:
 
 def test_a_coroutine_function_on_dask(tmp_path: Path) -> None:
     assert run(asynchronous, tmp_path, scale=2.0) == 6.0
-
-
-def square(number: int) -> int:
-    return number * number
-
-
-@with_client.task
-def many(numbers: list[int]) -> list[int]:
-    return list(dispatch.map(current_client(), square, numbers).result())
-
-
-def test_many_models_with_the_tasks_client(tmp_path: Path) -> None:
-    assert run(many, tmp_path, numbers=[1, 2, 3]) == [1, 4, 9]
 
 
 @pytest.fixture(scope="module")

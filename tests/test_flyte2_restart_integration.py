@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 pytest.importorskip("flyteplugins.dask")
 
@@ -18,7 +15,7 @@ from flyte.models import ActionID, CheckpointPaths, RawDataPath
 from flyteidl2.core.execution_pb2 import ContainerError, ErrorDocument, ExecutionError
 from flyteidl2.task.common_pb2 import Outputs
 
-from flyteplugins.daskpytorch import Gang, SpawnDDP, WorkerLostError, context, current_rank
+from flyteplugins.daskpytorch import Gang, SpawnDDP, WorkerLostError, current_rank
 from flyteplugins.daskpytorch.task import MAX_SYSTEM_RESTARTS
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -88,17 +85,3 @@ def test_system_errors_that_do_not_end_count_towards_the_tasks_retries(attempt: 
         assert error(attempt) == (ContainerError.RECOVERABLE, ExecutionError.SYSTEM)
     start(attempt)
     assert error(attempt) == (ContainerError.RECOVERABLE, ExecutionError.USER)
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError("not allowed")
-
-
-def test_an_error_that_cannot_be_put_aside_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    MemoryFileSystem().pipe_file("/refused/error.pb", b"")
-    monkeypatch.setattr(MemoryFileSystem, "mv", refuse)
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(output_path="memory://refused"))
-    assert context.earlier_system_errors() == 0
-    assert "move the file aside (PermissionError: not allowed)" in " ".join(capsys.readouterr().err.split())

@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import psutil
@@ -98,7 +96,7 @@ class Execution:
         **rest: Any,
     ) -> Attempt:
         """One attempt; `meddle` and what else is not for `execute` are the task's inputs."""
-        own = {name: rest.pop(name) for name in ("meddle", "starts_anew") if name in rest}
+        own = {"meddle": rest.pop("meddle", None)}
         return execute(
             task,
             {"folder": str(self.traces), **rest},
@@ -249,17 +247,6 @@ def _has_points(database: Path) -> bool:
     return False
 
 
-def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:
-    with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
-        execution = _execution(cluster, wandb_folder, tmp_path)
-        meddle = signal_after(execution, 3, lambda _: cluster.workers[1])
-        attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
-        cluster.workers[1].wait()
-    check_stopped(execution, attempt, "was told to end")
-    assert f"the worker {gethostname()} (tcp://127.0.0.3" in attempt.error.message
-    assert attempt.seconds < MAX_SECONDS
-
-
 def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: Path) -> None:
     with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
         execution = _execution(cluster, wandb_folder, tmp_path)
@@ -312,48 +299,6 @@ def test_42_the_same_error_twice_in_a_task(execution: Execution) -> None:
     assert "rank 1 of 2 failed" in error.message
     assert "the same error came at the same step twice" in error.message
     assert execution.starts(0) == [0, 1, 0, 1]
-
-
-def test_43_weights_and_biases_is_down(execution: Execution) -> None:
-    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    with nothing_left_behind():
-        attempt = execution.attempt(0, epochs=20, pace=0.05, env=env)
-        ended_at = time.time()
-    assert result(attempt) == expected(20)
-    times = [float(line) for line in execution.lines("epochs-0-0")]
-    assert max(after - before for before, after in pairwise(times)) < 15  # wandb's time-out
-    assert ended_at - times[-1] < MAX_SECONDS
-    assert "Weights & Biases: " in attempt.output
-    assert "The run is recorded offline" in attempt.output
-
-
-def test_55_calls_find_their_checkpoints_in_another_process(
-    cluster: Cluster, wandb_folder: Path, tmp_path: Path
-) -> None:
-    """Whatever they are called with: each process has its own order of a set, and pickles tensors in its own way."""
-    execution = _execution(cluster, wandb_folder, tmp_path)
-
-    def fail_once_stored(process: Process) -> None:
-        stored = tmp_path / "run" / "attempt-0" / "checkpoint" / "daskpytorch"
-        until(lambda: len(list(stored.glob(f"*/{MANIFEST}"))) == 3 or process.poll() is not None, "checkpoints")
-        (execution.traces / "fail").touch()
-
-    with nothing_left_behind():
-        first = execution.attempt(0, "orchestrate_twice", meddle=fail_once_stored)
-        # Anew, or both would have one order of a set.
-        second = execution.attempt(1, "orchestrate_twice", previous=first.checkpoint, starts_anew=True)
-    assert first.error.kind == RECOVERABLE, first.output
-    one, other = execution.lines("words")
-    assert one != other
-    assert sorted(path.name for path in Path(first.checkpoint, "daskpytorch").iterdir()) == [
-        "_resumed-1",
-        "_resumed-2",
-        "by-hand",
-    ]
-    found = second.outputs["o0"].collection.literals
-    assert [literal.scalar.primitive.integer for literal in found] == [len(n) for n in ("first", "second", "third")]
-    for name in ("first", "second", "third"):
-        assert execution.lines(f"resumed-{name}") == [f"{name} {len(name)}"] * 2
 
 
 def test_shards_go_on_through_the_deaths_of_driver_and_ranks_and_lie_where_they_were_written(

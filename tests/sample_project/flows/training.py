@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,15 +20,12 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flows.arithmetic import shifted
 from flytekitplugins.daskpytorch import (
-    DaskCluster,
     DaskDDP,
     Gang,
     MLflow,
     TensorBoard,
     Wandb,
-    current_client,
     current_rank,
-    dispatch,
 )
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
@@ -181,33 +177,6 @@ def _die(folder: str, attempt: int, epoch: int) -> None:
 def _leave(folder: str, name: str, line: object) -> None:
     with Path(folder, name).open("a") as file:
         file.write(f"{line}\n")
-
-
-@task(task_config=DaskCluster())
-def orchestrate_twice(folder: str) -> list[int]:
-    """Train by calls whose arguments are pickled otherwise in each process; the first attempt fails in the second."""
-    words, weights = set("of which each process has its own order"), torch.ones(3)
-    _leave(folder, "words", ",".join(words))  # in the order of this process
-    first = dispatch.run(current_client(), _resumed, folder, "first", words, weights, gang=Gang(max_restarts=0))
-    second = dispatch.run(current_client(), _resumed, folder, "second", words, weights, gang=Gang(max_restarts=0))
-    keyed = Gang(max_restarts=0, key="by-hand")
-    with ThreadPoolExecutor(1) as thread:  # to which flytekit's context is unknown
-        third = thread.submit(dispatch.run, current_client(), _resumed, folder, "third", gang=keyed).result()
-    return [futures.result()[0] for futures in (first, second, third)]
-
-
-def _resumed(folder: str, name: str, *_: object) -> int:
-    """The step of the checkpoint that it starts from; where there is none, save one, and fail when told to."""
-    rank = current_rank()
-    state = rank.checkpoint.load()
-    if state is not None:
-        _leave(folder, f"resumed-{name}", f"{state['name']} {state['step']}")
-        return int(state["step"])
-    rank.checkpoint.save({"name": name, "step": len(name)}, len(name))
-    _leave(folder, f"begun-{name}", rank.rank)
-    while not Path(folder, "fail").exists():
-        time.sleep(0.02)
-    raise FlyteRecoverableException("try again")
 
 
 @task
