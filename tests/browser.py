@@ -12,28 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
-
-REPORT = """
-<pre id="report"></pre>
-<script>
-window.addEventListener("load", () => {  // all pictures have been loaded, or have failed
-  const tabs = [...document.querySelectorAll("#flyte-frame-tabs li")];
-  tabs.find(tab => tab.textContent.trim() === TAB).click();
-  const images = [...document.querySelectorAll("#flyte-frame-container > .active " + PICTURES)];
-  document.getElementById("report").textContent = JSON.stringify(images.map(image => {
-    const box = image.getBoundingClientRect();
-    const natural_width = image.naturalWidth ?? box.width;
-    const alt = image.alt ?? image.querySelector("[role=img]").getAttribute("aria-label");
-    return {alt, natural_width, box: [box.left, box.top, box.right, box.bottom]};
-  }));
-});
-</script>
-"""
-"""Says in the page itself what became of each picture of a tab."""
-
 
 INSPECTION = """
 <pre id="report"></pre>
@@ -131,27 +110,6 @@ class Inspected:
     """Of its scripts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """A picture on the page."""
-
-    alt: str
-    natural_width: int
-    """Pixels of the picture itself; 0 where it could not be loaded."""
-    pixels: np.ndarray
-    """What the screen shows there, (height, width, 3), uint8."""
-
-
-def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000, pictures: str = "img") -> list[Shown]:
-    """The pictures of one of the Deck's tabs, `img` or charts (`.dpt-chart`); skips where there is no Chromium."""
-    page, screenshot = folder / "page.html", folder / "screenshot.png"
-    page.write_text(deck.read_text().replace("</body>", _report(tab, pictures) + "</body>"))
-    dom = _chromium(folder, "--dump-dom", page.as_uri(), height=height)
-    _chromium(folder, f"--screenshot={screenshot}", page.as_uri(), height=height)
-    screen = np.asarray(Image.open(screenshot).convert("RGB"))
-    return [_shown(image, screen) for image in _report_in(dom)]
-
-
 def inspect(pages: Mapping[str, str], folder: Path, widths: Sequence[int]) -> dict[tuple[str, int], Inspected]:
     """Open pages, each at every width, all in one browser; skips where there is no Chromium."""
     frames = "".join(
@@ -199,16 +157,6 @@ def _report_in(dom: str) -> Any:
 
 def _document(page: str) -> str:
     return f"<!doctype html><html><head><meta charset=utf-8>{CATCH}</head><body>{page}</body></html>"
-
-
-def _report(tab: str, pictures: str) -> str:
-    return REPORT.replace("PICTURES", json.dumps(pictures)).replace("TAB", json.dumps(tab))
-
-
-def _shown(image: dict[str, object], screen: np.ndarray) -> Shown:
-    left, top, right, bottom = (round(edge) for edge in image["box"])  # type: ignore[attr-defined]
-    pixels = screen[top:bottom, left:right]
-    return Shown(alt=str(image["alt"]), natural_width=int(image["natural_width"]), pixels=pixels)  # type: ignore[call-overload]
 
 
 def _chromium(folder: Path, *arguments: str, height: int) -> str:

@@ -525,27 +525,6 @@ def test_a_usage_sample_during_the_capture_of_a_graph_does_no_harm(run: Run, usa
         assert any(began < usage.time < ended for usage in usages)
 
 
-def compile_and_train(device: str, seconds: float) -> bool:
-    """Train a compiled model for some seconds; its last output must be that of the model itself."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).to(device)
-    # On the CPU without code generation, which takes a compiler and half a minute.
-    compiled = torch.compile(model, **{"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"})
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.rand(32, 64, device=device)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        optimizer.zero_grad()
-        compiled(batch).square().mean().backward()
-        optimizer.step()
-    return torch.allclose(compiled(batch), model(batch), atol=1e-3)
-
-
-@slow_on_cpu
-def test_a_compiled_model_trains_beside_the_usage_samples(run: Run, device: str, usages: list[RankUsage]) -> None:
-    results = run(compile_and_train, 20.0 if device == "cuda" else 2.5, observers=(Usages,)).result()
-    assert all(results)
-    assert len(usages) >= 2 * len(results)  # one during the training, and one at its end
-
-
 def use_device(device: str, seconds: float) -> int:
     """Compute for some seconds; the bytes that torch has allocated on the GPU."""
     end, step = time.monotonic() + seconds, 0
