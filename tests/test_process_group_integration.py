@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,24 +123,6 @@ def meet_at_master() -> tuple[bool, str]:
 
 def test_each_attempt_has_a_store_of_its_own_that_anybody_may_join() -> None:
     assert gang(meet_at_master, max_restarts=1) == [(False, "1")] * 2
-
-
-def serve_with_few_files(num_ranks: int, soft: int) -> tuple[int, int]:
-    """How many files rank 0 of so many may have open, and how many a rank may that serves nobody."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = []
-    for listener in (socket.create_server(("127.0.0.1", 0)), None):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        address = ("127.0.0.1", listener.getsockname()[1]) if listener is not None else None
-        job = Job(**{**JOB, "store": address, "settings": Gang(start_timeout=60.0)})
-        process_group._store(job, listener.detach() if listener is not None else None, num_ranks)
-        limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    return limits[0], limits[1]
-
-
-def test_rank_0_may_have_a_connection_of_every_rank() -> None:
-    assert gang(serve_with_few_files, 700, 600) == [(700 + process_group.OTHER_FILES, 600)] * 2
-    assert gang(serve_with_few_files, 2, 600) == [(600, 600)] * 2
 
 
 DRIVER = """

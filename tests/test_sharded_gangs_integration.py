@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -15,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flytekitplugins.daskpytorch import Gang, GangStartError, Keep, current_rank, dispatch
-from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.host import open_filesystem
@@ -248,35 +245,6 @@ def test_each_gang_on_a_cluster_goes_on_from_its_own_by_its_key(tmp_path: Path) 
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["both", "sweep-0", "sweep-1"]
 
 
-def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agents, "MAX_SILENCE", 6.0)
-    notes, pids = Notes(), tmp_path / "pids"
-    pids.mkdir()
-    settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="gang", min_workers=1, observers=(lambda: notes,))
-    hosts = ["127.0.0.2", "127.0.0.3"]
-    with dask_cluster(tmp_path / "cluster", hosts=hosts) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, count, 30, str(pids), gang=settings)
-        until(lambda: len(notes.kept_steps) > 2 or futures.done(), "some steps")
-        old = psutil.Process(int((pids / "0-0").read_text()))
-        suspended = [old, cluster.worker_process(0)]
-        for process in suspended:
-            process.suspend()
-        try:
-            until(lambda: (pids / "1-0").exists() or futures.done(), "the smaller gang")
-        finally:
-            for process in suspended:
-                process.resume()
-        results = futures.result()  # of both ranks, where the worker has come back in time
-        until(lambda: not old.is_running(), "the old rank to end")
-    assert {tuple(result) for result in results} == {(notes.resumed_steps[-1], 30 * 31 // 2)}
-    assert notes.kept_steps == sorted(set(notes.kept_steps))
-    there = {folder.name for folder in (tmp_path / "kept" / "gang").glob("step-*/*")}
-    assert len(there) == 2
-    assert not any(name.startswith("0-") for name in there)
-
-
 @contextlib.contextmanager
 def training(uri: Path) -> Iterator[tuple[Notes, Future[list[Any]]]]:
     """A gang that has checkpoints at an address, and trains until the end of the block."""
@@ -289,16 +257,6 @@ def training(uri: Path) -> Iterator[tuple[Notes, Future[list[Any]]]]:
             yield notes, running
         finally:
             gang.preempt("that is enough")
-
-
-def test_a_gang_whose_address_a_newer_gang_has_taken_over_ends(tmp_path: Path) -> None:
-    with training(tmp_path) as (_, running):
-        (claim := tmp_path / "gang" / "claim.json").unlink()
-        newer = {"id": "newer", "name": "flows.train", "host": "node-7", "pid": 1, "machine": "other", "since": 0}
-        claim.write_text(json.dumps(newer))
-        until(running.done, "the gang to end")
-    with pytest.raises(GangStartError, match=r"gang was taken over by flows\.train on node-7"):
-        running.result()
 
 
 def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_checkpoints(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,20 +24,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import Client
-from flytekit import task
 
 from flytekitplugins.daskpytorch import (
-    DaskCluster,
     Gang,
     GangError,
-    WorkerGroup,
-    current_client,
     current_rank,
     dispatch,
 )
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.task import staying
-from flytekitplugins.daskpytorch.task.staying import StayingGang
 from processes import MAX_SECONDS, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
@@ -151,16 +145,6 @@ def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_i
         assert len(futures) == 2
 
 
-def test_in_a_task_with_a_cluster_of_its_own() -> None:
-    @task(task_config=DaskCluster(workers=WorkerGroup(number_of_workers=2)))
-    def phases(size: int) -> float:
-        with dispatch.gang(current_client()) as gang:
-            values = gang.keep(load, size)
-            return float(sum(gang.call(total, values).result()[0][1] for _ in range(2)))
-
-    assert phases(size=4) == 24.0
-
-
 def test_a_rank_left_in_a_collective_ends_the_gang_and_a_new_one_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="k")
     with nothing_left_behind():
@@ -184,32 +168,6 @@ def loaded() -> int:
     state = current_rank().checkpoint.load()
     assert state is not None
     return state["step"]
-
-
-class ClosesGang:
-    """An argument whose pickling takes until the gang's end."""
-
-    def __init__(self, gang: StayingGang) -> None:
-        self.gang = gang
-
-    def __reduce__(self) -> tuple[type[int], tuple[()]]:
-        self.gang.close()
-        return int, ()
-
-
-def test_a_call_that_is_pickled_at_the_gangs_end_shows_nothing_and_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown: list[str] = []
-    with nothing_left_behind(), dispatch.gang(nproc=1) as gang:
-        monkeypatch.setattr(gang, "_shown", SimpleNamespace(show_call=lambda _: shown.append("a table")))
-        array = np.zeros(1 << 20)
-        with pytest.raises(GangError, match="this gang is closed") as caught:
-            gang.call(numbers_of, array, [ClosesGang(gang)])
-        open_files = [str(each.resolve()) for each in Path("/proc/self/fd").iterdir()]
-        assert not any("memfd:daskpytorch" in each for each in open_files)  # although the error's frames are alive
-    assert caught.value.kind == "closed"
-    assert shown == []
 
 
 def state_of_rank() -> tuple[int, int]:
