@@ -159,19 +159,6 @@ def test_the_example_of_a_sharded_state_trains_and_keeps_it(tmp_path: Path, monk
     assert len(list(tmp_path.glob("kept/*/*/gang/step-30/*/.metadata"))) == 1
 
 
-@pytest.mark.slow
-def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
-    (tmp_path / "resume.py").write_text(block("# resume.py:"))
-    model = torch.nn.Linear(4, 1)
-    model.load_state_dict({"weight": torch.zeros(1, 4), "bias": torch.full((1,), 3.0)})  # what it is to learn
-    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    torch.save({"step": 29, "model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "step-29.pt")
-    done = run_warm(["pyflyte", "run", "resume.py", "train", "--steps", "30", "--start", "step-29.pt"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == 0.0
-
-
 def test_the_training_with_validation_stops_early_or_at_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from pages import command
 from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks import sweeps
-from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
+from tasks.char_lstm import CharLSTM, Hyperparameters, evaluate, windows
 from tasks.names import load_names, split_by_name
 from tasks.sweeps import ScalingRow, SweepRow, TimeToLoss
 from test_report import chart_data
@@ -60,11 +60,6 @@ def held_out_windows() -> torch.Tensor:
     return windows(split_by_name(load_names().names, hp.held_out, hp.seed)[1])
 
 
-def bigrams_loss() -> float:
-    hp = Hyperparameters()
-    return bigram_loss(*(windows(part) for part in split_by_name(load_names().names, hp.held_out, hp.seed)))
-
-
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The guide's sweep: two batch sizes, two epochs."""
@@ -101,18 +96,6 @@ def test_a_sweep_leaves_its_charts_as_a_page(sweep: Run) -> None:
     [by_epoch, _] = chart_data(page.read_text())
     losses = sorted([row.loss for row in sweep.outputs["rows"] if row.epoch == 2])
     assert [line["y"][-1] for line in by_epoch["lines"][:2]] == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
-    rows: list[ScalingRow] = scaling.outputs["rows"]
-    assert [(row.ranks, row.batch_size, row.global_batch, row.epoch) for row in rows] == [
-        *((1, 2048, 2048, 1), (1, 4096, 4096, 1)),
-        *((2, 2048, 4096, 1), (2, 4096, 8192, 1)),
-    ]
-    # Only a gang of two takes the same steps as one rank with twice the batch, but for their dropout.
-    assert rows[2].loss == pytest.approx(rows[1].loss, abs=0.05)
-    assert abs(rows[2].loss - rows[0].loss) > abs(rows[2].loss - rows[1].loss)
 
 
 # ---- What is refused, and what fails
@@ -169,18 +152,3 @@ def test_the_environment_says_how_many_workers_there_are(monkeypatch: pytest.Mon
 
 
 # ---- The defaults
-
-
-@pytest.mark.slow
-def test_the_default_sweep_beats_a_bigram_model(tmp_path: Path) -> None:
-    done = run(tmp_path, "pyflyte run workflows/pet_names_sweep.py pet_names_sweep")
-    final = {(row.batch_size, row.lr): row.loss for row in done.outputs["rows"]}
-    assert len(final) == 4
-    assert min(final.values()) < bigrams_loss() - 0.1
-
-
-@pytest.mark.slow
-def test_the_default_scaling_comes_to_the_bigram_models_loss(tmp_path: Path) -> None:
-    done = run(tmp_path, "pyflyte run workflows/pet_names_scaling.py pet_names_scaling")
-    assert done.outputs["target_loss"] == pytest.approx(bigrams_loss())
-    assert all(time.seconds is not None for time in done.outputs["times"])
