@@ -17,19 +17,19 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
+from flytekitplugins.daskpytorch.driver.assembly import assemble
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
-from flytekitplugins.daskpytorch.driver.calls import Calls
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import framing, messages
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, Halted, NextCall
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
@@ -37,26 +37,10 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-from flytekitplugins.daskpytorch.protocol.orders import (
-    Arrived,
-    Hold,
-    Kept,
-    Leave,
-    Locate,
-    OrderToAll,
-    Release,
-    Settled,
-)
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Kept, Leave, OrderToAll, Release, Settled
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.protocol.reports import (
-    Held,
-    Located,
-    Ready,
-    Remembered,
-    Returned,
-    ShardsNotWritten,
-    ShortReport,
-)
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
+from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned, ShardsNotWritten, ShortReport
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, StoredPart, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
@@ -368,18 +352,19 @@ class World:
         self.register.launch(self.cluster.workers)
         observers = Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock)
         self.evaluations: list[Evaluation] = []
-        self.state = GangState(
+        gang = assemble(
             request,
             self.register,
             self.committer,
             observers,
             self.received,
+            self._evaluate,
             asked_at=self.clock(),
-            make=self._evaluate,
             clock=self.clock,
             running_clock=RunningClock(self.clock) if may_stand_still else None,
         )
-        self.evaluator = self.state.evaluator
+        self.state, self.saving, self.evaluator = gang.state, gang.checkpoints, gang.evaluator
+        self.debugger, self.accountant = gang.debugger, gang.accounting.accountant
         self.brain = Brain(self.state, Code(archive=b"sources", digest="d"))
         self.decide()
 
@@ -542,19 +527,14 @@ class World:
             return
         for rank in list(agent.ranks.values()):
             match order:
-                case Hold():
-                    self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
-                case Locate(look):
-                    self.report(agent, rank.rank, Located(1, self.stacks.get(rank.rank, "stack"), -1, look))
-                    self.report(agent, rank.rank, Remembered(self.recalled.get(rank.rank)))
+                case Ask():
+                    self.report(agent, rank.rank, Answer(order.question, order.number, self._answer(rank, order)))
                 case Settled():
                     self._settle(agent, rank, order)
                 case NextCall(number=number):
                     self._call(rank, number)
                 case EndCall(number, at):
                     rank.to_end = number, at
-                    if at is None:
-                        self.report(agent, rank.rank, Halted(number, self.of_staying.halts_at.get(rank.rank, 1)))
                 case Forget(number):
                     self.of_staying.freed.append((rank.rank, number))
                 case Finish():
@@ -562,6 +542,18 @@ class World:
                     self.report(agent, rank.rank, Returned(rank.rank))
                 case Leave() if rank.has_delivered:
                     self.leave(agent, rank.rank, 0)
+
+    def _answer(self, rank: Rank, asked: Ask) -> object:
+        match asked.question:
+            case Question.HOLD:
+                return rank.step if self.heeds else 0, False
+            case Question.STACKS:
+                return Located(1, self.stacks.get(rank.rank, "stack"), -1)
+            case Question.COLLECTIVES:
+                return self.recalled.get(rank.rank)
+            case _:
+                rank.to_end = asked.about, None
+                return self.of_staying.halts_at.get(rank.rank, 1)
 
     def _begin(self, agent: Agent, order: messages.Start) -> None:
         if not any(start.job.attempt == order.job.attempt for start in self.starts):
@@ -663,7 +655,7 @@ class World:
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal
-        self.feed(self.state.note_upload, file, error)
+        self.feed(self.saving.note_upload, file, error)
 
     def write_shards(self, agent: Agent, *ranks: int, fails: bool = False) -> None:
         """These of its ranks, or all, report that they have written their parts of a sharded checkpoint, or cannot."""
@@ -718,7 +710,7 @@ class World:
             self.commits.add((committed.attempt, committed.number))
         else:
             self.given_up.add((committed.attempt, committed.number))
-        self.calls.append(functools.partial(self.state.note_commit, committed))
+        self.calls.append(functools.partial(self.saving.note_commit, committed))
 
     def _settle(self, agent: Agent, rank: Rank, order: Settled) -> None:
         if rank.rank == 0:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import Goodput, RankUsage
-from flytekitplugins.daskpytorch.driver.goodput import Accountant
+from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.orders import Accounted
-from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
+from flytekitplugins.daskpytorch.protocol.reports import Spent
 from simulated_gang import Agent, OwnError, World, raised
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
@@ -71,7 +71,7 @@ class Trained(World):
     def end(self) -> Goodput:
         """The account that is given when it is over, checked against the clock."""
         assert self.is_over
-        goodput = self.state.accountant.final(self.error if isinstance(self.error, Exception) else None)
+        goodput = self.accountant.final(self.error if isinstance(self.error, Exception) else None)
         check(goodput)
         assert math.isclose(goodput.total, self.clock() - self.asked_at)
         return goodput
@@ -271,31 +271,31 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
         usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
         world.report(agent, rank, usage)
     assert [usage.rank for usage in world.watcher.usages] == [0, 1]
-    assert parts(world.state.accountant.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
+    assert parts(world.accountant.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 
 def answers(world: Trained, worker: str) -> list[tuple[int, float]]:
     """The numbers of the requests that ranks there had answered, and the seconds of steps that they were told."""
     told = [getattr(order, "order", None) for order in world.agent(worker).orders]
-    return [(each.number, each.goodput.stepping) for each in told if isinstance(each, Accounted)]
+    return [(each.number, each.value.stepping) for each in told if isinstance(each, Answer)]
 
 
 def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: MakeTrained) -> None:
     world = world_of(1.0)
     world.spend(stepping=5.0)
-    world.report(world.agent(W1), 0, GoodputWanted(1))
+    world.report(world.agent(W1), 0, Ask(Question.GOODPUT, 1))
     world.spend(stepping=7.0)
-    world.report(world.agent(W2), 1, GoodputWanted(1))
-    world.report(world.agent(W1), 0, GoodputWanted(2))
+    world.report(world.agent(W2), 1, Ask(Question.GOODPUT, 1))
+    world.report(world.agent(W1), 0, Ask(Question.GOODPUT, 2))
     assert (answers(world, W1), answers(world, W2)) == ([(1, 5.0), (2, 12.0)], [(1, 5.0)])
 
 
 def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: MakeTrained) -> None:
     world = world_of(1.0)
-    world.report(world.agent(W2), 1, GoodputWanted(1))
+    world.report(world.agent(W2), 1, Ask(Question.GOODPUT, 1))
     assert answers(world, W2) == []
     world.spend(stepping=5.0)  # as rank 0 says before it asks itself, and now and then in any case
-    world.report(world.agent(W1), 0, GoodputWanted(1))
+    world.report(world.agent(W1), 0, Ask(Question.GOODPUT, 1))
     assert answers(world, W1) == answers(world, W2) == [(1, 5.0)]
 
 
@@ -303,7 +303,7 @@ def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: Ma
     world = world_of(1.0)
     world.spend(stepping=5.0)
     world.report(world.agent(W1), 0, Spent({"stepping": 5.0}, is_last=True))
-    world.report(world.agent(W2), 1, GoodputWanted(1))
+    world.report(world.agent(W2), 1, Ask(Question.GOODPUT, 1))
     assert answers(world, W2) == [(1, 5.0)]
 
 

@@ -40,11 +40,11 @@ from flytekitplugins.daskpytorch.protocol.orders import (
     Arrived,
     Job,
     Leave,
-    Locate,
     ShowStacks,
 )
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
+from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.settings import Gang
@@ -364,12 +364,13 @@ def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Drive
 def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_down(driver: Driver) -> None:
     driver.start(wait_for_ever)
     driver.next(Ready)
-    driver.send(messages.Tell(Locate(1)))
-    while "wait_for_ever" not in (located := driver.next(Located)).stacks:  # it is on its way there
-        driver.send(messages.Tell(Locate(1)))
+    driver.send(messages.Tell(Ask(Question.STACKS, 1)))
+    while "wait_for_ever" not in (located := driver.next(Answer).value).stacks:  # it is on its way there
+        driver.send(messages.Tell(Ask(Question.STACKS, 1)))
     assert "in follow" in located.stacks  # of the thread that answers, too
     group = "the default group (gloo)"
-    assert driver.next(Remembered).recalled == Recalled(groups=[group], collectives=[])
+    driver.send(messages.Tell(Ask(Question.COLLECTIVES, 2)))
+    assert driver.next(Answer).value == Recalled(groups=[group], collectives=[])
     driver.send(messages.Tell(ShowStacks()))
     tail = ""
     while "wait_for_ever" not in tail:

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.display import feeder, logged, terminal
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
-from flytekitplugins.daskpytorch.driver.goodput import Accountant
+from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage

@@ -9,7 +9,6 @@ import json
 import math
 import signal
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +36,9 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Wanted
+from flytekitplugins.daskpytorch.protocol.orders import Settled
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Hint, Remembered
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -368,7 +368,7 @@ def test_ranks_have_the_grace_period_or_a_quarter_if_none_asks(
     agent = world.agent(W1)
     world.feed(world.state.request_stop, REASON)
     for each in world.connected():
-        world.report(each, next(iter(each.ranks)), Held(1 if heeds else 0))
+        world.report(each, next(iter(each.ranks)), Answer(Question.HOLD, 1, (1 if heeds else 0, False)))
     world.wait(seconds - 1.0)
     assert not any(isinstance(order, messages.Stop) for order in agent.orders)
     world.wait(2.0)
@@ -765,9 +765,23 @@ def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world
 
 
 def locate(world: World, worker: str, rank: int, stacks: str, num_moves: int = 4) -> None:
-    """A rank answers where it is."""
-    world.report(world.agent(worker), rank, Located(5, stacks, num_moves, world.brain._attempt.look))
-    world.report(world.agent(worker), rank, Remembered(world.recalled.get(rank)))
+    """A rank answers the newest questions: where it is, and its collectives."""
+    newest = world.brain._attempt._num_asked
+    for question, number, value in (
+        (Question.STACKS, newest - 1, Located(5, stacks, num_moves)),
+        (Question.COLLECTIVES, newest, world.recalled.get(rank)),
+    ):
+        world.report(world.agent(worker), rank, Answer(question, number, value))
+
+
+def questions(world: World, worker: str) -> list[Question]:
+    """Remove and return the questions that an agent has yet to pass on. There are no other orders."""
+    asked = [order.order.question for order in world.agent(worker).orders]  # type: ignore[attr-defined]
+    world.agent(worker).orders.clear()
+    return asked
+
+
+LOOK = [Question.STACKS, Question.COLLECTIVES]
 
 
 def test_gang_that_moves_again_while_it_is_asked_goes_on(gang_of: MakeWorld) -> None:
@@ -829,7 +843,7 @@ def test_only_ranks_that_do_not_answer_are_signalled(gang_of: MakeWorld) -> None
     world = gang_of(hang_timeout=10.0, max_restarts=0, ranks_per_worker=2)
     world.wait(10.0)
     for agent in world.connected():
-        assert agent.orders.pop() == messages.Tell(Locate(1))
+        assert questions(world, agent.worker) == LOOK
     for rank, worker in ((0, W1), (1, W1), (3, W2)):
         locate(world, worker, rank, f"stack of {rank}", num_moves=-1)
     world.wait(0.5, beats=False)
@@ -904,7 +918,7 @@ def test_failed_collective_is_explained_by_what_the_other_ranks_say(gang_of: Mak
     world.fail(world.agent(W1), 0, RuntimeError("gloo: timed out waiting 1800000ms for recv"))
     assert not world.agent(W2).orders  # the loss of a worker, which reads alike, is soon known
     world.wait(0.4, beats=False)
-    assert world.agent(W2).orders == deque([messages.Tell(Locate(1))])
+    assert [order.order.question for order in world.agent(W2).orders] == LOOK  # type: ignore[attr-defined]
     world.obey_all()
     assert not world.is_over
     world.wait(0.4, beats=False)
@@ -920,19 +934,19 @@ def test_answers_to_an_earlier_look_do_not_explain_a_failed_collective(gang_of: 
     world.recalled = {1: recalled(1), 2: recalled(1)}
     world.wait(10.0)
     for rank, worker in enumerate((W1, W2, W3)):
-        assert world.agent(worker).orders.pop() == messages.Tell(Locate(1))
+        assert questions(world, worker) == LOOK
         locate(world, worker, rank, "still busy")
     world.wait(1.0)
     world.recalled = {1: recalled(1, 2, is_done=False), 2: recalled(1)}
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
-    assert world.agent(W2).orders == deque([messages.Tell(Locate(2))])
+    assert questions(world, W2) == LOOK
 
 
 def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_have_answered(gang_of: MakeWorld) -> None:
     world = gang_of(num_workers=3, max_restarts=0)
     world.recalled = {1: recalled(1, 2, is_done=False), 2: recalled(1)}
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
-    assert world.agent(W2).orders == deque([messages.Tell(Locate(1))])
+    assert [order.order.question for order in world.agent(W2).orders] == LOOK  # type: ignore[attr-defined]
     world.obey_all()  # they answer
     assert isinstance(world.agent(W2).orders[-1], messages.Stop)
     world.obey_all()
@@ -942,7 +956,7 @@ def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_hav
 def test_what_a_rank_reports_before_its_abort_explains_the_abort(gang_of: MakeWorld) -> None:
     world = gang_of(num_workers=2, max_restarts=0)
     world.recalled = {1: recalled(1)}
-    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False), is_final=True))
+    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False)))
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
     world.obey_all()
     assert "rank 1 has not called collective 2 of the default group (gloo)" in str(raised(world))
@@ -951,10 +965,11 @@ def test_what_a_rank_reports_before_its_abort_explains_the_abort(gang_of: MakeWo
 def test_failed_ranks_answer_does_not_displace_the_collectives_of_its_failure(gang_of: MakeWorld) -> None:
     world = gang_of(num_workers=2, max_restarts=0)
     world.recalled = {1: recalled(1)}
-    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False), is_final=True))
+    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False)))
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
     failure = Failure.of(RuntimeError("gloo: Connection reset by peer"), world.clock())
-    for report in (replace(failure, recalled=recalled(1)), Located(1, "stack", -1, world.brain._attempt.look)):
+    located = Answer(Question.STACKS, world.brain._attempt._num_asked - 1, Located(1, "stack", -1))
+    for report in (replace(failure, recalled=recalled(1)), located):
         world.report(world.agent(W2), 1, report)
     world.leave(world.agent(W2), 1, 1)
     world.obey_all()
@@ -1180,7 +1195,7 @@ def test_looks_become_rare_as_silence_grows(world_of: MakeWorld) -> None:
     looks = []
     for minute in range(1, 300):
         world.wait(60.0)
-        if any(isinstance(getattr(order, "order", None), Locate) for order in world.agent(W1).orders):
+        if any(isinstance(getattr(order, "order", None), Ask) for order in world.agent(W1).orders):
             looks.append(minute)
         world.obey_all()
     assert looks[0] == 5
@@ -1225,7 +1240,7 @@ def test_a_checkpoint_whose_metric_is_no_number_is_brought_once(gang_of: MakeWor
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=math.nan)
     assert arrive(world) == [1]
-    assert not world.state.saving.fetches.is_busy
+    assert not world.saving.fetches.is_busy
 
 
 def test_a_metric_that_counts_and_that_no_checkpoint_has_is_hinted_at(gang_of: MakeWorld) -> None:
@@ -1249,7 +1264,7 @@ def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_ha
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=0.5)
     world.save(world.agent(W1), 2, loss=0.1)
-    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
     world.obey_all()
     world.upload(world.agent(W1))
     world.obey_all()
@@ -1264,7 +1279,7 @@ def test_a_checkpoint_that_does_not_come_is_not_waited_for(gang_of: MakeWorld) -
     world.save(world.agent(W1), 1, loss=0.5)
     arrive(world)
     world.save(world.agent(W1), 2, loss=0.1)
-    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
     world.obey_all()
     world.upload(world.agent(W1), OSError("no space"))
     world.obey_all()
@@ -1275,16 +1290,16 @@ def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) ->
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=0.5)
     arrive(world)
-    world.report(world.agent(W2), 1, Wanted(1, None))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, Wanted(None)))
     world.obey_all()
     assert world.agent(W2).brought == []  # rank 0 may save a better one before it asks
-    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
     world.obey_all()
     world.save(world.agent(W1), 2, loss=0.1)
     arrive(world)
-    world.report(world.agent(W1), 0, Wanted(2, None))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 2, Wanted(None)))
     world.obey_all()
-    world.report(world.agent(W2), 1, Wanted(2, None))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 2, Wanted(None)))
     world.obey_all()
     for worker in (W1, W2):
         brought = world.agent(worker).brought
@@ -1297,7 +1312,7 @@ def test_a_checkpoint_is_had_by_its_step(gang_of: MakeWorld, step: int | None, f
     for saved, loss in ((1, 0.1), (2, 0.9)):
         world.save(world.agent(W1), saved, loss=loss)
         arrive(world)
-    world.report(world.agent(W1), 0, Wanted(1, step))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(step)))
     world.obey_all()
     assert [chosen.value and chosen.value.step for chosen in world.agent(W1).brought] == [found]
 
@@ -1310,7 +1325,7 @@ def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_
     for _ in range(3):
         world.save_shards()
     world.write_shards(world.agent(W1))
-    world.report(world.agent(W1), 0, Wanted(1, step, is_sharded=True))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(step, is_sharded=True)))
     world.obey_all()
     assert world.agent(W1).brought == []  # rank 1 still writes
     world.write_shards(world.agent(W2))
@@ -1599,7 +1614,7 @@ class AnyOrder(RuleBasedStateMachine):
         if world.error is None and world.state.stop_request is None:
             assert world.evaluating is None, "the end has not waited"
             assert len(world.watcher.evaluated) == len(done)
-        for kept in world.state.saving.saved():
+        for kept in world.saving.saved():
             assert kept.metrics.get("held_out", kept.step % 100) == kept.step % 100
         world.evaluator.end()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.calls import Call, Outcome
+from flytekitplugins.daskpytorch.driver.parts.calls import Call, Outcome
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
 from flytekitplugins.daskpytorch.task.staying import _Pending

@@ -14,7 +14,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.logged import Log
-from flytekitplugins.daskpytorch.driver.calls import Call, Calls
+from flytekitplugins.daskpytorch.driver.parts.calls import Call, Calls
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.task import staying
 from flytekitplugins.daskpytorch.task.shown import CallRow, CallTables

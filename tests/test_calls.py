@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.driver.calls import LEAVE_TIME, Call, Calls, Outcome
+from flytekitplugins.daskpytorch.driver.parts.calls import LEAVE_TIME, Call, Calls, Outcome
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
-from flytekitplugins.daskpytorch.protocol.orders import Locate
 from flytekitplugins.daskpytorch.protocol.payload import Piece
+from flytekitplugins.daskpytorch.protocol.questions import Ask
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 
 W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
@@ -244,7 +244,7 @@ def test_an_idle_gang_is_asked_nothing_and_does_not_hang(tmp_path: Path) -> None
     world = Staying(tmp_path, hang_timeout=5.0).begin()
     world.wait(3600.0)
     assert not world.is_over
-    assert told(world, Locate) == []
+    assert told(world, Ask) == []
     world.ask()
     world.wait(2.0)
     assert not world.is_over

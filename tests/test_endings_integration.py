@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import state
-from flytekitplugins.daskpytorch.driver.preemption import Deadlines
+from flytekitplugins.daskpytorch.driver.stop_request import Deadlines
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.rank import ending
 from processes import until

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.tracker import Run, Tracker
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE
-from flytekitplugins.daskpytorch.driver.evaluation import MAX_LACK, Agenda
+from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK, Agenda
 from flytekitplugins.daskpytorch.driver.request import names_of_evaluation
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
-from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
 from flytekitplugins.daskpytorch.rank.evaluation import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, MoodyFiles, World
@@ -80,7 +80,7 @@ def steps(world: World) -> list[int]:
 
 
 def kept(world: World) -> list[int]:
-    return [saved.step for saved in world.state.saving.saved()]
+    return [saved.step for saved in world.saving.saved()]
 
 
 def files(world: World) -> list[int]:
@@ -236,7 +236,7 @@ def test_without_a_worker_the_newest_waits_for_one_and_the_end_not_for_long(worl
 def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
     save(world, 1, 2)
-    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
     world.obey_all()
     world.wait(20.0)  # and nobody hangs
     world.obey_all()
@@ -289,7 +289,7 @@ def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWor
 
 def test_a_rank_that_waits_for_the_best_alone_counts_as_silent(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
-    world.report(world.agent(W2), 1, Wanted(1, None))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, Wanted(None)))
     world.wait(20.0)
     assert world.state.attempt is None or world.state.attempt.hang is not None
 
@@ -349,7 +349,7 @@ def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_
     assert len(named(paths)[1]) == 2  # the last, and the one that is judged
     assert Path(first.uri, "layout.json").exists()
     world.end_evaluation()
-    assert world.state.saving.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
+    assert world.saving.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
     world.end_evaluation()
     world.work()
     assert [entry.is_evaluated for entry in named(paths)[1]] == [True]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.calls import EndCall, Halted
 from flytekitplugins.daskpytorch.rank import interrupter as module
 from flytekitplugins.daskpytorch.rank.interrupter import Interrupter
 
@@ -21,13 +20,13 @@ class Rank:
 
     def __init__(self) -> None:
         self.count = 5
-        self.link: Any = SimpleNamespace(is_sending=False, send=self._send)
+        self.link: Any = SimpleNamespace(is_sending=False)
         self.interrupter = Interrupter(self.link)
-        self.sent: list[Halted] = []
+        self.answers: list[int] = []
         self.has_begun, self.has_halted = threading.Event(), threading.Event()
 
-    def _send(self, report: Halted) -> None:
-        self.sent.append(report)
+    def halt(self) -> None:
+        self.answers.append(self.interrupter.halt(1))
         self.has_halted.set()
 
     def order(self, at: int) -> threading.Thread:
@@ -35,8 +34,8 @@ class Rank:
 
         def follow() -> None:
             self.has_begun.wait()
-            self.interrupter.order(EndCall(1))
-            self.interrupter.order(EndCall(1, at))
+            self.halt()
+            self.interrupter.leave_at(at)
 
         thread = threading.Thread(target=follow)
         thread.start()
@@ -70,7 +69,7 @@ def test_it_halts_and_then_leaves_after_as_many_collectives_as_the_driver_says(r
     with pytest.raises(KeyboardInterrupt):
         rank.run()
     thread.join()
-    assert rank.sent == [Halted(1, 5)]
+    assert rank.answers == [5]
     assert rank.count == at
 
 
@@ -108,8 +107,8 @@ def test_a_backward_pass_that_goes_on_counts_one_more(
     monkeypatch.setattr(module, "HALT_TIME", 0.01)
     monkeypatch.setattr(module.signal, "pthread_kill", lambda *_: None)  # no handler runs in C code
     with rank.interrupter.interruptible(1):
-        rank.interrupter.order(EndCall(1))
-    assert rank.sent == [Halted(1, count)]
+        rank.halt()
+    assert rank.answers == [count]
 
 
 def test_outside_of_calls_nothing_happens(rank: Rank) -> None:
@@ -117,7 +116,7 @@ def test_outside_of_calls_nothing_happens(rank: Rank) -> None:
         rank.has_begun.set()
     rank.order(5).join()
     signal.raise_signal(signal.SIGINT)
-    assert rank.sent == [Halted(1, 5)]
+    assert rank.answers == [5]
 
 
 def test_an_interrupt_that_the_driver_has_not_ordered_is_the_calls_own(rank: Rank) -> None:
@@ -131,4 +130,4 @@ def test_an_interrupt_that_the_driver_has_not_ordered_is_the_calls_own(rank: Ran
         rank.link.is_sending = False
         with pytest.raises(KeyboardInterrupt):
             rank.run()
-    assert rank.sent == []
+    assert rank.answers == []

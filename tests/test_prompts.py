@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.attempt import KEPT_FOR, Prompts
+from flytekitplugins.daskpytorch.driver.parts.debugger import KEPT_FOR, Prompts
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import debugging, messages, orders
 from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
@@ -137,10 +137,10 @@ def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_for_the_rank_at_its_prompt(world: World) -> None:
-    world.feed(world.state.interrupt)
+    world.feed(world.debugger.interrupt)
     assert told(world) == []
     world.report(world.connected()[0], 0, AtPrompt())
-    world.feed(world.state.interrupt)
+    world.feed(world.debugger.interrupt)
     assert told(world)[-1] == messages.Tell(orders.Interrupt(0))
 
 

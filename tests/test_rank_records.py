@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, unpack
+from flytekitplugins.daskpytorch.protocol.reports import Hint, Ready, Report, unpack
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
@@ -57,11 +57,11 @@ def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[GangL
     link, agents = agent
     link.records.add(record(0))
     link.records.add(record(1))
-    link.send(Held(1))
+    link.send(Ready())
     link.records.add(record(2))
     link.submit("loss.json", b"{}")
     said = [report for message in arrived(agents) for report in message]
-    assert said[:4] == [record(0), record(1), Held(1), record(2)]
+    assert said[:4] == [record(0), record(1), Ready(), record(2)]
     assert len(said) > 4
 
 

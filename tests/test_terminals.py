@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import attach_command
-from flytekitplugins.daskpytorch.driver.terminals import MAX_TAIL
+from flytekitplugins.daskpytorch.driver.parts.debugger import MAX_TAIL
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol import attaching, messages
 from flytekitplugins.daskpytorch.protocol.attaching import (
@@ -78,7 +78,7 @@ def terminal() -> Terminal:
 
 
 def say(world: World, terminal: Terminal, message: attaching.FromTerminal) -> None:
-    world.feed(world.state.hear_terminal, terminal, message)
+    world.feed(world.state.hear_caller, terminal, message)
 
 
 def told(world: World) -> list[list[object]]:
@@ -121,9 +121,9 @@ def test_rank_that_waits_for_a_terminal_is_not_hung_and_says_how_to_attach(world
 
 def test_command_names_a_scheduler_that_is_on_another_machine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(world.cluster), "scheduler", "tcp://10.0.0.9:8786")
-    assert world.state.terminals.command == "daskpytorch attach"
+    assert world.debugger.command == "daskpytorch attach"
     monkeypatch.setattr(world.cluster, "host", "10.0.0.7")
-    assert world.state.terminals.command == "daskpytorch attach --scheduler tcp://10.0.0.9:8786"
+    assert world.debugger.command == "daskpytorch attach --scheduler tcp://10.0.0.9:8786"
 
 
 def test_terminal_gets_what_the_debugger_has_written_and_its_keys_go_to_that_agent(

@@ -1,7 +1,7 @@
 """Decides what a gang does next: start, grow, stop, restart, give up. Runs in the driver.
 
-`GangState` only records events. `Brain.decide` alone acts on events, so the same rules apply at each moment. The gang's
-present phase is a method:
+`GangState` only records events. `Brain.decide` alone acts on events, so the same rules apply at each moment. Features
+are parts (`part`), which the brain asks and does not know. The gang's present phase is a method:
 
     _gather ──▶ _train ──▶ _end_ranks ──▶ _settle ──▶ _gather ...
        │          │                          │
@@ -10,24 +10,25 @@ present phase is a method:
 Tests can replay a gang: the module starts no threads, reads only the given clock, and waits for storage only at last.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
-from flytekitplugins.daskpytorch.driver.hang_watch import ANSWER_TIME, HangWatch
-from flytekitplugins.daskpytorch.driver.preemption import StopRequest
+from flytekitplugins.daskpytorch.driver.part import Moment
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, is_complete, is_late
+from flytekitplugins.daskpytorch.driver.stop_request import StopRequest
 from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 
+ANSWER_TIME = 0.4
+"""Seconds to wait for what the ranks can tell about a failure's cause."""
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0 + program_end.MAX_WAIT
@@ -36,12 +37,45 @@ SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
 """Maximum number of seconds between two decisions, as some changes cause no event."""
-GROWS = "more workers have come"
-"""Reason for a restart that adds workers. All other reasons are failures."""
 
 
 class GangCancelledError(Exception):
     """The user cancelled the gang."""
+
+
+def verdict(
+    *,
+    num_here: int,
+    num_sound: int,
+    num_wanted: int,
+    num_least: int,
+    num_expected: int,
+    is_first: bool,
+    is_hopeless: bool,
+    is_settled: bool,
+    is_late: bool,
+) -> Literal["start", "wait", "refuse"]:
+    """Return whether an attempt starts, waits for more workers, or is refused.
+
+    Args:
+        num_here: Number of connected workers.
+        num_sound: Number of these whose ranks need no failed GPU.
+        num_wanted: Number of workers that the gang should have.
+        num_least: Number of workers that it needs.
+        num_expected: Number of workers whose agents are on their way.
+        is_first: True for the gang's first attempt, which waits for all agents on their way.
+        is_hopeless: True if too few workers can come.
+        is_settled: True if the pause after the last loss is over.
+        is_late: True after the start timeout.
+    """
+    has_sound_coming = num_expected > 0 or not is_settled
+    awaits_gpus = num_sound < num_wanted <= num_here and has_sound_coming
+    if num_here == num_wanted and not awaits_gpus:
+        return "start"
+    is_calm = is_settled and not awaits_gpus and not (is_first and num_expected)
+    if num_here >= num_least and (is_calm or is_late):
+        return "start"
+    return "refuse" if is_late or is_hopeless else "wait"
 
 
 Phase = Callable[[], Any]
@@ -53,7 +87,6 @@ class Brain:
 
     _attempt: Attempt
     """Newest attempt. Unset until the first attempt has started."""
-    _watch: HangWatch
 
     def __init__(self, state: GangState, code: Code, debugging: Debugging | None = None) -> None:
         """Begin with the phase that gathers workers. The caller has launched their agents."""
@@ -63,15 +96,10 @@ class Brain:
         self._request = state.request
         self._settings = state.request.settings
         self._agents = state.agents
-        self._accountant = state.accountant
         self._observers = state.observers
-        self._saving = state.saving
         self._deadlines = state.deadlines
         self._now = state.now
-        self._calls = state.calls
-        self._policy = FailurePolicy(self._settings.max_restarts, NO_RESTARTS if self._calls is None else STATE_IS_GONE)
-        self._number = 0
-        self._is_growing = False
+        self._policy = FailurePolicy(self._settings.max_restarts, STATE_IS_GONE if state.request.stays else NO_RESTARTS)
         self._late: set[int] = set()
         """Ranks that did not join the process group in time."""
         self._deadline = 0.0
@@ -91,16 +119,19 @@ class Brain:
             Exception: The error that ends the gang, such as a rank's own exception, a `GangError` or a
                 `PreemptedError`.
         """
-        self._state.evaluator.go_on()
+        self._let_parts_order()
         while self._results is None:
             if self._state.is_cancelled and self._phase not in (self._train, self._end_ranks):  # no rank runs
                 raise GangCancelledError(f"{self._request.name} was cancelled")
             if (following := self._phase()) is None:
                 break
             self._phase = following
-        if self._accountant.is_due():
-            self._observers.tell("accounted", self._accountant.goodput())
         return self._results
+
+    def _let_parts_order(self) -> None:
+        now = self._now()
+        for part in self._state.parts:
+            part.orders(now)
 
     @property
     def patience(self) -> float:
@@ -116,8 +147,8 @@ class Brain:
 
     def _begin_to_gather(self) -> Phase:
         now, lost_at = self._now(), self._state.lost_at
-        is_first = self._number == 0
-        self._accountant.enter("starting" if is_first else "waiting")
+        is_first = self._state.number == 0
+        self._state.enter("gathering")
         self._state.attempt = None
         self._deadline = (self._state.asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else (now if lost_at is None else lost_at) + SETTLE_TIME
@@ -132,20 +163,26 @@ class Brain:
         """
         if self._state.stop_request is not None:
             raise self._preempted(self._state.stop_request)
-        is_first, now, agents = self._number == 0, self._now(), self._agents
+        is_first, now, agents = self._state.number == 0, self._now(), self._agents
         recruits = not is_first or self._settings.max_restarts > 0
-        num_sound = agents.num_sound
-        if num_sound < agents.num_wanted:
+        if agents.num_sound < agents.num_wanted:
             self._look_for_workers(recruits=recruits)
-        count = agents.num_nodes
-        awaits_gpus = num_sound < agents.num_wanted <= count and bool(agents.expected or now < self._settled_at)
-        is_settled = now >= self._settled_at and not (is_first and agents.expected) and not awaits_gpus
-        is_whole = count == agents.num_wanted and not awaits_gpus
-        if is_whole or (count >= agents.num_least and (is_settled or now >= self._deadline)):
+        found = verdict(
+            num_here=agents.num_nodes,
+            num_sound=agents.num_sound,
+            num_wanted=agents.num_wanted,
+            num_least=agents.num_least,
+            num_expected=len(agents.expected),
+            is_first=is_first,
+            is_hopeless=is_first and agents.is_hopeless(recruits=recruits),
+            is_settled=now >= self._settled_at,
+            is_late=now >= self._deadline,
+        )
+        if found == "start":
             return self._start()
-        if is_first and (now >= self._deadline or agents.is_hopeless(recruits=recruits)):
+        if found == "refuse" and is_first:
             raise agents.too_few_came(self._request.name, self._settings.start_timeout)
-        if now >= self._deadline:
+        if found == "refuse":
             failures = [failure.what for failure in self._policy.failures]
             raise agents.too_few_left(self._request.name, self._settings.start_timeout, failures)
         self._observers.remind(agents.awaited())
@@ -164,11 +201,9 @@ class Brain:
 
     def _start(self) -> Phase:
         """Start an attempt on the connected workers."""
-        self._accountant.enter("starting")
-        self._attempt = self._state.attempt = start_attempt(self._state, self._number, self._code, self._debugging)
-        self._watch = HangWatch(self._attempt, self._settings.hang_timeout, self._now, lambda: self._saving.is_slow)
-        self._state.stop_request = self._state.lost_at = None
-        self._saving.has_news = False
+        self._state.enter("starting")
+        self._attempt = start_attempt(self._state, self._state.number, self._code, self._debugging)
+        self._state.begin(self._attempt)
         return self._train
 
     # ---- watching an attempt
@@ -178,14 +213,9 @@ class Brain:
         attempt, now = self._attempt, self._now()
         if attempt.is_over:
             return self._begin_to_settle()
-        if self._calls is not None:
-            self._calls.go_on(attempt, self._observers, is_stopping=self._state.stop_request is not None)
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
         if is_time or self._state.is_cancelled or self._observers.stopped_early is not None or self._must_stop(attempt):
             return self._stop()
-        self._saving.give_wanted(attempt)
-        if (rank := attempt.prompts.turn()) is not None:
-            attempt.tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
 
     def _must_stop(self, attempt: Attempt) -> bool:
@@ -211,47 +241,35 @@ class Brain:
         is_independent = attempt.has_independent_failure
         if is_independent and not attempt.root_failure().may_be_of_collective:
             return True
-        now = self._now()
         if attempt.stop_at is None:
-            attempt.stop_at = now + (ANSWER_TIME if is_independent else BLAME_WINDOW)
-            attempt.ask_at = attempt.stop_at - ANSWER_TIME
-        if now >= attempt.ask_at:
-            attempt.ask_at = math.inf
-            attempt.locate()
-        return is_independent and attempt.have_answered(attempt.remembered)
+            attempt.stop_at = self._now() + (ANSWER_TIME if is_independent else BLAME_WINDOW)
+            self._let_parts_order()  # such as questions about the cause
+        return is_independent and not self._state.blocks(Moment.STOP)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
-        """Return True if an attempt without failures must stop: it is late, preempted, hung or about to grow."""
-        has_kept, self._saving.has_news = self._saving.has_news, False
+        """Return True if an attempt without failures must stop: ranks are late, or a part ends the attempt."""
         if is_late(self._state, attempt):
             self._late = attempt.places.keys() - attempt.ready
             return True
-        if self._state.stop_request is not None:
-            return self._state.stop_request.pursue(attempt)
-        if self._watch.is_hung():
-            return True
-        if len(attempt.ranks_of) < self._agents.num_wanted and self._calls is None:
-            # A restart right after a checkpoint loses no steps.
-            self._is_growing = has_kept and not attempt.results and self._agents.can_grow(attempt.ranks_of)
-            with contextlib.suppress(ConnectionError):  # the workers leave by themselves after their scheduler
-                self._agents.recruit()
-        return self._is_growing
+        for part in self._state.parts:
+            if (ends := part.ends(attempt)) is not None:
+                return ends
+        return False
 
     def _moments(self, attempt: Attempt) -> list[float | None]:
         """Return times (driver's clock, seconds) at which the attempt needs a decision without an event."""
         request = self._state.stop_request
+        is_waited_for = not attempt.is_formed and not self._state.blocks(Moment.LATE)
         return [
             attempt.stop_at,
-            attempt.ask_at,
-            attempt.prompts.due,
-            None if attempt.is_formed or attempt.prompts.debugged else attempt.began_at + self._settings.start_timeout,
+            attempt.began_at + self._settings.start_timeout if is_waited_for else None,
             request.deadline if request is not None and not attempt.has_delivered else None,
-            self._watch.due,
+            *(part.due(attempt) for part in self._state.parts),
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
-        """Order all ranks to exit, as all functions have returned. First wait for evaluations: rank 0 has trackers."""
-        if attempt.stop_at is None and not self._state.awaits_evaluations(attempt):
+        """Order all ranks to exit, as all functions have returned. First wait for parts that need the ranks."""
+        if attempt.stop_at is None and not self._state.blocks(Moment.LEAVE):
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
         if attempt.stop_at is not None and self._state.stop_request is not None:
@@ -260,8 +278,7 @@ class Brain:
     def _stop(self) -> Phase:
         """Order the agents to stop every rank."""
         wish = None if self._state.is_cancelled else self._observers.stopped_early
-        self._watch.stop_looking()
-        self._accountant.enter("waiting")
+        self._state.enter("stopping")
         ends, attempt = self._deadlines, self._attempt
         main_grace = ends.stop + (ends.close if attempt.has_observers and self._is_last() else 0)
         reason = str(wish) if wish is not None else None
@@ -288,33 +305,29 @@ class Brain:
             return self._state.stop_request.ends_gang
         if attempt.is_failing:
             return self._policy.refusal(self._failure(attempt)) is not None
-        return not self._is_growing
+        return all(part.reason(attempt) is None for part in self._state.parts)
 
     # ---- after an attempt's end
 
     def _begin_to_settle(self) -> Phase:
         attempt = self._attempt
-        self._accountant.enter("waiting")
+        self._state.enter("settling")
         self._ended_at = self._now()
-        if attempt.is_failing and attempt.hang is None:
-            attempt.explain_failure()
         if is_complete(self._state, attempt):
             if (count := len(attempt.ranks_of)) < (num_wanted := self._agents.num_wanted):
                 self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
             return self._conclude
-        if self._is_last():
-            self._saving.vault.worker.shorten_pauses()
+        is_last = self._is_last()
+        for part in self._state.parts:
+            part.settle(is_last=is_last)
         return self._settle
 
     def _conclude(self) -> Phase | None:
-        """Wait for evaluations and the last sharded checkpoint's commit, then set the gang's results.
-
-        If checkpoints stay in the user's local folder, also wait until the driver has the last whole checkpoint.
-        """
+        """Wait for parts, such as the last checkpoint's commit, then set the gang's results."""
         attempt = self._attempt
-        if self._state.awaits_evaluations(attempt):
+        if self._state.blocks(Moment.LEAVE):
             return self._wait()
-        if not (self._saving.is_completing and self._waits_for_checkpoints(self._settings.start_timeout)):
+        if not (self._state.blocks(Moment.RESULT) and self._waits_for_checkpoints(self._settings.start_timeout)):
             self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
 
@@ -333,18 +346,19 @@ class Brain:
         if self._late:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
-        if self._saving.is_busy and self._waits_for_checkpoints(limit):
+        if self._state.blocks(Moment.RESTART) and self._waits_for_checkpoints(limit):
             return None
-        self._saving.fetches.clear()
+        for part in self._state.parts:
+            part.give_up()
         return self._go_on()
 
     def _go_on(self) -> Phase:
         reason = self._reason_to_go_on(self._attempt)
-        self._is_growing, self._state.stop_request = False, None
-        self._accountant.close(is_lost=True)
-        self._number += 1
-        self._saving.begin(self._number)
-        step = self._saving.newest_step
+        self._state.stop_request = None
+        self._state.number += 1
+        for part in self._state.parts:
+            part.restart(self._state.number)
+        step = self._state.newest_step()
         self._observers.tell("restarting", reason, step)
         start = "without a checkpoint: current_rank().checkpoint has saved nothing"
         self._observers.note(reason)
@@ -356,8 +370,9 @@ class Brain:
         request = self._state.stop_request
         if request is not None and request.explains(attempt):
             return self._go_on_without(request)
-        if self._is_growing and not attempt.has_independent_failure:
-            return GROWS
+        for part in self._state.parts:
+            if (reason := part.reason(attempt)) is not None:
+                return reason
         failure = self._failure(attempt)
         root_failure = attempt.root_failure()
         if (refusal := self._policy.refusal(failure)) is not None:
@@ -388,13 +403,14 @@ class Brain:
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # The stop request itself may make a rank fail.
-        gets_further = attempt.has_saved or self._saving.is_busy or self._state.stop_request is not None
-        root, step = attempt.root_failure(), self._saving.newest_step
+        is_on_its_way = self._state.blocks(Moment.RESTART) or self._state.stop_request is not None
+        gets_further = attempt.has_progressed or is_on_its_way
+        root, step = attempt.root_failure(), self._state.newest_step()
         return AttemptFailure.of(root, gets_further=gets_further, has_delivered=attempt.has_delivered, newest_step=step)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """Upload the newest checkpoint, within a time limit, and return the `PreemptedError` that ends the gang."""
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason
-        rest = self._saving.store(self._request.storage, self._deadlines.storage)
+        rest = "; ".join(filter(None, (part.farewell(self._deadlines.storage) for part in self._state.parts)))
         failed = f" while it was failing ({failure})" if failure else ""
         return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)

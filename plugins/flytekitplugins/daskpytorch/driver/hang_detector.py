@@ -36,11 +36,14 @@ class Stillness:
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._num_moves = dict.fromkeys(ranks, -1)
-        self.restart(now)
-
-    def restart(self, now: float) -> None:
-        """Count all ranks' silence from `now`, as the silence before has a known cause."""
         self._moved_at = dict.fromkeys(self._num_moves, now)
+        self._excused_at = now
+
+    def excuse(self, until: float | None) -> None:
+        """Count all ranks' silence from `until` at the earliest, as the silence before has a known cause."""
+        if until is not None and until > self._excused_at:
+            self._excused_at = until
+            self._moved_at = {rank: max(at, until) for rank, at in self._moved_at.items()}
 
     def note(self, rank: int, num_moves: int, now: float) -> None:
         """Note a rank's number of signs of life."""

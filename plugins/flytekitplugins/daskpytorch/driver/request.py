@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.calls import Calls
+from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.function import check_function, name_of, pack_call
@@ -60,8 +60,8 @@ class Request:
     """The program that ranks run as their `__main__`. None: ranks call a function."""
     key: str = ""
     """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
-    calls: Calls | None = field(default=None, repr=False, compare=False)
-    """Calls of a gang that stays. None in a gang of one call."""
+    calls: Part | None = field(default=None, repr=False, compare=False)
+    """Part that gives the ranks of a gang that stays their calls. None in a gang of one call."""
     evaluation: "Request | None" = field(default=None, repr=False)
     """Request for the gangs that evaluate this gang's checkpoints, each with another `start`. None: no evaluation."""
     start: ShardedCheckpoint | tuple[CheckpointFile, Path] | None = None
@@ -70,6 +70,11 @@ class Request:
     keep: object = field(default=None, repr=False, compare=False)
     """The call's function and arguments, referenced until the gang's end. Dask then keeps the data of Dask futures
     among the arguments."""
+
+    @property
+    def stays(self) -> bool:
+        """True if the ranks stay from call to call, so that no restart can replace them."""
+        return self.calls is not None
 
 
 def request_for(

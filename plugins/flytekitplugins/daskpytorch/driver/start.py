@@ -1,6 +1,5 @@
 """Start of one attempt: places ranks on workers, and sends each agent its orders. Runs in the driver."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,10 +40,12 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     carriers = [agents.peers[node.worker] for node in nodes]
     store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
     job = _job(state, number, backend, store, debugging)
+    for part in state.parts:
+        job = part.equip(job)
     for peer, here in zip(carriers, places, strict=True):
         peer.start(job, code, here)
     placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
-    made = Attempt(
+    return Attempt(
         number=number,
         places=placed,
         carriers=carriers,
@@ -52,12 +53,10 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
         is_program=request.script is not None,
         clock=state.now,
     )
-    made.prompts.tell = functools.partial(state.observers.tell, "debugging")
-    return made
 
 
 def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:
-    request, settings, saving = state.request, state.request.settings, state.saving
+    request, settings = state.request, state.request.settings
     return Job(
         gang=state.id,
         attempt=number,
@@ -73,11 +72,8 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
             gpu_check="off" if settings.gpu_check == "off" else "quick",
         ),
         gpu_check=request.gpu_check,
-        checkpoint=saving.vault.newest(),
-        sharding=saving.committer.sharding(),
-        kept=saving.saved(),
         storage=request.storage.own if request.storage is not None else None,
-        debugging=replace(debugging, attach=state.terminals.command),
+        debugging=debugging,
         host=request.host,
         execution=request.execution,
         environment={**request.environment, **settings.environment},

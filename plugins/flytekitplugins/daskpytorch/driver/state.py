@@ -1,119 +1,148 @@
-"""State of one gang, with handlers for messages and reports. Runs in the driver, in the gang's thread.
+"""Record of one gang, with handlers for messages and reports. Runs in the driver, in the gang's thread.
 
-Handlers only record messages of agents and reports of ranks. Only `Brain` decides and acts, so equal rules apply to
-every event at any time. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
+Handlers only record messages of agents and reports of ranks, or pass them to the part that takes their type. Only
+`Brain` decides. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
 """
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, assert_never
 
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
-from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
-from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
-from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
+from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
+from flytekitplugins.daskpytorch.driver.received import Part as Piece
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.saving import Saving
-from flytekitplugins.daskpytorch.driver.terminals import Terminals
-from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
-from flytekitplugins.daskpytorch.protocol.attaching import Awaits, FromTerminal, Shown
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
+from flytekitplugins.daskpytorch.driver.stop_request import Deadlines, StopRequest
+from flytekitplugins.daskpytorch.protocol import framing, messages, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
-from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.protocol.observer import Observers
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.records import LogRecord
 
 SCHEDULER_LOST = "the Dask scheduler was lost"
 
 
 class GangState:
-    """State of one gang across all attempts."""
+    """Record of one gang across all attempts, and its parts."""
 
+    number = 0
+    """Number of the present or next attempt."""
     attempt: Attempt | None = None
     """The current attempt. None while the gang gathers its workers."""
+    is_training = False
+    """True while the ranks of the attempt are neither told to stop nor all ended."""
     stop_request: StopRequest | None = None
     """Request that the gang save a checkpoint and end. None without a request."""
     is_cancelled = False
     """True once the caller has cancelled the gang."""
     lost_at: float | None = None
     """Time at which the attempt last lost a worker, in seconds on the driver's clock. None without losses."""
+    parts: Sequence[Part] = ()
+    """The gang's parts. Set once, by `use`."""
 
     def __init__(
         self,
         request: Request,
         agents: Agents,
-        committer: Committer,
         observers: Observers,
         received: ReceivedResults,
         *,
         asked_at: float,
-        make: Callable[[Request, AgentLauncher, Sequence[Observer]], "Supervisor"],
         clock: Callable[[], float] = time.monotonic,
-        running_clock: Callable[[], float] | None = None,
     ) -> None:
         """Begin a gang whose agents have not connected yet.
 
         Args:
             request: The gang's request.
             agents: The gang's agents.
-            committer: Commits sharded checkpoints, and holds the vault of whole checkpoints.
             observers: The gang's observers.
             received: Results and return values of the ranks.
             asked_at: Time of the user's request, in seconds on `clock`.
-            make: Makes the supervisor of an evaluation's gang.
-            clock: Returns seconds, and never goes back.
-            running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
-                `clock`.
+            clock: Clock of all deadlines, which may leave out times in which the driver was suspended. Returns seconds,
+                and never goes back.
         """
         self.request = request
         self.id = request.training.id if request.training is not None else secrets.token_hex(8)
-        self.calls = request.calls
-        """Calls of a gang that stays. None in a gang of one call."""
         self.agents = agents
         self.received = received
         self.asked_at = asked_at
-        self.now = running_clock or clock
+        self.now = clock
         self.deadlines = Deadlines(request.settings.grace_period)
-        self.accountant = Accountant(asked_at, clock)
         self.observers = observers
-        self.evaluator = Evaluator(request, agents, committer, observers, make, self.now)
-        self.terminals = Terminals(request.name, self.id, agents.launcher, observers, self.now)
-        self.saving = Saving(committer, self.accountant, self.observers, self.evaluator)
-        self.evaluator.on_end = self._tell_metrics
+        self._takers: dict[type | Question, Part] = {}
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
-    @property
-    def at_prompt(self) -> int | None:
-        """Rank whose debugger uses the terminal, or None."""
-        return self.attempt.prompts.shown if self.attempt is not None else None
+    def use(self, parts: Sequence[Part]) -> None:
+        """Give the gang its parts."""
+        self.parts = parts
+        self._takers = {kind: part for part in parts for kind in part.takes}
 
     @property
     def has_lost_scheduler(self) -> bool:
         """True if the Dask scheduler is gone. All workers end then, and may report that before this value changes."""
         return not self.agents.launcher.is_connected()
 
+    # ---- what parts ask
+
+    @property
+    def training(self) -> Attempt | None:
+        """The attempt whose ranks may get orders. None between attempts."""
+        is_there = self.attempt is not None and self.is_training and not self.attempt.is_over
+        return self.attempt if is_there else None
+
+    def blocks(self, moment: Moment) -> bool:
+        """Return True while a part puts off a decision."""
+        return any(part.blocks(moment) for part in self.parts)
+
+    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+        """Tell all parts that a checkpoint is safe."""
+        for part in self.parts:
+            part.note_kept(entry)
+
+    def note_evaluated(self) -> None:
+        """Tell all parts that an evaluation has ended."""
+        for part in self.parts:
+            part.note_evaluated()
+
+    # ---- what the core tells
+
+    def enter(self, stage: Stage) -> None:
+        """Tell all parts of a new stage of the gang."""
+        self.is_training &= stage == "training"
+        for part in self.parts:
+            part.enter(stage)
+
+    def begin(self, attempt: Attempt) -> None:
+        """Begin an attempt whose ranks were told to start."""
+        self.attempt, self.is_training = attempt, True
+        self.stop_request = self.lost_at = None
+        attempt.on_over = functools.partial(self._note_over, attempt)
+        for part in self.parts:
+            part.begin(attempt)
+
+    def _note_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
+        for part in self.parts:
+            part.rank_over(attempt, rank, failure)
+
+    def newest_step(self) -> int | None:
+        """Return the step from which the next attempt would start. None: it would start afresh."""
+        steps = [part.newest_step() for part in self.parts]
+        return max((step for step in steps if step is not None), default=None)
+
     # ---- from the user's side
 
     def cancel(self) -> None:
         """Note that the caller has cancelled the gang."""
         self.is_cancelled = True
-        self.evaluator.close()
-
-    def interrupt(self) -> None:
-        """Forward Ctrl-C to the rank whose debugger uses the terminal."""
-        if self.attempt is not None and self.attempt.prompts.shown is not None:
-            self.attempt.tell(messages.Tell(orders.Interrupt(self.attempt.prompts.shown)))
+        for part in self.parts:
+            part.close()
 
     def request_stop(
         self, reason: str, *, ends_gang: bool = True, is_workers: bool = False, is_awaited: bool = False
@@ -128,8 +157,8 @@ class GangState:
             is_workers: True if a departing worker requests the stop.
             is_awaited: True if a user waits for the end.
         """
-        if ends_gang:
-            self.evaluator.close()
+        for part in self.parts if ends_gang else ():
+            part.close()
         if self.stop_request is None:
             self.observers.note(f"{reason}: saving a checkpoint and ending")
             whose = {"is_workers": is_workers, "is_awaited": is_awaited}
@@ -140,11 +169,12 @@ class GangState:
 
     # ---- from agents
 
-    def hear_terminal(self, connection: Connection, message: FromTerminal) -> None:
-        """Follow a message of a terminal that attaches to a rank."""
-        self.terminals.hear(self.attempt, connection, message)
+    def hear_caller(self, connection: Connection, message: object) -> None:
+        """Tell all parts the message of another caller than an agent."""
+        for part in self.parts:
+            part.hear_caller(connection, message)
 
-    def hear(self, connection: Connection, message: messages.FromAgent) -> None:  # noqa: C901 - a case for each message
+    def hear(self, connection: Connection, message: messages.FromAgent) -> None:
         """Record an agent's message."""
         if isinstance(message, messages.Hello):
             self._welcome(message, connection)
@@ -159,17 +189,12 @@ class GangState:
                 self._broken[peer.node.worker] = text
             case messages.Leaving():
                 self._note_leaving(peer)
-            case messages.Stacks(rank, text):
-                if self.attempt is not None:
-                    self.attempt.stacks[rank] = text
             case messages.Lines(rank, lines):
                 self.observers.tell("wrote", rank, lines)
-            case messages.Sent():
-                self.saving.note_sent(peer, self.attempt, message)
             case messages.Reported():
                 pass  # the listener unpacks reports for `hear_of_rank`
             case _:
-                assert_never(message)
+                self._takers[type(message)].hear(peer, self.attempt, message)
 
     def _welcome(self, hello: messages.Hello, connection: Connection) -> None:
         if (displaced := self.agents.welcome(hello, connection)) is not None:
@@ -182,12 +207,12 @@ class GangState:
         another connection with the same descriptor.
         """
         connection.close()
-        self.terminals.forget(self.attempt, connection)
+        for part in self.parts:
+            part.lose_caller(connection)
         self._lose(connection)
 
     def look_for_silence(self) -> None:
-        """Give up agents that have been silent for 15 seconds (`agents.MAX_SILENCE`). Answer terminals on time."""
-        self.terminals.answer(self.attempt)
+        """Give up agents that have been silent for 15 seconds (`agents.MAX_SILENCE`)."""
         for peer in self.agents.silent():
             self.give_up(peer)
 
@@ -208,7 +233,8 @@ class GangState:
         if self.attempt is not None and worker in self.attempt.ranks_of:
             self.attempt.lose(worker, traceback)
             self.lost_at = self.now()
-        self.saving.fetches.forget(peer)
+        for part in self.parts:
+            part.lose_agent(peer)
 
     def _note_leaving(self, peer: Peer) -> None:
         self.agents.leaving.add(peer.node.worker)
@@ -231,9 +257,9 @@ class GangState:
             if (peer := self.agents.find(connection)) is not None:
                 for rank, num_moves in framing.moves_in(beat):
                     if (attempt := self._attempt_of(peer, rank)) is not None:
-                        attempt.note_moves(rank, num_moves)
+                        self._take_report(peer, attempt, rank, Moves(num_moves))
 
-    def hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Part]) -> None:
+    def hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Piece]) -> None:
         """Record a rank's reports, in order. Ignore exited ranks and ranks outside the attempt."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
@@ -247,140 +273,45 @@ class GangState:
             return None
         return attempt
 
-    def _take_report(  # noqa: C901, PLR0912 - a case for each report
-        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
+    def _take_report(
+        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Piece | Moves
     ) -> None:
         match report:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
                 self.observers.tell("logged", report)
-            case RankUsage() | reports.Spent() | reports.GoodputWanted():
-                self._account_for(peer, attempt, rank, report)
-            case reports.Hint() | reports.Noted():
-                self._tell_user(attempt, rank, report)
-            case CheckpointFile():
-                self.saving.note_saved(peer, attempt, rank, report)
-            case WrittenShards() | reports.ShardsNotWritten():
-                self.saving.note_shards(attempt, rank, report)
-            case reports.Wanted():
-                attempt.wanted.append((peer, rank, report))
-            case Part():
+            case reports.Hint(kind, text):
+                self.observers.hint(kind, f"rank {rank} {text}")
+            case Piece():
                 self.received.add(report)
-            case reports.AtPrompt():
-                attempt.prompts.ask(rank)
-            case reports.LeftPrompt(steps):
-                self._note_left_prompt(attempt, rank, steps=steps)
-            case Awaits() | Shown():
-                self.terminals.note(attempt, rank, report)
             case reports.Ready():
                 self._note_ready(attempt, rank)
-            case reports.Held(num_calls, heeds_signal):
-                attempt.held[rank] = num_calls
-                if heeds_signal and self.stop_request is not None:
-                    self.stop_request.heeding.add(rank)
-            case reports.Located():
-                attempt.note_located(rank, report)
-                self.terminals.note_located(attempt, rank, report)
-            case reports.Remembered():
-                attempt.note_remembered(rank, report)
-            case CallEnded():
-                if self.calls is not None:
-                    self.calls.note_ended(attempt, rank, report, self.received)
-            case Halted():
-                if self.calls is not None:
-                    self.calls.note_halted(rank, report)
+            case Answer():
+                attempt.note_answer(rank, report)
             case reports.Returned(value, stopped_early):
                 attempt.results[rank] = value
                 attempt.has_stopped_early |= stopped_early
             case Failure():
                 attempt.note_failure(rank, report)
             case _:
-                assert_never(report)
-
-    def _tell_user(self, attempt: Attempt, rank: int, said: reports.Hint | reports.Noted) -> None:
-        match said:
-            case reports.Hint(kind, text):
-                self.observers.hint(kind, f"rank {rank} {text}")
-            case reports.Noted(text, is_debugged):
-                if is_debugged:
-                    attempt.prompts.debugged.add(rank)
-                self.observers.note(f"rank {rank} {text}")
-
-    def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
-        attempt.prompts.leave(rank, steps=steps)
-        attempt.note_sign_of_life()
-        self.terminals.note_left(rank, steps=steps)
-
-    def _account_for(
-        self, peer: Peer, attempt: Attempt, rank: int, said: RankUsage | reports.Spent | reports.GoodputWanted
-    ) -> None:
-        """Note a rank's usage or account of its time, or answer its request for the goodput.
-
-        While rank 0 trains, other ranks' new requests wait for rank 0's next report. Equal request numbers get equal
-        answers.
-        """
-        if isinstance(said, reports.GoodputWanted):
-            if rank and self.accountant.is_training and said.number not in attempt.accounts:
-                attempt.accounts_wanted.append((peer, said.number))
-            else:
-                self._tell_account(peer, attempt, said.number)
-            return
-        if isinstance(said, RankUsage):
-            self.observers.tell("used", said)
-        if rank == 0:
-            self.accountant.hear(said)
-            wanted, attempt.accounts_wanted = attempt.accounts_wanted, []
-            for other, number in wanted:
-                self._tell_account(other, attempt, number)
-
-    def _tell_account(self, peer: Peer, attempt: Attempt, number: int) -> None:
-        account = attempt.accounts.setdefault(number, self.accountant.goodput())
-        peer.send(messages.Tell(orders.Accounted(number, account)))
+                key = report.question if isinstance(report, Ask) else type(report)
+                self._takers[key].take(peer, attempt, rank, report)
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)
         if rank == 0:
-            self.accountant.enter("training")
-            self._tell_trackers()
+            self.enter("training")
+        for part in self.parts:
+            part.ready(attempt, rank)
         if attempt.is_formed:
             began_at = self.asked_at if attempt.number == 0 else attempt.began_at
             self.observers.tell("formed", self.now() - began_at)
-
-    def awaits_evaluations(self, attempt: Attempt) -> bool:
-        """Return True while the end of an attempt whose functions have all returned waits for evaluations."""
-        if attempt.delivered_at is None:
-            attempt.delivered_at = self.now()
-        is_awaited = self.evaluator.is_awaited(attempt.delivered_at, more_come=self.saving.is_busy)
-        return is_awaited and not attempt.has_stopped_early
-
-    def _tell_metrics(self) -> None:
-        """Tell trackers, observers and ranks about an evaluation's metrics, and the checkpoints that are kept now."""
-        self._tell_trackers()
-        self.saving.tell_kept(self.attempt)
-
-    def _tell_trackers(self) -> None:
-        """Send the metrics of evaluations to rank 0's trackers, or keep them until rank 0 is ready."""
-        attempt = self.attempt
-        if attempt is not None and 0 in attempt.ready and 0 not in attempt.exits:
-            records, self.evaluator.records = self.evaluator.records, []
-            if records and attempt.has_observers:
-                attempt.tell(messages.Tell(orders.Evaluated(tuple(records))))
-
-    # ---- from threads that store checkpoints
-
-    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Record that a checkpoint has arrived in the driver, or that its transfer failed with this error."""
-        self.saving.note_kept(self.attempt, file, error)
-
-    def note_commit(self, commit: Committed) -> None:
-        """Record that a sharded checkpoint was committed, or that its commit failed."""
-        self.saving.note_committed(self.attempt, commit)
 
 
 def is_late(state: GangState, attempt: Attempt) -> bool:
     """Return True if ranks have not joined the process group in time."""
     is_due = state.now() >= attempt.began_at + state.request.settings.start_timeout
-    return is_due and not attempt.is_formed and not attempt.prompts.debugged
+    return is_due and not attempt.is_formed and not state.blocks(Moment.LATE)
 
 
 def is_complete(state: GangState, attempt: Attempt) -> bool:
@@ -388,5 +319,5 @@ def is_complete(state: GangState, attempt: Attempt) -> bool:
     is_unfinished = attempt.has_stopped_early or attempt.is_failing or state.is_cancelled
     if state.stop_request is not None:
         is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())
-        is_unfinished |= is_cut or state.stop_request.has_signalled or state.calls is not None
+        is_unfinished |= is_cut or state.stop_request.has_signalled or state.request.stays
     return attempt.has_delivered and not is_unfinished

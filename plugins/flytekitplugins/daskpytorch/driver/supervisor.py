@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
+from flytekitplugins.daskpytorch.driver.assembly import Assembled, assemble
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
+from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.storage import start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import PreemptedError
@@ -75,8 +76,8 @@ class Supervisor:
         GangStartError: The operating system is not Linux.
     """
 
-    _state: GangState
-    """State of the gang. Unset until the driver listens."""
+    _gang: Assembled
+    """The gang's core and parts. Unset until the driver listens."""
 
     def __init__(
         self,
@@ -93,24 +94,25 @@ class Supervisor:
         self.received = received or ReceivedResults()
         """Results and return values received from ranks."""
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # signal handlers may put calls here
-        if request.calls is not None:
-            request.calls.post = self._calls.put
+        self._staying = request.calls if isinstance(request.calls, Calls) else None
+        if self._staying is not None:
+            self._staying.post = self._calls.put
         self._asked_at = time.monotonic()
         self._debugging = Debugging.here() if request.start is None else Debugging()
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
         """End the gang, from any thread. `run` raises `GangCancelledError`."""
-        self._calls.put(lambda: self._state.cancel())  # noqa: PLW0108 - there may be no state yet
+        self._calls.put(lambda: self._gang.state.cancel())  # noqa: PLW0108 - there may be no state yet
 
     def interrupt(self) -> bool:
         """Forward Ctrl-C to the rank whose debugger uses the terminal. Return False if no rank uses the terminal.
 
         Signal handlers may call this method.
         """
-        is_at_prompt = self._brain is not None and self._state.at_prompt is not None
+        is_at_prompt = self._brain is not None and self._gang.debugger.prompts.shown is not None
         if is_at_prompt:
-            self._calls.put(self._state.interrupt)
+            self._calls.put(self._gang.debugger.interrupt)
         return is_at_prompt
 
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
@@ -121,7 +123,7 @@ class Supervisor:
             is_awaited: True if a user waits for the end. If no rank has ever called `should_stop`, all ranks end at
                 once.
         """
-        self._calls.put(lambda: self._state.request_stop(reason, is_awaited=is_awaited))
+        self._calls.put(lambda: self._gang.state.request_stop(reason, is_awaited=is_awaited))
 
     def run(self) -> list[Any]:
         """Run the gang until its end, and return the ranks' reported results in rank order.
@@ -161,16 +163,16 @@ class Supervisor:
                 for request in (self._request, self._request.evaluation):
                     if request is not None and request.large is not None and request.start is None:
                         stack.callback(request.large.close)
-                self._state = state = self._listen(committer, folder, stack)
-                stack.callback(state.saving.tell_kept, None)  # after the last write to storage and `evaluator.end`
-                stack.callback(state.evaluator.end)
-                ends = state.deadlines
+                self._gang = gang = self._listen(committer, folder, stack)
+                stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
+                stack.callback(gang.evaluator.end)
+                ends = gang.state.deadlines
                 try:
-                    results = self._see_through(state, committer)
+                    results = self._see_through(gang, committer)
                 except Exception as failure:  # the next attempt or call begins from the newest checkpoint
                     # After cancellation a user waits. After preemption, `Brain` has waited for storage.
                     is_short = isinstance(failure, (GangCancelledError, PreemptedError))
-                    state.evaluator.close()
+                    gang.evaluator.close()
                     _flush([vault, committer], ends.cancelled if is_short else ends.storage)
                     raise
                 _flush([vault, committer] if vault.is_users_folder else [committer], ends.storage)
@@ -183,7 +185,7 @@ class Supervisor:
             if self._debugging.terminal is not None:
                 self._debugging.terminal.restore()
             if self._brain is not None:
-                self._observers.tell("accounted", self._state.accountant.final(error))
+                self._observers.tell("accounted", self._gang.accounting.accountant.final(error))
             self._observers.tell("ended", error)
 
     def _give_up(self, committer: Committer) -> None:
@@ -192,10 +194,10 @@ class Supervisor:
         self.cancel()
 
     def _post_commit(self, commit: Committed) -> None:
-        self._calls.put(lambda: self._state.note_commit(commit))
+        self._calls.put(lambda: self._gang.checkpoints.note_commit(commit))
 
-    def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> GangState:
-        """Open the driver's port, and return the gang's state. The stack dismisses agents and closes the port."""
+    def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> Assembled:
+        """Open the driver's port, and return the gang. The stack dismisses agents and closes the port."""
         request, launcher = self._request, self._launcher
         allow_connections(launcher.num_wanted)
         token = os.urandom(32)
@@ -208,42 +210,42 @@ class Supervisor:
             post=self._calls.put,
             num_least=request.settings.min_workers or launcher.num_wanted,
         )
-        state = GangState(
+        gang = assemble(
             request,
             agents,
             committer,
             self._observers,
             self.received,
+            Supervisor,
             asked_at=self._asked_at,
-            make=Supervisor,
             running_clock=RunningClock(),
         )
-        listener.listen(state)
+        listener.listen(gang.state, gang.checkpoints.note_upload)
         stack.callback(listener.end)
-        stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)
-        return state
+        stack.callback(listener.dismiss, messages.Close(), gang.state.deadlines.dismiss)
+        return gang
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
         if not isinstance(request, messages.DownloadLarge):
             vault.serve(connection, request)
             return
-        call = self._request.calls.current if self._request.calls is not None else self._request
+        call = self._staying.current if self._staying is not None else self._request
         if call is not None and call.large is not None:
             connection.send_file(call.large.address.path)
 
-    def _see_through(self, state: GangState, committer: Committer) -> list[Any]:
+    def _see_through(self, gang: Assembled, committer: Committer) -> list[Any]:
+        state, checkpoints, evaluator = gang.state, gang.checkpoints, gang.evaluator
         state.agents.launch(self._launcher.workers)
         code = self._request.code or pack_code(self._request.script)  # while the agents start
-        saving = state.saving
         if self._request.start is not None:
             committer.vault.adopt(self._request.start)
         else:
             committer.vault.restore()
         committer.begin()
-        state.evaluator.begin(code if self._request.script is None else None, saving.newest_entry)
-        if (step := saving.newest_step) is not None:
+        evaluator.prepare(code if self._request.script is None else None, checkpoints.newest_entry)
+        if (step := checkpoints.newest_step()) is not None:
             self._observers.tell("resumed", step)
-            self._observers.tell("keeps", saving.saved())
+            self._observers.tell("keeps", checkpoints.saved())
         text = start_of(self._request.storage, self._request.settings, step)
         if text is not None and self._request.start is None:
             self._observers.note(text)
@@ -251,8 +253,8 @@ class Supervisor:
         while (results := brain.decide()) is None:
             self._take(brain.patience)
             state.look_for_silence()
-        state.evaluator.conclude()
-        state.evaluator.end()  # before the last write to storage, which applies the retention policy
+        evaluator.conclude()
+        evaluator.end()  # before the last write to storage, which applies the retention policy
         return results
 
     def _take(self, timeout: float) -> None:

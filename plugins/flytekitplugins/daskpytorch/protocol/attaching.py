@@ -4,8 +4,8 @@ A terminal is a process of `daskpytorch attach`. Each agent leaves the driver's 
 folder, which only this user can open.
 
     terminal                driver              agent               rank
-      │ ─── Look ───────────▶ │ ─── Tell(Locate) ─▶ │ ─── Locate ───▶ │
-      │ ◀── Listing ───────── │ ◀── Reported ────── │ ◀── Located ─── │
+      │ ─── Look ───────────▶ │ ─── Tell(Ask) ────▶ │ ─── Ask ──────▶ │
+      │ ◀── Listing ───────── │ ◀── Reported ────── │ ◀── Answer ──── │
       │                       │ ◀── Reported ────── │ ◀── Awaits ──── │ its debugger has a pseudo-terminal
       │ ─── Attach ─────────▶ │ ─── Tell ─────────▶ │ ─── Attach ───▶ │
       │ ◀── Shown ─────────── │ ◀── Reported ────── │ ◀── Shown ───── │ output
@@ -25,8 +25,6 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.folders import remove_abandoned
 
 FILE = "driver.json"
-LOOK = -1
-"""Value of `Located.look` for a terminal's request. The driver's own requests have numbers from 1."""
 
 
 # ---- Between terminal and driver

@@ -26,12 +26,12 @@ class NextCall:
 
 @dataclass(frozen=True)
 class EndCall:
-    """Order to a rank: end a call by `KeyboardInterrupt`, if the call still runs."""
+    """Order to a rank that has halted (`Question.HALT`): end a call by `KeyboardInterrupt`, if the call still runs."""
 
     number: int
     """Number of the call."""
-    at: int | None = None
-    """Number of the collective after which the rank leaves the call. None: halt, and report a number (`Halted`)."""
+    at: int
+    """Number of the collective after which the rank leaves the call."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,6 @@ class CallEnded:
     """Pickled return value. None if the value was sent in pieces, or the call has failed."""
     failure: Failure | None = None
     """The exception that the call has raised. None if the call has returned."""
-
-
-@dataclass(frozen=True)
-class Halted:
-    """Report that a rank has halted in a call, or waits in a collective, by the order `EndCall`."""
-
-    number: int
-    """Number of the call."""
-    at: int
-    """Number of the collective in the default process group after which the rank can leave the call at the earliest. 0
-    if unknown."""
 
 
 values: dict[int, Any] = {}

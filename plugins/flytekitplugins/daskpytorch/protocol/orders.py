@@ -17,9 +17,10 @@ from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
 from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -57,7 +58,7 @@ class Job:
     """The pickled function of `Gang(gpu_check=...)`. None without a function."""
     checkpoint: CheckpointFile | None = None
     """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
-    sharding: Sharding
+    sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
     """Folder of sharded checkpoints, and the committed checkpoints from which the attempt may start."""
     kept: Sequence[SavedCheckpoint] = ()
     """Checkpoints that the gang keeps at the attempt's start."""
@@ -134,14 +135,6 @@ class RankOrder:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """Order to a rank: block the next call of `should_stop`, and report the number of calls so far."""
-
-    signal: int | None = None
-    """Signal that the driver may pass to the rank's program. None: no signal."""
-
-
-@dataclass(frozen=True)
 class Release:
     """Order to a rank: unblock `should_stop`, and return True from all calls after call number `last_call`."""
 
@@ -170,25 +163,8 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Locate:
-    """Order to a rank: report its stacks and progress, then its last collectives."""
-
-    look: int
-    """Number of the order in its attempt, which the rank's answer repeats."""
-
-
-@dataclass(frozen=True)
 class ShowStacks:
     """Order to a rank: write the stacks of all its threads to its log."""
-
-
-@dataclass(frozen=True)
-class Accounted:
-    """The gang's goodput, in answer to a rank's request."""
-
-    number: int
-    """Number of the rank's request for the goodput."""
-    goodput: Goodput
 
 
 @dataclass(frozen=True)
@@ -253,9 +229,7 @@ class Quit:
 
 OrderToEnd = Leave | CallOrder | EndCall | TerminalOrder
 """Order that ends the rank, is about a call in a gang that stays, or comes from an attached terminal."""
-OrderToAll = (
-    Hold | Release | Settled | Kept | Accounted | Evaluated | Locate | ShowStacks | Prompt | Interrupt | OrderToEnd
-)
+OrderToAll = Ask | Answer | Release | Settled | Kept | Evaluated | ShowStacks | Prompt | Interrupt | OrderToEnd
 OrderToRank = OrderToAll | Arrived
 """All orders after which the rank goes on."""
 Order = OrderToRank | Quit

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.protocol.attaching import Awaits, Shown
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, Halted
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.payload import Piece
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
@@ -34,17 +35,6 @@ class ShardsNotWritten:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Request of a rank that waits for a checkpoint to load."""
-
-    number: int
-    """Number of the rank's request, from 1. All ranks get the checkpoint of rank 0's request with that number."""
-    step: int | None
-    """Step of the checkpoint. None means the best checkpoint."""
-    is_sharded: bool = False
-
-
-@dataclass(frozen=True)
 class Spent:
     """Account of the rank's time since the rank joined the process group."""
 
@@ -54,14 +44,6 @@ class Spent:
     """Step of the checkpoint whose save ends the account. None if the account lasts until this report."""
     is_last: bool = False
     """True if the rank's function has returned."""
-
-
-@dataclass(frozen=True)
-class GoodputWanted:
-    """Request of a rank that waits for the gang's goodput."""
-
-    number: int
-    """Number of the rank's request. All ranks get the same goodput for the same number."""
 
 
 @dataclass(frozen=True)
@@ -84,37 +66,11 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Report that the rank blocks its next call of `should_stop`, as the driver has ordered by `Hold`."""
-
-    num_calls: int
-    """Number of the rank's calls of `should_stop` so far."""
-    heeds_signal: bool = False
-    """True if the rank's program handles the signal in `Hold`."""
-
-
-@dataclass(frozen=True)
-class Located:
-    """The rank's stacks and progress, in answer to the driver's order `Locate`."""
-
-    num_collectives: int
-    """Number of collectives that the rank has entered."""
-    stacks: str
-    """Stacks of all threads of the rank."""
-    num_moves: int
-    """Number of the rank's signs of life so far."""
-    look: int
-    """Number of the driver's order that this report answers."""
-
-
-@dataclass(frozen=True)
 class Remembered:
-    """The rank's last collectives, sent right after the rank's stacks, or before the rank's end."""
+    """The rank's last collectives, sent before an abort, or before the rank leaves its peers."""
 
     recalled: Recalled | None
     """The collectives. None if torch does not record them."""
-    is_final: bool = False
-    """True before an abort, or before the rank leaves its peers, as its function has returned."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +102,12 @@ ShortReport = (
     | CheckpointFile
     | WrittenShards
     | ShardsNotWritten
-    | Wanted
     | RankUsage
     | Spent
-    | GoodputWanted
+    | Ask
+    | Answer
     | Hint
     | Noted
-    | Held
-    | Located
     | Remembered
     | AtPrompt
     | LeftPrompt
@@ -161,7 +115,6 @@ ShortReport = (
     | Shown
     | Returned
     | CallEnded
-    | Halted
     | Failure
 )
 """All reports but pieces of results. Some are records that other modules define:
@@ -171,7 +124,8 @@ ShortReport = (
 - `WrittenShards`: the rank's written shards of a sharded checkpoint
 - `RankUsage`: the rank's use of its machine, and its work so far
 - `Awaits`, `Shown`: a debugger that waits for a terminal, and its output
-- `CallEnded`, `Halted`: the end, and the halt before an early end, of a staying gang's call
+- `Ask`, `Answer`: a question to the driver, and the answer to the driver's
+- `CallEnded`: the end of a staying gang's call
 - `Failure`: an exception of the function
 """
 Report = ShortReport | Piece

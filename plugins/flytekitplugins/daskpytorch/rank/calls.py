@@ -31,7 +31,7 @@ SHARED = (bool, int, float, str, bytes, tuple, type, ModuleType, FunctionType)
 class Server:
     """Calls of one rank: orders that wait, and the values that the rank keeps.
 
-    `serve` runs in the main thread. The thread that receives orders calls `put` and `interrupter.order`.
+    `serve` runs in the main thread. The thread that receives orders calls `put` and the methods of `interrupter`.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
 from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
-from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
@@ -171,7 +171,7 @@ class RankCheckpoint(Checkpoint):
         self.flush()
         self._num_asked += 1
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
-        self._link.send(Wanted(self._num_asked, step, is_sharded=kind is ShardedCheckpoint))
+        self._link.send(Ask(Question.CHECKPOINT, self._num_asked, Wanted(step, is_sharded=kind is ShardedCheckpoint)))
         patience = self._patience if step is None else 0.0
         chosen = self._await(self._num_asked, what, ", for which rank 0 has to ask, too,", self._timeout + patience)
         if chosen is None and step is not None:

@@ -3,7 +3,7 @@
 A rank that leaves a call before a collective in which another rank waits would end the gang. So all ranks first halt,
 or wait in a collective. Then each rank runs on until it has entered the foremost rank's newest collective.
 
-    EndCall ──▶ halt at the next line ──▶ Halted ──▶ EndCall(at) ──▶ run on ──▶ KeyboardInterrupt
+    Ask(HALT) ──▶ halt at the next line ──▶ Answer ──▶ EndCall(at) ──▶ run on ──▶ KeyboardInterrupt
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.calls import EndCall, Halted
 from flytekitplugins.daskpytorch.rank import flight_recorder, liveness, process_group
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
@@ -29,7 +28,7 @@ MAX_HALT = 30.0
 
 
 class Interrupter:
-    """Interrupts one rank's calls. `order` runs in the thread that receives orders, all else in the main thread."""
+    """Interrupts one rank's calls. `halt` and `leave_at` run in the receiving thread, all else in the main thread."""
 
     def __init__(self, link: GangLink) -> None:
         self._link = link
@@ -44,24 +43,30 @@ class Interrupter:
         """Number of operations of the default group at the newest look into the flight recorder."""
         self._has_halted, self._has_answer = threading.Event(), threading.Event()
 
-    def order(self, order: EndCall) -> None:
-        """Follow the driver's order to end a call, or the driver's answer to `Halted`."""
-        if order.at is not None:
-            self._at = order.at
-            self._has_answer.set()
-            return
+    def halt(self, number: int) -> int:
+        """Halt in a call, or wait until the main thread waits in a collective.
+
+        Returns:
+            Number of the collective in the default process group after which the rank can leave the call at the
+            earliest. 0 if unknown.
+        """
         self._at = None
         self._has_answer.clear()
         self._has_halted.clear()
         with self._lock:
-            self._last_ended = order.number
-            is_running = self._running == order.number
+            self._last_ended = number
+            is_running = self._running == number
         count = 0
         if is_running:
-            self._signal(order.number)
+            self._signal(number)
             # A backward pass may enter several collectives before the main thread's next line.
             count = int(not self._has_halted.wait(HALT_TIME) and _is_in_backward())
-        self._link.send(Halted(order.number, newest + count if (newest := newest_collective()) else 0))
+        return newest + count if (newest := newest_collective()) else 0
+
+    def leave_at(self, at: int) -> None:
+        """Leave the call in which the rank has halted, after the collective with this number."""
+        self._at = at
+        self._has_answer.set()
 
     @contextlib.contextmanager
     def interruptible(self, number: int) -> Iterator[None]:

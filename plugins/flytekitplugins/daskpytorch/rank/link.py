@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import orders, payload, reports
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address, send_by_file
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.rank import flight_recorder, hints
 from flytekitplugins.daskpytorch.rank.returned import dump_returned
 from flytekitplugins.daskpytorch.rank.usage import Ledger
@@ -239,9 +240,9 @@ class GangLink(Link):
         """True while a thread sends a message to the agent."""
         return self._lock.locked()
 
-    def send_collectives(self, *, is_final: bool = False) -> None:
-        """Report this rank's newest collectives to the driver (`is_final`: before the rank's end)."""
-        self.send(reports.Remembered(flight_recorder.recall(), is_final))
+    def send_collectives(self) -> None:
+        """Report this rank's newest collectives to the driver, before the rank's end."""
+        self.send(reports.Remembered(flight_recorder.recall()))
 
     def note(self, text: str) -> None:
         """Send the driver a line to show to the user."""
@@ -311,15 +312,15 @@ class GangLink(Link):
         """Ask the driver for the account of the gang's time. Return a future of the answer."""
         self._num_accounts += 1
         account = self._accounts.setdefault(self._num_accounts, Future())
-        self.send(reports.GoodputWanted(self._num_accounts))
+        self.send(Ask(Question.GOODPUT, self._num_accounts))
         return account
 
-    def take(self, answer: orders.Arrived | orders.Accounted | orders.Evaluated) -> None:
+    def take(self, answer: orders.Arrived | Answer | orders.Evaluated) -> None:
         """Give an answer to the future that waits for it. Ignore repeated answers and those to an earlier attempt."""
         if isinstance(answer, orders.Evaluated):
             self._tell_of_evaluations(answer.records)
-        elif isinstance(answer, orders.Accounted):
-            _settle(self._accounts.setdefault(answer.number, Future()), answer.goodput)
+        elif isinstance(answer, Answer):
+            _settle(self._accounts.setdefault(answer.number, Future()), answer.value)
         elif answer.attempt == self._attempt:
             _settle(self.arrival(answer.number), answer)
 

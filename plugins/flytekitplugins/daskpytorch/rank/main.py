@@ -78,7 +78,7 @@ def main(channel: Connection) -> int:
                 libraries.after_import("distributed", "get_worker", find_worker)
             debugger.wait_for_editor(order, link.send)
             take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
-            report = functools.partial(link.send_collectives, is_final=True)
+            report = link.send_collectives
             on_formed = functools.partial(flight_recorder.call_before_abort, report)
             process_group.expect(order.place, order.job, take_device, listener, on_formed)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`

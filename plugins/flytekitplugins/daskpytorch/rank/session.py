@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_v
 from flytekitplugins.daskpytorch.protocol.attaching import Attach, Detach, Typed
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
 from flytekitplugins.daskpytorch.rank import (
     ending,
     flight_recorder,
@@ -113,7 +114,7 @@ class Session:
         link, order = self._link, self._order
         is_stopped = self.rank.stop_signal.has_fired
         if not is_stopped and order.job.backend != "nccl" and order.place.world_size > 1 and ending.leaves_early(link):
-            link.send_collectives(is_final=True)
+            link.send_collectives()
             if order.place.rank:
                 return
             ending.close_connections(order.job.store[1] if order.job.store is not None else None)
@@ -122,22 +123,20 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
 
-    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901, PLR0912 - a case for each order
+    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901 - a case for each order
         """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
             case orders.Leave():
                 link.ended.set()
-            case orders.Hold(number):
-                link.send(reports.Held(rank.stop_signal.hold(), number is not None and signals.is_handled(number)))
+            case Ask():
+                self._answer(order)
             case orders.Release(last_call, number):
                 rank.stop_signal.release(last_call)
                 if number is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
             case orders.Settled(number):
                 self.checkpoint.sharded.settle(number)
-            case orders.Locate(look):
-                self._locate(look)
             case orders.ShowStacks():
                 liveness.show_stacks()
             case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
@@ -145,7 +144,7 @@ class Session:
                     self.prompt.obey(order)
             case orders.Kept(checkpoints):
                 link.kept = checkpoints
-            case orders.Arrived() | orders.Accounted() | orders.Evaluated():
+            case orders.Arrived() | Answer() | orders.Evaluated():
                 link.take(order)
             case calls.NextCall() | calls.Forget() | calls.Finish() | calls.EndCall():
                 self._serve(order)
@@ -155,24 +154,30 @@ class Session:
     def _serve(self, order: calls.CallOrder | calls.EndCall) -> None:
         if self.server is None:  # a gang of one call
             return
-        if self.prompt is not None:
-            self.prompt.note_call(is_ending=isinstance(order, calls.EndCall))
         if isinstance(order, calls.EndCall):
-            self.server.interrupter.order(order)
-        else:
-            self.server.put(order)
+            self.server.interrupter.leave_at(order.at)
+            return
+        if self.prompt is not None:
+            self.prompt.note_call(is_ending=False)
+        self.server.put(order)
 
-    def _locate(self, look: int) -> None:
-        num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
-        self._link.send(
-            reports.Located(
-                stacks=liveness.stacks(),
-                num_collectives=num_collectives,
-                num_moves=num_moves,
-                look=look,
-            )
-        )
-        self._link.send_collectives()
+    def _answer(self, asked: Ask) -> None:
+        """Answer a question of the driver."""
+        value: object = None
+        match asked.question:
+            case Question.STACKS:
+                progress, num_collectives = self._link.progress, process_group.num_collectives()
+                value = Located(num_collectives, liveness.stacks(), progress.num_moves)
+            case Question.COLLECTIVES:
+                value = flight_recorder.recall()
+            case Question.HOLD:
+                is_handled = asked.about is not None and signals.is_handled(asked.about)
+                value = self.rank.stop_signal.hold(), is_handled
+            case Question.HALT:
+                if self.prompt is not None:
+                    self.prompt.note_call(is_ending=True)
+                value = self.server.interrupter.halt(asked.about) if self.server is not None else 0
+        self._link.send(Answer(asked.question, asked.number, value))
 
 
 def completed(returned: Any) -> Any:

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.protocol.failure import raisable
 if TYPE_CHECKING:
     import threading
 
-    from flytekitplugins.daskpytorch.driver.calls import Outcome
+    from flytekitplugins.daskpytorch.driver.parts.calls import Outcome
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 
 _logger = logging.getLogger(__name__)

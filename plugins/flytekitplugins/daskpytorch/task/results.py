@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.stop_request import Deadlines
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.log import say

@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from flytekitplugins.daskpytorch.driver.calls import Call, Calls, Outcome
 from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
+from flytekitplugins.daskpytorch.driver.parts.calls import Call, Calls, Outcome
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say

@@ -15,16 +15,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure, from_user
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, Halted, NextCall
+from flytekitplugins.daskpytorch.driver.part import Moment, Part
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.messages import Bring, Tell
 from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS, Arrived
+from flytekitplugins.daskpytorch.protocol.questions import Question
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.driver.attempt import Attempt
+    from flytekitplugins.daskpytorch.driver.agents import Peer
+    from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+    from flytekitplugins.daskpytorch.driver.state import GangState
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.failure import Recalled
-    from flytekitplugins.daskpytorch.protocol.observer import Observers
     from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
 LEAVE_TIME = 10.0
@@ -70,19 +73,24 @@ class Call:
     received: ReceivedResults | None = None
     """Buffer of the ranks' return values. None until the call has ended in a rank."""
     is_interrupted: bool = False
-    halted: dict[int, int] = field(default_factory=dict)
-    """Ranks that have halted in the interrupted call, or have left it, with the numbers of their collectives."""
+    halted: Answers | None = None
+    """Ranks that have halted in the interrupted call, or have left it, with the numbers of their collectives. None
+    before the question."""
     at: int | None = None
     """Number of the collective after which all ranks leave the interrupted call. None: some ranks have yet to halt."""
-    compare_by: float | None = None
-    """Time (driver's clock, seconds) at which the ranks' newest collectives are compared at the latest, after an
-    exception or an interrupt. None before the order."""
+    told: Answers | None = None
+    """The ranks' newest collectives after an exception or an interrupt. None before the question."""
+    compare_by: float = 0.0
+    """Time (driver's clock, seconds) at which the ranks' newest collectives are compared at the latest."""
     leave_by: float | None = None
     """Time (driver's clock, seconds) at which all ranks must have left the interrupted call. None before the order."""
 
 
-class Calls:
+class Calls(Part):
     """All calls of one gang."""
+
+    takes = (CallEnded,)
+    _state: GangState
 
     def __init__(self) -> None:
         self.post: Callable[[Callable[[], object]], object] = lambda _: None
@@ -112,6 +120,10 @@ class Calls:
 
     # ---- in the gang's thread
 
+    def join(self, state: GangState) -> None:
+        """Serve the ranks of this gang from now on."""
+        self._state = state
+
     def _queue(self, call: Call | Forget) -> None:
         if isinstance(call, Call):
             self._code = call.code or self._code
@@ -127,35 +139,27 @@ class Calls:
             self._waiting.remove(call)
             self._settle(call, Outcome(is_interrupted=True))
 
-    def note_ended(self, attempt: Attempt, rank: int, said: CallEnded, received: ReceivedResults) -> None:
+    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         """Record that the present call has ended in a rank."""
         call = self.current
-        if call is None or said.number != call.number:
+        if not isinstance(report, CallEnded) or call is None or report.number != call.number:
             return
-        call.ended[rank], call.received = said, received
+        call.ended[rank], call.received = report, self._state.received
         attempt.at_rest.add(rank)
-        attempt.prompts.forget(rank)
-        failure = said.failure
+        attempt.on_over(rank, None)
+        failure = report.failure
         if failure is None:
             return
         if failure.is_consequence:  # another rank, or the process group, is lost
             attempt.note_failure(rank, failure)
         elif not (call.is_interrupted and failure.type_name == KeyboardInterrupt.__name__):
-            attempt.note_call_failure(rank, failure)
+            attempt.survived[rank] = failure
 
-    def note_halted(self, rank: int, said: Halted) -> None:
-        """Record that a rank has halted in the present call, or waits in a collective."""
-        if self.current is not None and said.number == self.current.number:
-            self.current.halted[rank] = said.at
-
-    def go_on(self, attempt: Attempt, observers: Observers, *, is_stopping: bool) -> None:
-        """End the call that has ended in all ranks, begin the next one, or have the ranks return.
-
-        Args:
-            attempt: The gang's only attempt.
-            observers: The gang's observers.
-            is_stopping: True if the gang was asked to save a checkpoint and end.
-        """
+    def orders(self, now: float) -> None:
+        """End the call that has ended in all ranks, begin the next one, or have the ranks return."""
+        attempt, is_stopping = self._state.training, self._state.stop_request is not None
+        if attempt is None:
+            return
         if self.current is None:
             attempt.at_rest.update(attempt.places)
         if not attempt.is_formed or attempt.is_failing or attempt.results or self.is_over:
@@ -163,23 +167,25 @@ class Calls:
         settle = None
         if (call := self.current) is not None:
             if len(call.ended) == attempt.world_size:
-                settle = self._end(call, attempt, observers)
+                settle = self._end(call, attempt)
             elif call.is_interrupted:
                 self._have_left(call, attempt)
         while self.current is None and self._waiting and not is_stopping:
-            self._begin(self._waiting.popleft(), attempt, observers)
+            self._begin(self._waiting.popleft(), attempt)
         if self.current is None and (self._is_closing or is_stopping):
             self.is_over = True
             attempt.tell(Tell(Finish()))
         if settle is not None:  # after the next call's order, since users' callbacks may take long
             settle()
 
-    def _begin(self, call: Call | Forget, attempt: Attempt, observers: Observers) -> None:
+    def _begin(self, call: Call | Forget, attempt: Attempt) -> None:
         if isinstance(call, Forget):
             attempt.tell(Tell(call))
             return
         self.current = call
-        attempt.begin_call()
+        attempt.at_rest.clear()
+        attempt.steps.clear()  # an asynchronous save reports after its call's end, too
+        attempt.excuse()
         address = call.large.address if call.large is not None else None
         if address is not None:
             arriving = Arrived(attempt.number, LARGE_ARGUMENTS - call.number, address)
@@ -187,18 +193,18 @@ class Calls:
                 peer.send(Bring(arriving))
         code, self._code = self._code, None
         attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
-        observers.tell("calling", call.name)
+        self._state.observers.tell("calling", call.name)
 
     def _have_left(self, call: Call, attempt: Attempt) -> None:
         """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""
         if call.leave_by is None:
             call.leave_by = attempt.clock() + LEAVE_TIME
-            attempt.tell(Tell(EndCall(call.number)))
+            call.halted = attempt.ask(Question.HALT, call.number)
             return
-        if call.at is None and len(call.halted) == attempt.world_size:
+        if call.at is None and call.halted is not None and len(call.halted) == attempt.world_size:
             call.at = max(call.halted.values())
             attempt.tell(Tell(EndCall(call.number, call.at)))
-        if attempt.clock() >= call.leave_by and not attempt.prompts.debugged:
+        if attempt.clock() >= call.leave_by and not self._state.blocks(Moment.LATE):
             rank = min(attempt.places.keys() - call.ended.keys())
             attempt.hang = (
                 rank,
@@ -208,22 +214,23 @@ class Calls:
                 ),
             )
 
-    def _end(self, call: Call, attempt: Attempt, observers: Observers) -> Callable[[], object] | None:
+    def _end(self, call: Call, attempt: Attempt) -> Callable[[], object] | None:
         """End a call once its ranks can go on together. Return a function that settles the call. None: not yet."""
-        if call.is_interrupted or attempt.call_failures:
+        if call.is_interrupted or attempt.survived:
             if not _have_told(call, attempt):
                 return None
-            if (parted := _parted(attempt.remembered)) is not None:
+            if call.told is not None and (parted := _parted(call.told)) is not None:
                 _break(call, attempt, *parted)
-                observers.note(f"the gang cannot go on: {parted[1]}")
+                self._state.observers.note(f"the gang cannot go on: {parted[1]}")
                 return None
         self.current = None
-        exits = {rank: attempt.exit_in_call(rank) for rank in attempt.call_failures}
+        exits = {rank: attempt.exit_of_survivor(rank) for rank in attempt.survived}
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
         cause = find_root_failure(exits.values()).rank if exits else None
         stop = CancelledError("the call was interrupted") if call.is_interrupted else None
-        observers.tell("called", call.name, stop or (errors[cause] if cause is not None else None))
-        attempt.end_call()
+        self._state.observers.tell("called", call.name, stop or (errors[cause] if cause is not None else None))
+        attempt.survived.clear()  # no cause of a later loss
+        attempt.steps.clear()
         values = _taken(call)
         outcome = Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted)
         return partial(self._settle, call, outcome)
@@ -237,10 +244,10 @@ class Calls:
 
 def _have_told(call: Call, attempt: Attempt) -> bool:
     """Ask the ranks for their newest collectives. Return True once all have answered, or the time for it is over."""
-    if call.compare_by is None:
+    if call.told is None:
+        call.told = attempt.ask(Question.COLLECTIVES)
         call.compare_by = attempt.clock() + ANSWER_TIME
-        attempt.locate()
-    return attempt.have_answered(attempt.remembered) or attempt.clock() >= call.compare_by
+    return attempt.have_answered(call.told) or attempt.clock() >= call.compare_by
 
 
 def _taken(call: Call) -> dict[int, Callable[[], Any]]:
@@ -271,7 +278,7 @@ def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None
 
 def _break(call: Call, attempt: Attempt, rank: int, text: str) -> None:
     """Make the attempt fail, since its ranks have left a call at different collectives."""
-    if not attempt.call_failures:
+    if not attempt.survived:
         attempt.hang = rank, f"Ctrl-C or cancel has ended the call of {call.name} between collectives: {text}"
-    for failed, failure in dict(attempt.call_failures).items():
+    for failed, failure in dict(attempt.survived).items():
         attempt.note_failure(failed, failure)

@@ -1,4 +1,4 @@
-"""Account of a gang's wall time, from calls of the driver and a clock alone. Runs in the driver.
+"""Account of a gang's wall time. Runs in the driver.
 
 The driver names the gang's phase: starting, training or waiting. Rank 0's ledger (`rank.usage`) divides the training
 phase. When an attempt ends, the time after its newest checkpoint counts as lost.
@@ -10,8 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from flytekitplugins.daskpytorch.driver.agents import Peer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.part import Part, Stage
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.messages import Tell
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.reports import Spent
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
 INTERVAL = 2.0
@@ -157,3 +165,69 @@ class Accountant:
         else:
             self._parts[self._phase] += now - self._since
         self._since = now
+
+
+class Accounting(Part):
+    """Keeps the account of a gang's time, tells it to the observers, and answers ranks that ask for it."""
+
+    takes = (RankUsage, Spent, Question.GOODPUT)
+
+    def __init__(self, state: GangState, clock: Callable[[], float]) -> None:
+        self._state = state
+        self.accountant = Accountant(state.asked_at, clock)
+
+    def begin(self, attempt: Attempt) -> None:
+        """Forget the questions of earlier attempts."""
+        self._answers: dict[int, Goodput] = {}
+        """What ranks were told, by number of the question. All ranks are told the same."""
+        self._waiting: list[tuple[Peer, int]] = []
+        """Agent and number of questions of ranks other than 0, which are answered after rank 0's next report."""
+
+    def enter(self, stage: Stage) -> None:
+        """Count the gang's time under another part from now on."""
+        is_first = self._state.number == 0
+        if stage == "gathering":
+            self.accountant.enter("starting" if is_first else "waiting")
+        elif stage == "starting":
+            self.accountant.enter("starting")
+        elif stage == "training":
+            self.accountant.enter("training")
+        else:
+            self.accountant.enter("waiting")
+
+    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        """Record a rank's usage or account of its time, or answer its question.
+
+        While rank 0 trains, other ranks' new questions wait for rank 0's next report.
+        """
+        if isinstance(report, Ask):
+            if rank and self.accountant.is_training and report.number not in self._answers:
+                self._waiting.append((peer, report.number))
+            else:
+                self._answer(peer, report.number)
+        elif isinstance(report, (RankUsage, Spent)):
+            if isinstance(report, RankUsage):
+                self._state.observers.tell("used", report)
+            if rank == 0:
+                self.accountant.hear(report)
+                waiting, self._waiting = self._waiting, []
+                for other, number in waiting:
+                    self._answer(other, number)
+
+    def _answer(self, peer: Peer, number: int) -> None:
+        account = self._answers.setdefault(number, self.accountant.goodput())
+        peer.send(Tell(Answer(Question.GOODPUT, number, account)))
+
+    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+        """Count the time until this checkpoint as safe, if the present attempt has written it."""
+        if self._state.attempt is not None and self._state.attempt.number == entry.attempt:
+            self.accountant.keep(entry.step)
+
+    def orders(self, now: float) -> None:
+        """Tell the observers the account, if it is time."""
+        if self.accountant.is_due():
+            self._state.observers.tell("accounted", self.accountant.goodput())
+
+    def restart(self, number: int) -> None:
+        """Count the time since the newest checkpoint as lost."""
+        self.accountant.close(is_lost=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
-from flytekitplugins.daskpytorch.driver.evaluation import Evaluator
-from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, retained
-from flytekitplugins.daskpytorch.protocol import messages, orders, reports
+from flytekitplugins.daskpytorch.driver.part import Moment, Part
+from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.protocol import messages, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.observer import Observers
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Job, Kept, Settled
+from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
@@ -27,66 +27,86 @@ GOES_ON = "the training goes on, and until the next checkpoint a restart begins 
 """End of a notice about a checkpoint that was not kept."""
 
 
-class Saving:
+class Checkpoints(Part):
     """Fetches, commits and hands out the checkpoints of one gang, across all attempts."""
 
-    def __init__(
-        self,
-        committer: Committer,
-        accountant: Accountant,
-        observers: Observers,
-        evaluator: Evaluator,
-    ) -> None:
+    _best_wanted_since: float | None = None
+    """Time since which a question for the best checkpoint waits for evaluations. None: none waits."""
+    takes = (CheckpointFile, WrittenShards, reports.ShardsNotWritten, Question.CHECKPOINT, messages.Sent)
+
+    def __init__(self, state: GangState, committer: Committer) -> None:
+        self._state = state
+        self._observers = state.observers
         self.vault = committer.vault
         self.committer = committer
-        self._accountant = accountant
-        self._observers = observers
-        self._evaluator = evaluator
         self.fetches = Fetches(self.vault.keep, self.vault.entries)
-        self._best_wanted_since: float | None = None
-        """Time since which a request for the best checkpoint waits for evaluations. None: no request waits for them."""
-        self.has_news = False
-        """True if the driver has kept a checkpoint since `Brain` last set this field to False."""
         self.commits: dict[tuple[int, int], int] = {}
         """Steps of sharded checkpoints that are being committed, by (attempt number, save number)."""
 
+    def equip(self, job: Job) -> Job:
+        """Name the checkpoints from which the next attempt starts."""
+        return replace(job, checkpoint=self.vault.newest(), sharding=self.committer.sharding(), kept=self.saved())
+
+    def begin(self, attempt: Attempt) -> None:
+        """Forget the questions and shards of earlier attempts."""
+        self._wanted: list[tuple[Peer, int, int, Wanted]] = []
+        """Unanswered questions for checkpoints: agent, rank, number and what the rank wants."""
+        self._chosen: dict[int, Arrived] = {}
+        """Checkpoint that rank 0 got to load, by the number of its question. Other ranks receive the same."""
+        self._best_wanted_since = None
+        self._shards: dict[int, dict[int, WrittenShards | reports.ShardsNotWritten]] = {}
+        """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
+
     # ---- what happens
 
-    def note_saved(self, peer: Peer, attempt: Attempt, rank: int, file: CheckpointFile) -> None:
-        """Record that a rank has written a whole checkpoint, and queue the file's fetch from the rank's agent."""
-        attempt.steps[rank] = file.step
-        self.fetches.fetch(peer, file)
+    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        """Record that a rank has written a checkpoint or its shards of one, or wants to load one."""
+        match report:
+            case CheckpointFile(step=step):
+                attempt.steps[rank] = step
+                self.fetches.fetch(peer, report)
+            case WrittenShards() | reports.ShardsNotWritten():
+                self._note_shards(attempt, rank, report)
+            case Ask(number=number, about=Wanted() as wanted):
+                self._wanted.append((peer, rank, number, wanted))
 
-    def note_sent(self, peer: Peer, attempt: Attempt | None, sent: messages.Sent) -> None:
+    def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
         """Keep a whole checkpoint that an agent has linked into the driver's folder, or record a failure."""
+        if not isinstance(message, messages.Sent):
+            return
         error: Exception | None = None
-        if sent.failure is not None:
-            error = OSError(f"{peer.node.title} could not send it: {sent.failure}")
+        if message.failure is not None:
+            error = OSError(f"{peer.node.title} could not send it: {message.failure}")
         else:
             try:
-                self.vault.add(sent.file)
+                self.vault.add(message.file)
             except (OSError, ValueError) as refusal:
                 error = refusal
-        self.note_kept(attempt, sent.file, error)
+        self.note_upload(message.file, error)
 
-    def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
+    def lose_agent(self, peer: Peer) -> None:
+        """Cancel all fetches from a lost agent."""
+        self.fetches.forget(peer)
+
+    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
         """Record that a whole checkpoint has arrived in the driver, or that its transfer has failed with `error`."""
         if error is None:
-            self._evaluator.note_kept(file)  # holds the file, before the next one may replace it
-            self.fetches.note_end(file)
-            self._count_as_kept(attempt, file)
+            self._note_kept(file, before=lambda: self.fetches.note_end(file))
         elif self.fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._observers.note(
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
             )
 
-    def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
+    def _note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
         """Record that a rank has written its shards, or failed. After all ranks, commit or discard the checkpoint."""
         if isinstance(said, WrittenShards) and said.attempt != attempt.number:
             return
         attempt.steps[rank] = said.step
-        if (all_said := attempt.note_shards(rank, said)) is None:
+        all_said = self._shards.setdefault(said.number, {})
+        all_said[rank] = said
+        if len(all_said) < attempt.world_size:
             return
+        del self._shards[said.number]
         written = [each for _, each in sorted(all_said.items()) if isinstance(each, WrittenShards)]
         if len(written) == attempt.world_size:
             self.commits[attempt.number, said.number] = said.step
@@ -98,57 +118,63 @@ class Saving:
             f"({why.reason}); {GOES_ON}"
         )
         self.committer.sweep(attempt.number, said.number)
-        attempt.tell(messages.Tell(orders.Settled(said.number)))
+        attempt.tell(messages.Tell(Settled(said.number)))
 
-    def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
+    def note_commit(self, commit: Committed) -> None:
         """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.made is not None:
-            self._evaluator.note_kept(commit.made)
-            self._count_as_kept(attempt, commit.made)
+            self._note_kept(commit.made)
         else:
             self._observers.note(
                 f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
             )
         self.committer.sweep(commit.attempt, commit.number)
+        attempt = self._state.attempt
         if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
-            attempt.note_sign_of_life()
-            attempt.tell(messages.Tell(orders.Settled(commit.number)))
+            attempt.excuse()
+            attempt.tell(messages.Tell(Settled(commit.number)))
 
-    def _count_as_kept(self, attempt: Attempt | None, entry: CheckpointFile | ShardedCheckpoint) -> None:
-        self.has_news = True
+    def _note_kept(
+        self, entry: CheckpointFile | ShardedCheckpoint, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """Tell all others that a checkpoint is safe. `before`: called before observers and ranks hear of it."""
+        self._state.note_kept(entry)
+        before()
+        attempt = self._state.attempt
         if attempt is not None and attempt.number == entry.attempt:
-            attempt.has_saved = True
-            self._accountant.keep(entry.step)
+            attempt.has_progressed = True
         self._observers.tell("kept", entry.step)
-        self.tell_kept(attempt)
+        self.tell_kept()
 
-    def tell_kept(self, attempt: Attempt | None) -> None:
+    def note_evaluated(self) -> None:
+        """Tell observers and ranks about the kept checkpoints."""
+        self.tell_kept()
+
+    def tell_kept(self) -> None:
         """Tell observers and ranks about the kept checkpoints and their metrics, which have changed."""
         kept = self.saved()
         self._observers.tell("keeps", kept)
         hint = hint_of_metric(kept, self.vault.keep)
-        if hint is not None and not self._evaluator.may_bring_metrics:
+        if hint is not None and self._state.request.settings.evaluate is None:  # else other metrics may come
             self._observers.hint("metric", hint)
+        attempt = self._state.attempt
         if attempt is not None and not attempt.is_over:
-            attempt.tell(messages.Tell(orders.Kept(kept)))
+            attempt.tell(messages.Tell(Kept(kept)))
 
     # ---- what there is
 
-    @property
-    def is_slow(self) -> bool:
-        """True while ranks may wait for a commit, or for evaluations before they load the best checkpoint."""
-        return bool(self.commits) or self._best_wanted_since is not None
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a checkpoint is being fetched from an agent or committed."""
-        return self.fetches.is_busy or bool(self.commits)
-
-    @property
-    def is_completing(self) -> bool:
-        """True while a checkpoint is committed, or fetched that stays in the user's local folder after the gang."""
-        return bool(self.commits) or (self.fetches.is_busy and self.vault.is_users_folder)
+    def blocks(self, moment: Moment) -> bool:
+        """Wait for checkpoints on their way, and excuse ranks that wait for them."""
+        match moment:
+            case Moment.HUNG:  # before its last save, a rank may wait for a commit
+                return bool(self.commits) or self._best_wanted_since is not None
+            case Moment.RESTART:
+                return self.fetches.is_busy or bool(self.commits)
+            case Moment.RESULT:  # only for what stays after the gang
+                return bool(self.commits) or (self.fetches.is_busy and self.vault.is_users_folder)
+            case _:
+                return False
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
@@ -156,7 +182,6 @@ class Saving:
         kept += [entry.saved for entry in self.vault.sharded]
         return tuple(sorted(kept, key=lambda saved: saved.step))
 
-    @property
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint, whole or sharded. None without checkpoints."""
         newest = self.newest_entry
@@ -170,53 +195,58 @@ class Saving:
 
     # ---- what is done
 
-    def give_wanted(self, attempt: Attempt) -> None:
-        """Answer ranks' requests to load the best or a certain checkpoint, once no checkpoint is being saved.
+    def orders(self, now: float) -> None:
+        """Answer ranks' questions for the best or a certain checkpoint, once no checkpoint is being saved.
 
-        Requests for the best checkpoint also wait for outstanding evaluations. Other ranks get the same checkpoint as
-        rank 0's request with the same number.
+        Questions for the best checkpoint also wait for outstanding evaluations. Other ranks get the same checkpoint as
+        for rank 0's question with the same number.
         """
-        if not attempt.wanted or self.is_busy or attempt.shards:
+        attempt = self._state.training
+        if attempt is None or not self._wanted or self.blocks(Moment.RESTART) or self._shards:
             return
-        if any(rank == 0 and wanted.step is None for _, rank, wanted in attempt.wanted):
+        if any(rank == 0 and wanted.step is None for _, rank, _, wanted in self._wanted):
             if self._best_wanted_since is None:
-                self._best_wanted_since = attempt.clock()
-            if self._evaluator.is_awaited(self._best_wanted_since):
+                self._best_wanted_since = now
+            if self._state.blocks(Moment.CHOICE):
                 return
             self._best_wanted_since = None
-            attempt.note_sign_of_life()  # ranks that have waited do not count as hung
-        waiting, attempt.wanted = attempt.wanted, []
-        for _, rank, wanted in waiting:
+            attempt.excuse()  # ranks that have waited do not count as hung
+        waiting, self._wanted = self._wanted, []
+        for _, rank, number, wanted in waiting:
             if rank == 0:
-                attempt.chosen[wanted.number] = self._choose(attempt, wanted)
-        for peer, rank, wanted in waiting:
-            if wanted.number in attempt.chosen:
-                peer.send(messages.Bring(attempt.chosen[wanted.number]))
+                self._chosen[number] = self._choose(attempt, number, wanted)
+        for peer, rank, number, wanted in waiting:
+            if number in self._chosen:
+                peer.send(messages.Bring(self._chosen[number]))
             else:
-                attempt.wanted.append((peer, rank, wanted))
+                self._wanted.append((peer, rank, number, wanted))
 
-    def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Arrived:
+    def _choose(self, attempt: Attempt, number: int, wanted: Wanted) -> Arrived:
         found: CheckpointFile | ShardedCheckpoint | None
         if wanted.is_sharded:
             found = find(self.vault.sharded, self.vault.keep, wanted.step)
         else:
             found = find(self.vault.intact(), self.vault.keep, wanted.step)
-        return orders.Arrived(attempt.number, wanted.number, found)
+        return Arrived(attempt.number, number, found)
 
-    def begin(self, number: int) -> None:
-        """Begin attempt `number`. From now on, accept no checkpoints that earlier attempts have written."""
-        self._best_wanted_since = None
+    def settle(self, *, is_last: bool) -> None:
+        """Try storage more often at the end of the gang."""
+        if is_last:
+            self.vault.worker.shorten_pauses()
+
+    def give_up(self) -> None:
+        """Fetch no more checkpoints of the ended attempt."""
+        self.fetches.clear()
+
+    def restart(self, number: int) -> None:
+        """Accept no checkpoints that earlier attempts than `number` have written."""
         self.vault.fence(number)
         self.committer.sweep(number)
 
-    def store(self, storage: StoragePaths | None, timeout: float) -> str:
-        """Wait until storage has the newest checkpoint. Return a message about where the next attempt will start.
-
-        Args:
-            storage: Folders of the checkpoints in storage. None without storage.
-            timeout: Longest wait, in seconds.
-        """
-        step = self.newest_step
+    def farewell(self, timeout: float) -> str:
+        """Wait until storage has the newest checkpoint. Return where the next attempt will start."""
+        storage = self._state.request.storage
+        step = self.newest_step()
         is_stored = self.vault.flush(timeout) or step in [entry.step for entry in self.vault.sharded[-1:]]
         if step is None:
             told = "there is no checkpoint, so the next attempt starts afresh"

@@ -1,13 +1,11 @@
-"""Stop of a gang at one common step, and the timeouts of the gang's end. Runs in the driver."""
+"""The request to stop a gang, and the timeouts of the gang's end. Runs in the driver."""
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from signal import SIGINT, SIGTERM
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.protocol.messages import Tell
-from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
 SIGNALS = (KeyboardInterrupt.__name__, SystemExit.__name__)
 """Names of the exceptions by which a program ends after a signal."""
@@ -50,7 +48,7 @@ class Deadlines:
 
 @dataclass
 class StopRequest:
-    """Request that the gang save a checkpoint and end. All ranks stop at the same call of `should_stop`."""
+    """Request that the gang save a checkpoint, then end or go on without a worker."""
 
     reason: str
     ends_gang: bool
@@ -67,33 +65,14 @@ class StopRequest:
     """Ranks whose program handles the request's signal."""
     has_signalled: bool = field(default=False, init=False)
     """True after the driver has passed the signal to the ranks' program, which ends itself within the grace period."""
-    _is_asked: bool = False
-    """True after the driver has ordered the ranks (`Hold`) to block in their next `should_stop` call."""
-    _is_released: bool = False
-    """True after the driver has sent the ranks the number of the `should_stop` call at which to stop (`Release`)."""
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period
 
-    def pursue(self, attempt: Attempt) -> bool:
-        """Send the attempt's ranks the next stop order. Return True once the driver must end the ranks."""
-        if not self._is_asked:
-            self._is_asked = True
-            attempt.tell(Tell(Hold(self._signal if attempt.is_program and self.ends_gang else None)))
-        elif not self._is_released and attempt.have_answered(attempt.held):
-            self._is_released = True
-            last_call = max(attempt.held.values(), default=0)
-            self.has_signalled = last_call == 0 and bool(self.heeding)
-            attempt.tell(Tell(Release(last_call, self._signal if self.has_signalled else None)))
-            if last_call == 0 and not self.has_signalled:
-                unheeded = 0.0 if self.is_awaited else self.deadlines.unheeded
-                self.deadline = min(self.deadline, self.clock() + unheeded)
-        return self.clock() >= self.deadline and not attempt.has_delivered
-
     @property
-    def _signal(self) -> int:
+    def signal(self) -> int:
         """The signal that has caused the request, as far as programs see it."""
-        return signal.SIGINT if self.is_awaited else signal.SIGTERM
+        return SIGINT if self.is_awaited else SIGTERM
 
     def has_been_obeyed(self, attempt: Attempt) -> bool:
         """Return True if the grace period is over, or all ranks have ended whose program handles the signal."""

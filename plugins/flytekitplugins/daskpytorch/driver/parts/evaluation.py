@@ -5,8 +5,6 @@
 Runs in the driver. All but the evaluation's gang runs in the thread of the training's gang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -14,21 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch.driver.agents import Agents
-from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.part import Moment, Part
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.orders import Evaluated
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import LogRecord
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
 Entry = CheckpointFile | ShardedCheckpoint
 RETRY_INTERVAL = 2.0
@@ -129,42 +128,45 @@ class Relay(Observer):
         self._tell("noted", f"{self._what}: {text}")
 
 
-class Evaluator:
+class EvaluationGang(Protocol):
+    """A gang that evaluates one checkpoint."""
+
+    received: ReceivedResults
+
+    def run(self) -> list[Any]:
+        """Run the gang until its end, and return the ranks' results."""
+
+    def cancel(self) -> None:
+        """End the gang."""
+
+
+MakeGang = Callable[[Request, messages.AgentLauncher, Sequence[Observer]], EvaluationGang]
+
+
+class Evaluator(Part):
     """Evaluates the checkpoints of one gang. Without `Gang(evaluate=...)`, does nothing."""
 
-    def __init__(
-        self,
-        request: Request,
-        agents: Agents,
-        committer: Committer,
-        observers: Observers,
-        make: Callable[[Request, AgentLauncher, Sequence[Observer]], Supervisor],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, state: GangState, vault: Vault, make: MakeGang) -> None:
         """Prepare for the gang's first checkpoint.
 
         Args:
-            request: Request of the training's gang.
-            agents: Agents of the training's gang.
-            committer: Holds the checkpoints.
-            observers: Observers of the training.
-            make: Makes the supervisor of an evaluation's gang.
-            clock: Returns seconds, and never goes back.
+            state: State of the training's gang.
+            vault: Holds the checkpoints.
+            make: Makes the gang of an evaluation.
         """
+        request = state.request
+        self._state = state
         self._settings = request.settings.evaluate if request.evaluation is not None else None
         self._template = request.evaluation
-        self._agents = agents
-        self._committer = committer
-        self._observers = observers
+        self._vault = vault
+        self._observers = state.observers
         self._make = make
-        self._now = clock
+        self._now = state.now
         self._agenda = Agenda(self._settings.every if self._settings is not None else 1)
         self._code: Code | None = None
-        self.on_end: Callable[[], object] = lambda: None
-        """Called after each evaluation: `records`, or the kept checkpoints and their metrics may have changed."""
-        self.records: list[LogRecord] = []
+        self._records: list[LogRecord] = []
         """Metrics that rank 0 has yet to get for its trackers."""
-        self._gang: Supervisor | None = None
+        self._gang: EvaluationGang | None = None
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
         """Time at which the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
@@ -173,15 +175,14 @@ class Evaluator:
         self._try_at = 0.0
         self._lacks_worker = False
         """True if the last look found no worker that can evaluate."""
-
-    @property
-    def may_bring_metrics(self) -> bool:
-        """True with `Gang(evaluate=...)` until an evaluation has succeeded, as metrics may yet have new names."""
-        return self._settings is not None and self._agenda.num_done == 0
+        self._delivered_at: float | None = None
+        """Time at which the end of all ranks' functions was first seen. None before."""
+        self._wanted_at: float | None = None
+        """Time since which ranks wait for the best checkpoint. None: none waits."""
 
     # ---- what the training's gang tells
 
-    def begin(self, code: Code | None, start: Entry | None) -> None:
+    def prepare(self, code: Code | None, start: Entry | None) -> None:
         """Record the project's packed sources, and the checkpoint from which the training starts.
 
         Args:
@@ -193,26 +194,51 @@ class Evaluator:
             self._agenda.note_found(start)
             self._hold()
 
+    def begin(self, attempt: Attempt) -> None:
+        """Count the waits of a new attempt."""
+        self._delivered_at = self._wanted_at = None
+
+    def ready(self, attempt: Attempt, rank: int) -> None:
+        """Tell rank 0 the metrics that came before it was ready."""
+        if rank == 0:
+            self._tell_trackers()
+
     def note_kept(self, entry: Entry) -> None:
         """Record that the training has kept a checkpoint."""
         if self._settings is not None:
             self._agenda.note_kept(entry)
             self._hold()
 
-    def go_on(self) -> None:
+    def blocks(self, moment: Moment) -> bool:
+        """Wait for outstanding evaluations at the end of the training, and before ranks load the best checkpoint."""
+        attempt = self._state.attempt
+        if attempt is None or self._settings is None:
+            return False
+        if moment is Moment.LEAVE:
+            if self._delivered_at is None:
+                self._delivered_at = self._now()
+            more_come = self._state.blocks(Moment.RESTART)
+            return self._is_awaited(self._delivered_at, more_come=more_come) and not attempt.has_stopped_early
+        if moment is Moment.CHOICE:
+            if self._wanted_at is None:
+                self._wanted_at = self._now()
+            if self._is_awaited(self._wanted_at):
+                return True
+            self._wanted_at = None
+        return False
+
+    def orders(self, now: float) -> None:
         """Begin the next evaluation if a worker is free for it, and cancel one that takes too long."""
-        if self._gang is not None and self._now() >= self._deadline:
+        if self._gang is not None and now >= self._deadline:
             self._deadline = math.inf
             self._gang.cancel()
-        if (entry := self._agenda.due) is not None and self._now() >= self._try_at:
+        if (entry := self._agenda.due) is not None and now >= self._try_at:
             self._begin(entry)
 
-    def is_awaited(self, since: float, *, more_come: bool = False) -> bool:
-        """Return True while evaluations are outstanding, and for at most `Evaluate.timeout` seconds.
+    def _is_awaited(self, since: float, *, more_come: bool = False) -> bool:
+        """Return True while evaluations are outstanding, and for at most `Evaluate.timeout` seconds after `since`.
 
-        Args:
-            since: Beginning of the wait, in seconds on the clock.
-            more_come: True if the driver has yet to receive a checkpoint, which may be due.
+        With `more_come`, the driver has yet to receive a checkpoint, which may be due.
         """
         agenda, settings, waited = self._agenda, self._settings, self._now() - since
         if settings is None or agenda.is_closed or not (agenda.is_outstanding or more_come):
@@ -270,25 +296,25 @@ class Evaluator:
     # ---- one evaluation
 
     def _hold(self) -> None:
-        self._committer.vault.hold(self._agenda.held)
+        self._vault.hold(self._agenda.held)
 
     def _release(self) -> None:
         if self._settings is not None:
-            self._committer.vault.hold(())
+            self._vault.hold(())
 
     def _begin(self, entry: Entry) -> None:
         assert self._template is not None  # noqa: S101 - without `Gang(evaluate=...)`, no checkpoint waits
         assert self._settings is not None  # noqa: S101
         launcher = None
         with contextlib.suppress(OSError):  # a busy scheduler. The training's gang itself notices a lost one
-            launcher = self._agents.launcher.beside()
+            launcher = self._state.agents.launcher.beside()
         self._lacks_worker = launcher is None
         if launcher is None:
             self._try_at = self._now() + RETRY_INTERVAL
             self._observers.remind("a checkpoint waits for a worker to be evaluated on")
             return
         self._agenda.note_begun()
-        start = entry if isinstance(entry, ShardedCheckpoint) else (entry, self._committer.vault.path_of(entry))
+        start = entry if isinstance(entry, ShardedCheckpoint) else (entry, self._vault.path_of(entry))
         request = replace(self._template, start=start, code=self._code)
         relay = Relay(f"evaluation of step {entry.step}", self._tell_later)
         self._gang = gang = self._make(request, launcher, [relay])
@@ -302,9 +328,9 @@ class Evaluator:
             self._thread = thread
 
     def _tell_later(self, method: str, *args: object) -> None:
-        self._agents.post(functools.partial(self._observers.tell, method, *args))
+        self._state.agents.post(functools.partial(self._observers.tell, method, *args))
 
-    def _run(self, gang: Supervisor, entry: Entry) -> None:
+    def _run(self, gang: EvaluationGang, entry: Entry) -> None:
         """Run an evaluation's gang. In a thread of its own."""
         metrics: Mapping[str, float] | BaseException
         try:
@@ -313,7 +339,7 @@ class Evaluator:
             metrics = error
         finally:
             gang.received.drop_returned()
-        self._agents.post(functools.partial(self._note_end, entry, metrics))
+        self._state.agents.post(functools.partial(self._note_end, entry, metrics))
 
     def _note_end(self, entry: Entry, metrics: Mapping[str, float] | BaseException) -> None:
         self._gang = None
@@ -329,11 +355,20 @@ class Evaluator:
             record = LogRecord(
                 rank=0, step=entry.step, num_steps=None, time=time.time(), metrics=metrics, is_evaluation=True
             )
-            self.records.append(record)
+            self._records.append(record)
             self._observers.tell("logged", record)
-            self._committer.vault.note_evaluated(entry.identity, metrics)
+            self._vault.note_evaluated(entry.identity, metrics)
         self._hold()  # afterwards, as the metrics may be the best
-        self.on_end()
+        self._tell_trackers()
+        self._state.note_evaluated()
+
+    def _tell_trackers(self) -> None:
+        """Send the metrics of evaluations to rank 0's trackers, or keep them until rank 0 is ready."""
+        attempt = self._state.attempt
+        if attempt is not None and 0 in attempt.ready and 0 not in attempt.exits:
+            records, self._records = self._records, []
+            if records and attempt.has_observers:
+                attempt.tell(messages.Tell(Evaluated(tuple(records))))
 
     def _tell_failure(self, entry: Entry, error: BaseException) -> None:
         what = f"the evaluation of the checkpoint of step {entry.step} failed, and the training goes on"

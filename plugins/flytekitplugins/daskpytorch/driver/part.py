@@ -1,0 +1,128 @@
+"""A part of a gang's driver: one feature in one file, with its own record. Runs in the gang's thread.
+
+The core knows workers, attempts, exits, results, failures and the request to stop, and asks its parts by the methods of
+`Part`. The core imports no part, and no part imports another: what a part needs of another is a question of the core.
+
+    agents, ranks ──▶ GangState (record) ──▶ Brain (decision) ──▶ agents
+                          │   ▲                  │   ▲
+           take, hear, ...▼   │ report, blocks   ▼   │ orders, ends, blocks, due
+                          └──────────── parts ───────┘
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from flytekitplugins.daskpytorch.driver.agents import Peer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.questions import Question
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+
+Stage = Literal["gathering", "starting", "training", "stopping", "settling"]
+"""Stage of a gang: workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """A rank's number of signs of life so far, as its agent's heartbeat tells it."""
+
+    num_moves: int
+
+
+class Moment(enum.Enum):
+    """A decision of the core that a part may put off by `Part.blocks`."""
+
+    LATE = "ranks that have not joined the process group count as late"
+    HUNG = "silent ranks count as hung"
+    STOP = "the ranks of a failed attempt are stopped"
+    CHOICE = "ranks get the best checkpoint"
+    LEAVE = "ranks leave, as the functions of all ranks have returned"
+    RESULT = "the gang ends with its results"
+    RESTART = "the gang restarts, or ends with an error"
+
+
+class Part:
+    """One feature of a gang. All methods do nothing by default."""
+
+    takes: tuple[type | Question, ...] = ()
+    """Types of ranks' reports, ranks' questions and types of agents' messages that `take` and `hear` get."""
+
+    def enter(self, stage: Stage) -> None:
+        """Called when the gang enters a stage."""
+
+    def equip(self, job: Job) -> Job:
+        """Return the settings of the next attempt's ranks, with those that this part adds."""
+        return job
+
+    def begin(self, attempt: Attempt) -> None:
+        """Called when the ranks of an attempt were told to start."""
+
+    def ready(self, attempt: Attempt, rank: int) -> None:
+        """Called when a rank has joined the process group."""
+
+    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        """Record the report of a rank of the present attempt, of a type in `takes`."""
+
+    def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
+        """Record an agent's message, of a type in `takes`."""
+
+    def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
+        """Called when a rank's function has failed, or when the rank has ended or is at rest (`failure`: None)."""
+
+    def hear_caller(self, connection: Connection, message: object) -> None:
+        """Follow a message of another caller of the driver's port than an agent."""
+
+    def lose_caller(self, connection: Connection) -> None:
+        """Called when the connection of a caller has ended."""
+
+    def lose_agent(self, peer: Peer) -> None:
+        """Called when an agent is lost."""
+
+    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+        """Called when a checkpoint is safe, before an older one may be deleted."""
+
+    def note_evaluated(self) -> None:
+        """Called when an evaluation has ended. The kept checkpoints and their metrics may have changed."""
+
+    def orders(self, now: float) -> None:
+        """Send the orders that are due. Called before each decision of the core."""
+
+    def ends(self, attempt: Attempt) -> bool | None:
+        """Return True if the ranks of a healthy attempt must be stopped, False if not. None: another part decides."""
+        return None
+
+    def due(self, attempt: Attempt) -> float | None:
+        """Return the time (driver's clock, seconds) of the next decision that this part needs without an event."""
+        return None
+
+    def blocks(self, moment: Moment) -> bool:
+        """Return True while the core must put off a decision."""
+        return False
+
+    def reason(self, attempt: Attempt) -> str | None:
+        """Return why this part has ended an attempt whose ranks did not fail. None: the part has not ended it."""
+        return None
+
+    def newest_step(self) -> int | None:
+        """Return the step from which the next attempt would start. None: this part knows none."""
+        return None
+
+    def settle(self, *, is_last: bool) -> None:
+        """Called when all ranks of an attempt have ended. `is_last`: True if no other attempt seems to follow."""
+
+    def give_up(self) -> None:
+        """Wait no longer for what belongs to the ended attempt."""
+
+    def restart(self, number: int) -> None:
+        """Called when the gang goes on with attempt `number`."""
+
+    def close(self) -> None:
+        """Begin nothing new, as the gang was told to end. Called from the caller's side, and again at the end."""
+
+    def farewell(self, timeout: float) -> str:
+        """Store what the next attempt needs, for at most `timeout` seconds. Return the end of the error's text."""
+        return ""

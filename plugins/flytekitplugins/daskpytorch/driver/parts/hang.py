@@ -1,0 +1,256 @@
+"""Watches one attempt for hangs, and finds the collectives that explain a failure. Runs in the driver."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from flytekitplugins.daskpytorch.driver.agents import Peer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.collectives import left_waiting
+from flytekitplugins.daskpytorch.driver.hang_detector import (
+    LEAST_TIMEOUT,
+    RankState,
+    Stillness,
+    explain_failure,
+    next_look,
+    report_hang,
+    waits_of,
+)
+from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
+from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.protocol import messages, orders
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
+from flytekitplugins.daskpytorch.protocol.questions import Question
+from flytekitplugins.daskpytorch.protocol.reports import Remembered
+
+ANSWER_TIME = 0.4
+"""Timeout, in seconds, for ranks that may hang to report their stacks. Then silent ranks get a signal."""
+STACKS_WAIT = 1.5
+"""Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME` of these seconds, ranks without an
+answer get a signal that makes them write their stacks."""
+LEFT_TIMEOUT, LEFT_PAUSE = 20.0, 5.0
+"""Minimum hang timeout with `hang_timeout="auto"`, and pause between two requests for stacks, in seconds, after a
+staying gang's call has failed in a rank."""
+
+
+class Look:
+    """One request for all ranks' stacks and newest collectives."""
+
+    def __init__(self, attempt: Attempt, known: Mapping[int, Recalled | None]) -> None:
+        """Ask all ranks. `known`: collectives that ranks have reported for good."""
+        self._attempt = attempt
+        self._known = known
+        self.located = attempt.ask(Question.STACKS)
+        self._recalled = attempt.ask(Question.COLLECTIVES)
+        self.stacks: dict[int, str] = {}
+        """Stacks of ranks that did not answer and got a signal instead."""
+        self.signal_at = attempt.clock() + ANSWER_TIME
+        """Time to signal silent ranks. Infinite afterwards."""
+        self.ends_at = attempt.clock() + STACKS_WAIT
+        """Time until which stacks are awaited."""
+
+    @property
+    def remembered(self) -> dict[int, Recalled | None]:
+        """Newest collectives by rank. None: torch does not record them."""
+        return {**self._recalled, **self._known}
+
+    @property
+    def is_answered(self) -> bool:
+        """True if all ranks have answered."""
+        return self._attempt.have_answered(self.located) and self._attempt.have_answered(self.remembered)
+
+
+class HangWatch(Part):
+    """Watches each attempt for hangs.
+
+    After the hang timeout, the driver requests all ranks' stacks and collectives. The answers decide whether the gang
+    hangs. After a failure that a collective may have caused, they may tell the reason.
+    """
+
+    takes = (Moves, Remembered, messages.Stacks)
+
+    def __init__(self, state: GangState) -> None:
+        self._state = state
+        self._timeout: float | Literal["auto"] | None = state.request.settings.hang_timeout
+
+    def begin(self, attempt: Attempt) -> None:
+        """Begin to watch an attempt."""
+        self._stillness: Stillness | None = None
+        """Time of each rank's last progress. None until the process group is formed."""
+        self._hangs_at = 0.0
+        """Earliest time at which the attempt may be declared hung. Progress only makes it later."""
+        self._seen: object = None
+        self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
+        """Collectives in which each rank waited when the last hang was suspected. None if a rank was working."""
+        self._look: Look | None = None
+        """The running search for a hang."""
+        self._search: Look | None = None
+        """The search for a failure's cause."""
+        self._final: dict[int, Recalled | None] = {}
+        """Collectives that ranks reported with their failure, before an abort or as they left their peers."""
+        self._difference: str | None = None
+        """The mismatch between the ranks' collectives that explains a failure. None: not found."""
+        attempt.explain = self._explain
+
+    # ---- what happens
+
+    def ready(self, attempt: Attempt, rank: int) -> None:
+        """Count the ranks' silence once all have joined the process group."""
+        if attempt.is_formed:
+            self._stillness = Stillness(attempt.places, attempt.clock())
+
+    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        """Record a rank's signs of life, or the collectives that it reports before it ends."""
+        if isinstance(report, Moves):
+            self._note_moves(attempt, rank, report.num_moves)
+        elif isinstance(report, Remembered):
+            self._final[rank] = report.recalled
+
+    def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
+        """Record the stacks of a rank that an agent has signalled."""
+        if isinstance(message, messages.Stacks) and attempt is not None and self._look is not None:
+            self._look.stacks[message.rank] = message.text
+
+    def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
+        """Record the collectives that a rank has reported with its failure."""
+        if failure is not None:
+            self._final[rank] = failure.recalled
+
+    def enter(self, stage: Stage) -> None:
+        """Search for no hang in ranks that are told to stop. Explain a failure once all ranks have ended."""
+        if stage == "stopping":
+            self._look = None
+        attempt = self._state.attempt
+        if stage == "settling" and attempt is not None and attempt.is_failing and attempt.hang is None:
+            failed = [rank for rank, failure in attempt.failures.items() if failure.is_consequence]
+            located = self._search.located if self._search is not None else {}
+            stacks = {rank: each.stacks for rank, each in located.items()}
+            self._difference = explain_failure(self._remembered, failed, stacks)
+
+    def _note_moves(self, attempt: Attempt, rank: int, num_moves: int) -> None:
+        if self._stillness is not None:
+            self._stillness.excuse(attempt.excused_at)
+            self._stillness.note(rank, num_moves, attempt.clock())
+
+    # ---- after a failure
+
+    def orders(self, now: float) -> None:
+        """Ask all ranks for their collectives, shortly before the ranks of a failed attempt are stopped."""
+        attempt = self._state.training
+        if attempt is not None and self._search is None and self._search_at(attempt) <= now:
+            self._search = Look(attempt, self._final)
+
+    @staticmethod
+    def _search_at(attempt: Attempt) -> float:
+        is_failing = attempt.is_failing and attempt.stop_at is not None
+        return attempt.stop_at - ANSWER_TIME if is_failing and attempt.stop_at is not None else math.inf
+
+    def blocks(self, moment: Moment) -> bool:
+        """Wait for the ranks' collectives before the ranks of a failed attempt are stopped."""
+        attempt = self._state.attempt
+        return moment is Moment.STOP and attempt is not None and not attempt.have_answered(self._remembered)
+
+    @property
+    def _remembered(self) -> Mapping[int, Recalled | None]:
+        return self._search.remembered if self._search is not None else self._final
+
+    def _explain(self, root_failure: RankExit) -> RankExit:
+        attempt = self._state.attempt
+        if attempt is None or not root_failure.may_be_of_collective:
+            return root_failure
+        returned = {rank: self._final.get(rank) for rank in attempt.results if rank != root_failure.rank}
+        left_by = left_waiting(root_failure.rank, root_failure.failure, returned) if root_failure.failure else ""
+        return replace(root_failure, difference=self._difference, left_by=left_by)
+
+    # ---- hangs
+
+    def ends(self, attempt: Attempt) -> bool | None:
+        """Return True if the attempt hangs, and set `attempt.hang` then.
+
+        A first call requests all ranks' stacks. A later call decides.
+        """
+        if self._look is None:
+            if not self._is_due(attempt):
+                return None
+            self._look = Look(attempt, self._final)
+        look = self._look
+        if not look.is_answered and attempt.clock() < look.ends_at:
+            if attempt.clock() >= look.signal_at:
+                _signal_silent(attempt, look)
+            return None
+        return self._is_confirmed(attempt, look) or None
+
+    def due(self, attempt: Attempt) -> float | None:
+        """Return the time of the next look at the ranks, or of the end of a look. None if none is due."""
+        if self._look is not None:
+            return min(self._look.signal_at, self._look.ends_at)
+        search_at = self._search_at(attempt) if self._search is None else math.inf
+        times = [each for each in (self._silent_until(attempt), search_at) if each is not None and each < math.inf]
+        return min(times, default=None)
+
+    def _is_due(self, attempt: Attempt) -> bool:
+        hangs_at = self._silent_until(attempt)
+        return hangs_at is not None and attempt.clock() >= hangs_at
+
+    def _silent_until(self, attempt: Attempt) -> float | None:
+        """Return the time from which a silent gang counts as hung, or with `auto` is asked for its stacks.
+
+        None while hang detection is suspended.
+        """
+        if self._timeout is None or self._stillness is None or self._state.blocks(Moment.HUNG):
+            return None
+        if (seen := (attempt.excused_at, len(attempt.survived))) != self._seen:
+            self._seen, self._hangs_at = seen, 0.0
+            self._stillness.excuse(attempt.excused_at)
+        if attempt.clock() >= self._hangs_at:  # avoids a loop over all ranks
+            least = LEFT_TIMEOUT if attempt.survived else LEAST_TIMEOUT
+            self._hangs_at = self._stillness.hangs_at(attempt.running, self._timeout, least)
+        return self._hangs_at
+
+    def _is_confirmed(self, attempt: Attempt, look: Look) -> bool:
+        """Return True if the ranks' answers show a hang."""
+        for rank, located in look.located.items():
+            self._note_moves(attempt, rank, located.num_moves)
+        states = self._states(attempt, look)
+        self._look, self._hangs_at = None, 0.0  # ranks may have moved since
+        if not self._is_due(attempt):
+            return False
+        if self._timeout == "auto" and not self._are_stuck(states):
+            self._hangs_at = attempt.clock() + (LEFT_PAUSE if attempt.survived else next_look(states))
+            return False
+        attempt.hang = report_hang(states, self._timeout or "auto")
+        attempt.tell(messages.Tell(orders.ShowStacks()))
+        return True
+
+    def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
+        """Return True if all ranks wait in the same collectives as in the previous answers.
+
+        Then no rank can continue.
+        """
+        before, self._waits = self._waits, waits_of(states)
+        return self._waits is not None and self._waits == before
+
+    def _states(self, attempt: Attempt, look: Look) -> dict[int, RankState]:
+        if self._stillness is None:
+            return {}
+        now = attempt.clock()
+        located, remembered = look.located, look.remembered
+        return {
+            rank: RankState(
+                is_done=rank in attempt.results or rank in attempt.at_rest,
+                num_collectives=located[rank].num_collectives if rank in located else None,
+                still_for=self._stillness.still_for(rank, now),
+                stacks=located[rank].stacks if rank in located else look.stacks.get(rank, "it did not answer"),
+                recalled=remembered.get(rank),
+            )
+            for rank in attempt.places
+        }
+
+
+def _signal_silent(attempt: Attempt, look: Look) -> None:
+    """Have agents signal all ranks without an answer. The signal makes ranks write their stacks."""
+    look.signal_at = math.inf
+    for peer in attempt.carriers:
+        if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in look.located]:
+            peer.send(messages.Dump(silent))
