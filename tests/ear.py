@@ -27,7 +27,7 @@ class Heard:
     def hear(self, connection: Connection, message: object) -> object:
         return message
 
-    def hear_terminal(self, connection: Connection, message: object) -> object:
+    def hear_caller(self, connection: Connection, message: object) -> object:
         return message
 
     def hear_of_rank(self, connection: Connection, rank: int, said: object) -> object:

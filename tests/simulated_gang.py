@@ -655,7 +655,7 @@ class World:
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal
-        self.feed(self.saving.note_upload, file, error)
+        self.feed(self.state.note_upload, file, error)
 
     def write_shards(self, agent: Agent, *ranks: int, fails: bool = False) -> None:
         """These of its ranks, or all, report that they have written their parts of a sharded checkpoint, or cannot."""

@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.attaching import FromTerminal
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
@@ -110,15 +109,9 @@ class Listener:
         self._transfers: dict[Connection, threading.Thread] = {}
         self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
 
-    def listen(
-        self, state: GangState, note_upload: Callable[[CheckpointFile, Exception | None], object] = lambda *_: None
-    ) -> None:
-        """Accept agents from now on. Their messages become calls of the methods of `state`.
-
-        `note_upload` is called in the gang's thread when a checkpoint has arrived, or its transfer has failed.
-        """
+    def listen(self, state: GangState) -> None:
+        """Accept agents from now on. Their messages become calls of the methods of `state`."""
         self._state = state
-        self._note_upload = note_upload
         # A selector loop: uvloop would make the sockets non-blocking, through which the gang's thread sends.
         self._loop = asyncio.SelectorEventLoop()
         self._thread.start()
@@ -347,7 +340,7 @@ class Listener:
             connection.close()
             del self._transfers[connection]
         if isinstance(request, Upload):
-            self._calls.put(functools.partial(self._note_upload, request.file, error))
+            self._calls.put(functools.partial(self._state.note_upload, request.file, error))
 
 
 def _complain(error: BaseException) -> None:

@@ -249,6 +249,11 @@ class GangState:
             reason, goes_on = SCHEDULER_LOST, False
         self.request_stop(reason, ends_gang=not goes_on, is_workers=True)
 
+    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
+        """Tell all parts that a checkpoint has arrived, or that its transfer has failed."""
+        for part in self.parts:
+            part.note_upload(file, error)
+
     # ---- from ranks
 
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:

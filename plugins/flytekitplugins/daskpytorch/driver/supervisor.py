@@ -220,7 +220,7 @@ class Supervisor:
             asked_at=self._asked_at,
             running_clock=RunningClock(),
         )
-        listener.listen(gang.state, gang.checkpoints.note_upload)
+        listener.listen(gang.state)
         stack.callback(listener.end)
         stack.callback(listener.dismiss, messages.Close(), gang.state.deadlines.dismiss)
         return gang
