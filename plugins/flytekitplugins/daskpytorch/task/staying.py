@@ -1,6 +1,6 @@
 """A gang that stays, whose caller makes call after call on its live ranks. Runs in the driver.
 
-StayingGang.call ──▶ driver.calls.Calls (gang's thread) ──▶ ranks ──▶ CallFutures, settled in the gang's thread
+StayingGang.call ──▶ driver.parts.calls.Calls (gang's thread) ──▶ ranks ──▶ CallFutures, settled in the gang's thread
 """
 
 from __future__ import annotations
