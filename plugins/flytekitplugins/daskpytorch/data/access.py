@@ -63,7 +63,7 @@ class Access:
         return session
 
     def client(self, session: Any) -> Any:
-        """Return a new botocore client for this process."""
+        """Return a new botocore client for this process. With servers other than AWS, the bucket is in the path."""
         from botocore import UNSIGNED
         from botocore.config import Config
 
@@ -74,12 +74,6 @@ class Access:
             retries={"total_max_attempts": 1 + self.num_retries, "mode": "standard"},
             signature_version=UNSIGNED if self.anon else None,
         )
-        client = self._client(session, config)
-        if not is_aws(client.meta.endpoint_url):  # other servers have no host name per bucket
-            client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
-        return client
-
-    def _client(self, session: Any, config: Any) -> Any:
         region = self.region or session.get_config_variable("region") or "us-east-1"
         return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
 

@@ -46,6 +46,11 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
 }
 """Exception type and advice for the user, by S3's error code. Reads that fail with other codes are retried."""
+INHERITED = (
+    "this process reads with botocore, at about half the speed: it was forked from a process that had used obstore, "
+    "which does not work after a fork. Give the DataLoader multiprocessing_context='forkserver', or read nothing "
+    "before the DataLoader starts its workers"
+)
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
 """S3's error code by HTTP status, for answers of the server without a body."""
 
@@ -107,6 +112,7 @@ class Bucket:
         self.access = access
         self._plain: _Botocore | None = None
         self._quick: _Obstore | _Botocore | None = None
+        """Client that reads, made at the first read."""
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
@@ -160,7 +166,10 @@ class Bucket:
         if not _is_path(key):
             return plain
         with self._lock:
-            self._quick = self._quick or _quick_reader(self.name, self.access, plain)
+            if self._quick is None:
+                self._quick = plain if _inherited_threads else _Obstore(self.name, self.access, plain)
+                if _inherited_threads:
+                    logger.warning(INHERITED)
         return self._quick
 
     def _plainly(self) -> _Botocore:
@@ -265,17 +274,6 @@ class _Botocore:
             return answer["Body"].read(), answer.get("ETag", "").strip('"')
         except Exception as error:
             raise _from_botocore(error, f"s3://{self._bucket}/{key}") from error
-
-
-def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _Botocore:
-    if _inherited_threads:
-        logger.warning(
-            "this process reads with botocore, at about half the speed: it was forked from a process that had used "
-            "obstore, which does not work after a fork. Give the DataLoader multiprocessing_context='forkserver', or "
-            "read nothing before the DataLoader starts its workers"
-        )
-        return plain
-    return _Obstore(bucket, access, plain)
 
 
 def _is_path(key: str) -> bool:
