@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import resource
 import string
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,19 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch.driver import request
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.protocol import payload
 from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
-from flytekitplugins.daskpytorch.protocol.payload import (
-    PIECE_SIZE,
-    SMALL_SIZE,
-    MappedReturn,
-    Piece,
-    Reader,
-    Segments,
-    SharedMemory,
-    Writer,
-    send_by_file,
-)
-from flytekitplugins.daskpytorch.protocol.pickling import LARGE
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, pieces_of_returned
+from flytekitplugins.daskpytorch.protocol.pickler import LARGE
+from flytekitplugins.daskpytorch.rank.returned import pickled
 from flytekitplugins.daskpytorch.settings import Gang
 
 # ---- A call's arguments in shared memory
@@ -42,22 +32,24 @@ def take(*args: object, **kwargs: object) -> None:
     """What is called."""
 
 
-def packed(*args: object, **kwargs: object) -> tuple[bytes, SharedMemory]:
+def packed(*args: object, **kwargs: object) -> SharedMemory:
     data, memory = request.packed(take, args, kwargs)
     assert memory is not None
-    return data, memory
+    assert data == b""
+    return memory
 
 
-def unpacked(data: bytes, memory: SharedMemory) -> Call:
-    return unpack_call(data, memory.address.mapped())
+def unpacked(memory: SharedMemory) -> Call:
+    data, *aside = memory.address.mapped()
+    return unpack_call(data, aside)
 
 
 def test_arrays_and_tensors_come_out_as_they_went_in_and_lie_in_the_memory() -> None:
     array, tensor = np.arange(LARGE, dtype=np.int16), torch.arange(LARGE, dtype=torch.uint8)
-    data, memory = packed(array, columns=np.asfortranarray(array.reshape(2, -1)), tensors=[tensor, tensor[5:]])
-    call = unpacked(data, memory)
-    assert len(data) < 10_000
-    assert [size for _, size in memory.address.segments] == [2 * LARGE, 2 * LARGE, LARGE]
+    memory = packed(array, columns=np.asfortranarray(array.reshape(2, -1)), tensors=[tensor, tensor[5:]])
+    call = unpacked(memory)
+    size, *sizes = (size for _, size in memory.address.segments)
+    assert (size < 10_000, sizes) == (True, [2 * LARGE, 2 * LARGE, LARGE])
     assert np.array_equal(call.args[0], array)
     assert np.array_equal(call.kwargs["columns"], array.reshape(2, -1))
     whole, part = call.kwargs["tensors"]
@@ -68,8 +60,8 @@ def test_arrays_and_tensors_come_out_as_they_went_in_and_lie_in_the_memory() -> 
 
 def test_what_one_writes_into_an_argument_nobody_else_sees() -> None:
     array = np.zeros(LARGE, dtype=np.uint8)
-    data, memory = packed(array, torch.from_numpy(array))
-    first, second = unpacked(data, memory), unpacked(data, memory)
+    memory = packed(array, torch.from_numpy(array))
+    first, second = unpacked(memory), unpacked(memory)
     for argument in first.args:
         argument[:] = 1
     assert not array.any()
@@ -80,7 +72,7 @@ def test_what_one_writes_into_an_argument_nobody_else_sees() -> None:
 def test_an_array_that_may_not_be_written_to_may_not_there() -> None:
     array = np.zeros(LARGE, dtype=np.uint8)
     array.flags.writeable = False
-    [argument] = unpacked(*packed(array)).args
+    [argument] = unpacked(packed(array)).args
     assert not argument.flags.writeable
 
 
@@ -94,15 +86,13 @@ def test_what_is_small_is_in_the_pickle_and_a_small_tensor_can_grow(monkeypatch:
 
 def test_a_large_pickle_stands_there_too() -> None:
     rows = [f"row {index}" for index in range(100_000)]
-    data, memory = packed(rows, np.zeros(LARGE, dtype=np.uint8))
-    assert data == b""
-    assert len(memory.address.segments) == 2
-    assert unpacked(data, memory).args[0] == rows
+    memory = packed(rows)
+    assert len(memory.address.segments) == 1
+    assert unpacked(memory).args[0] == rows
 
 
 def test_it_is_found_by_its_name_alone_and_goes_with_its_keeper() -> None:
-    memory = SharedMemory()
-    memory.add(b"data")
+    memory = SharedMemory([b"data"])
     address = memory.address
     assert address.is_here
     assert not replace(address, name="another").is_here
@@ -124,91 +114,59 @@ def test_calls_that_wait_leave_half_of_the_files_that_may_be_open_to_others(monk
     assert torch.equal(other, tensor)
 
 
-# ---- Return values in a file
+# ---- Return values
 
 
-def sent(folder: Path, value: Any) -> tuple[bytes | None, list[Piece]]:
-    """Return what a rank reports for a value: a small report or None, and the pieces."""
-    pieces: list[Piece] = []
-
-    def dump(file: IO[bytes], takes: Callable[[pickle.PickleBuffer], bool]) -> None:
-        pickle.Pickler(file, protocol=5, buffer_callback=takes).dump(value)
-
-    return send_by_file(dump, folder, pieces.append), pieces
+def sent(value: Any, folder: Path | None = None) -> list[Piece]:
+    """Return the pieces of a value that a rank sends, to a driver on its machine if it reaches the driver's folder."""
+    return list(pieces_of_returned(pickled(value), folder))
 
 
-def received(piece: Piece) -> MappedReturn:
-    assert piece.file is not None
-    return MappedReturn(*piece.file)
+def received(pieces: list[Piece]) -> Any:
+    results = ReceivedResults()
+    for piece in pieces:
+        results.add(results.keep(0, piece))
+    return results.load_returned(0, None)
 
 
 PARTS = st.one_of(
     st.integers(),
     st.text(string.ascii_letters, max_size=20),
-    st.sampled_from([SMALL_SIZE - 100, SMALL_SIZE, 3 * SMALL_SIZE, LARGE, LARGE + 1]).map(lambda size: b"b" * size),
-    st.sampled_from([0, 10, LARGE - 1, LARGE, LARGE + 1]).map(lambda size: np.arange(size, dtype=np.uint8)),
+    st.sampled_from([10, LARGE, LARGE + 1, 3 * PIECE_SIZE + 5]).map(lambda size: b"b" * size),
+    st.sampled_from([0, 10, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE]).map(lambda size: np.arange(size, dtype=np.uint8)),
 )
 
 
-@settings(max_examples=60)
-@given(st.lists(PARTS, max_size=8))
-def test_any_mixture_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: list[Any]) -> None:
+@pytest.mark.parametrize("is_here", [True, False])
+@settings(max_examples=40)
+@given(value=st.lists(PARTS, max_size=8))
+def test_any_mixture_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, *, value: list[Any], is_here: bool
+) -> None:
     folder = tmp_path_factory.mktemp("driver")
-    small, pieces = sent(folder, value)
-    found = pickle.loads(small) if small is not None else received(pieces[0]).load()
-    assert [type(part) for part in found] == [type(part) for part in value]
-    assert all(np.array_equal(here, there) for here, there in zip(found, value, strict=True))
-    assert list(folder.iterdir()) == []
-
-
-def test_what_is_small_makes_no_file(tmp_path: Path) -> None:
-    small, pieces = sent(tmp_path, b"s" * (SMALL_SIZE - 100))
-    assert (pickle.loads(small or b""), pieces) == (b"s" * (SMALL_SIZE - 100), [])
-
-
-def test_an_array_is_the_files_memory_at_the_start_of_a_page_and_may_be_written_to(tmp_path: Path) -> None:
-    value = ["before", np.ones(LARGE, dtype=np.uint8), b"between" * SMALL_SIZE, np.zeros(LARGE, dtype=np.uint8)]
-    _, [piece] = sent(tmp_path, value)
-    file = received(piece)
-    _, ones, _, zeros = file.load()
-    for array, memory in zip((ones, zeros), file.aside, strict=True):
-        assert np.shares_memory(array, np.frombuffer(memory, dtype=np.uint8))
-        assert array.ctypes.data % 4096 == 0
-        array[0] = 7
-    assert (ones[:2].tolist(), zeros[:2].tolist()) == ([7, 1], [7, 0])
-
-
-def test_what_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Segments, "add", mock.Mock(side_effect=OSError("no space left on device")))
-    with pytest.raises(OSError, match="no space left"):
-        sent(tmp_path, b"x" * LARGE)
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- Return values in pieces
-
-
-def written(data: bytes, step: int) -> tuple[bytes | None, list[Piece]]:
-    """Write bytes in steps. Return the report or None, and the pieces that were sent."""
-    pieces: list[Piece] = []
-    writer = Writer(pieces.append)
-    for start in range(0, len(data), step):
-        writer.write(memoryview(data)[start : start + step])
-    return writer.close(), pieces
-
-
-@pytest.mark.parametrize("step", [1 << 12, PIECE_SIZE, 5 * PIECE_SIZE])
-@pytest.mark.parametrize("size", [SMALL_SIZE + 1, PIECE_SIZE - 1, PIECE_SIZE, PIECE_SIZE + 1, 3 * PIECE_SIZE + 5])
-def test_a_large_value_goes_in_pieces_and_is_read_as_it_was_written(size: int, step: int) -> None:
-    data = os.urandom(size)
-    small, pieces = written(data, step)
-    assert small is None
+    pieces = sent(value, folder if is_here else None)
     assert [piece.is_first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(piece.path is None and len(piece.data) <= PIECE_SIZE for piece in pieces)
-    with io.BufferedReader(Reader(piece.data for piece in pieces)) as file:
-        assert file.read(10) == data[:10]
-        rest = bytearray(size)
-        assert file.readinto(rest) == size - 10
-        assert rest[: size - 10] == data[10:]
-        assert file.read() == b""
+    found = received(pieces)
+    assert [type(part) for part in found] == [type(part) for part in value]
+    assert all(np.array_equal(here, there) for here, there in zip(found, value, strict=True))
+    assert all(part.flags.writeable for part in found if isinstance(part, np.ndarray))
+    assert list(folder.iterdir()) == []
+
+
+def test_an_array_is_the_files_memory_at_the_start_of_a_page(tmp_path: Path) -> None:
+    ones, zeros = np.ones(LARGE, dtype=np.uint8), np.zeros(LARGE, dtype=np.uint8)
+    [piece] = sent(["before", ones, b"between" * LARGE, zeros], tmp_path)
+    assert piece.data == b""
+    _, ones, _, zeros = received([piece])
+    assert [array.ctypes.data % 4096 for array in (ones, zeros)] == [0, 0]
+
+
+def test_a_value_that_the_disk_does_not_take_goes_in_pieces_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload, "write_parts", mock.Mock(side_effect=OSError("no space left on device")))
+    pieces = sent(b"x" * LARGE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert received(pieces) == b"x" * LARGE

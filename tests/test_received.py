@@ -12,18 +12,14 @@ import pytest
 from flytekitplugins.daskpytorch.driver import received as receiving
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
-from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, Writer, cut
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, cut, pieces_of_returned
 
 BIG = 3 * PIECE_SIZE
 
 
 def returned(value: object) -> list[Piece]:
-    """What a rank sends before the report that all is there."""
-    pieces: list[Piece] = []
-    writer = Writer(pieces.append)
-    writer.write(pickle.dumps(value))
-    assert writer.close() is None
-    return pieces
+    """Return what a rank on another machine sends before its report."""
+    return list(pieces_of_returned([pickle.dumps(value)], None))
 
 
 def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:

@@ -1,48 +1,36 @@
 """Buffer of the results and return values that a gang's ranks have sent. Runs in the driver."""
 
 import contextlib
-import io
 import os
 import pickle
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
-from flytekitplugins.daskpytorch.protocol.payload import MappedReturn, Piece, Reader, Segment
+from flytekitplugins.daskpytorch.protocol.payload import Piece, Segment, mapped
 
 MAX_IN_MEMORY = 1 << 20
 """Maximum number of bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few
 descriptors."""
 
 
-Kept = bytes | Segment | MappedReturn
-"""A piece of a result: its bytes, its part of the buffer's file, or the rank's file with a whole return value."""
+Stored = bytes | Segment | list[memoryview]
+"""Data of a piece: its bytes, their place in the buffer's file, or the parts of a return value in a mapped file."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A buffered piece of a result or return value."""
+    """A buffered piece of a submitted file or return value."""
 
     rank: int
     piece: Piece
     """The piece without its data."""
-    kept: Kept
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A complete file that a rank has submitted as a result."""
-
-    rank: int
-    """Rank that submitted the result."""
-    path: str
-    """Path of the result's file, relative to the folder of the results."""
-    parts: list[Kept]
-    """Locations of the result's pieces, in order."""
+    stored: Stored
 
 
 class ReceivedResults:
@@ -53,11 +41,13 @@ class ReceivedResults:
 
     def __init__(self) -> None:
         self._buffer = ResultBuffer()
-        self._unfinished: dict[int, list[Kept]] = {}
-        self._returned: dict[int, list[Kept]] = {}
+        self._unfinished: dict[int, list[Stored]] = {}
+        self._returned: dict[int, tuple[list[Stored], Sequence[Segment]]] = {}
+        """Pieces of each rank's return value, and the places of its parts."""
         self._lock = threading.Lock()
         """Lock held while files are written, each by one thread."""
-        self._waiting: deque[Submission] = deque()
+        self._waiting: deque[tuple[int, str, list[Stored]]] = deque()
+        """Rank, path and pieces of each submitted file that waits to be written."""
         self.notify: Callable[[], object] = lambda: None
         """Function that is called in the gang's thread after each complete result."""
         self.folder_is_wanted = False
@@ -69,7 +59,9 @@ class ReceivedResults:
         Runs in the listener's thread, so a slow disk makes ranks wait.
         """
         if piece.file is not None:
-            return Part(rank, replace(piece, file=None), MappedReturn(*piece.file))
+            with Path(piece.file).open("rb") as file:
+                Path(piece.file).unlink()
+                return Part(rank, piece, mapped(file, piece.segments))
         return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
@@ -80,15 +72,15 @@ class ReceivedResults:
         if part.piece.is_first:  # drops an incomplete result: the rank's process ended
             self._buffer.drop(self._unfinished.pop(part.rank, ()))
         parts = self._unfinished.setdefault(part.rank, [])
-        parts.append(part.kept)
+        parts.append(part.stored)
         if part.piece.is_last:
             del self._unfinished[part.rank]
             if part.piece.path is None:
-                self._buffer.drop(self._returned.pop(part.rank, ()))  # an older attempt's return value
-                self._returned[part.rank] = parts
+                self._drop_returned(part.rank)  # an older attempt's return value
+                self._returned[part.rank] = parts, part.piece.segments
                 return
             if part.piece.path:
-                self._waiting.append(Submission(part.rank, part.piece.path, parts))
+                self._waiting.append((part.rank, part.piece.path, parts))
                 self.notify()
             else:
                 self.folder_is_wanted = True
@@ -105,9 +97,10 @@ class ReceivedResults:
         """
         with self._lock:
             while self._waiting:
-                submission = self._waiting[0]
-                write(submission.rank, submission.path, map(self._buffer.get, submission.parts))
-                self._buffer.drop(self._waiting.popleft().parts)
+                rank, path, pieces = self._waiting[0]
+                write(rank, path, map(self._buffer.get, pieces))
+                self._buffer.drop(pieces)
+                self._waiting.popleft()
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
         """Return a rank's return value. Load each value only once.
@@ -120,34 +113,47 @@ class ReceivedResults:
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
         """Remove a rank's return value, and return a function that unpickles the value, once and in any thread."""
-        parts: list[Kept] = [small] if small is not None else self._returned.pop(rank)
-        return partial(self._load, rank, parts, in_buffer=small is None)
+        pieces, segments = self._returned.pop(rank) if small is None else ([], ())
+        return partial(self._load, rank, small, pieces, segments)
 
     def drop_returned(self) -> None:
         """Free the space used by unread return values."""
-        while self._returned:
-            self._buffer.drop(self._returned.popitem()[1])
+        for rank in list(self._returned):
+            self._drop_returned(rank)
 
-    def _load(self, rank: int, parts: list[Kept], *, in_buffer: bool) -> Any:
-        mapped = parts[0] if isinstance(parts[0], MappedReturn) else None
+    def _drop_returned(self, rank: int) -> None:
+        pieces, _ = self._returned.pop(rank, ([], ()))
+        self._buffer.drop(pieces)
+
+    def _load(self, rank: int, small: bytes | None, pieces: list[Stored], segments: Sequence[Segment]) -> Any:
         try:
-            if mapped is not None:
-                return mapped.load()
-            return pickle.load(io.BufferedReader(Reader(map(self._buffer.get, parts))))  # noqa: S301 - from our own rank
+            parts = [small] if small is not None else list(self._parts(pieces, segments))
+        finally:
+            self._buffer.drop(pieces)
+        try:
+            return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - from our own rank
         except BaseException as error:  # any error of a user's class or extension
-            pickled = [b"".join(map(self._buffer.get, parts))] if mapped is None else [mapped.pickled, *mapped.aside]
-            kept = _kept_for_user(pickled)
+            kept = _kept_for_user(parts)
             error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver{kept}")
             raise
-        finally:
-            self._buffer.drop(parts if in_buffer else ())
+
+    def _parts(self, pieces: list[Stored], segments: Sequence[Segment]) -> Iterator[memoryview | bytearray]:
+        if isinstance(pieces[0], list):
+            yield from pieces[0]
+            return
+        data = map(self._buffer.get, pieces)
+        for _, size in segments:
+            part = bytearray()
+            while len(part) < size:
+                part += next(data)
+            yield part
 
 
-def _kept_for_user(pickled: list[bytes] | list[memoryview]) -> str:
+def _kept_for_user(parts: Sequence[Any]) -> str:
     """Write a value that cannot be unpickled to a file, and return the end of a sentence about the file."""
     try:
         with tempfile.NamedTemporaryFile(prefix="daskpytorch-returned-", suffix=".pickle", delete=False) as file:
-            pickle.dump([*map(pickle.PickleBuffer, pickled)], file, protocol=5)
+            pickle.dump([*map(pickle.PickleBuffer, parts)], file, protocol=5)
     except OSError as error:
         return f". The value is lost, as it could not be written to a file: {error}"
     how = "data, *buffers = pickle.load(file); value = pickle.loads(data, buffers=buffers)"
@@ -168,7 +174,7 @@ class ResultBuffer:
         self._num_in_file = 0
         self._in_memory = 0
 
-    def put(self, data: bytes) -> Kept:
+    def put(self, data: bytes) -> Stored:
         """Keep bytes in memory or in the file. On a disk error, keep them in memory beyond the limit."""
         if self._in_memory + len(data) > MAX_IN_MEMORY:
             with contextlib.suppress(OSError):
@@ -177,22 +183,22 @@ class ResultBuffer:
             self._in_memory += len(data)
         return data
 
-    def get(self, kept: Kept) -> bytes:
+    def get(self, stored: Stored) -> bytes:
         """Return the bytes of a piece from memory or the file."""
-        if isinstance(kept, bytes):
-            return kept
-        if isinstance(kept, MappedReturn) or self._file is None:
+        if isinstance(stored, bytes):
+            return stored
+        if isinstance(stored, list) or self._file is None:
             raise ValueError("a piece of a result is read that is not in the buffer, or was dropped before")
-        start, size = kept
+        start, size = stored
         return os.pread(self._file.fileno(), size, start)
 
-    def drop(self, several: Iterable[Kept]) -> None:
+    def drop(self, several: Iterable[Stored]) -> None:
         """Free the space of pieces. An empty file is closed, which removes the file."""
         with self._lock:
-            for kept in several:
-                if isinstance(kept, bytes):
-                    self._in_memory -= len(kept)
-                elif isinstance(kept, tuple):
+            for stored in several:
+                if isinstance(stored, bytes):
+                    self._in_memory -= len(stored)
+                elif isinstance(stored, tuple):
                     self._num_in_file -= 1
             if self._num_in_file == 0 and self._file is not None:
                 self._file.close()

@@ -17,6 +17,7 @@ from flytekitplugins.daskpytorch.protocol.function import check_function, name_o
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
+from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.rank.evaluation import evaluate
@@ -30,9 +31,9 @@ class Request:
     name: str
     """Function name or task name."""
     call: bytes | None
-    """The pickled call of the user's function, without the memory in `large`. None: the gang stays, with `calls`."""
+    """The pickled call of the user's function. Empty if `large` has the call. None: the gang stays, with `calls`."""
     large: SharedMemory | None = field(default=None, repr=False)
-    """Large arguments of the call. None without large arguments."""
+    """Memory with a large call. None for a small call."""
     ranks_per_worker: int
     num_gpus: int = 0
     """Number of GPUs in each worker's or the task's limits. 0 if unknown."""
@@ -131,21 +132,20 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | N
 def packed(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, SharedMemory | None]:
-    """Return a pickled call, and the memory of its large arguments, or None without large arguments.
+    """Return a pickled call, or empty bytes and the shared memory with the parts of a large call.
 
     Raises:
         TypeError: The function or an argument cannot be pickled. The message names the part.
     """
-    memory: SharedMemory | None = None
-
-    def put_aside(data: bytes | memoryview) -> bool:
-        nonlocal memory
-        memory = memory or _memory()
-        if memory is not None:
-            memory.add(data)
-        return memory is not None
-
-    return pack_call(function, args, kwargs, put_aside), memory
+    aside: list[memoryview] = []
+    data = pack_call(function, args, kwargs, aside)
+    if not aside and len(data) < LARGE:
+        return data, None
+    with contextlib.suppress(OSError):  # no file or no memory is left
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(list(Path("/proc/self/fd").iterdir())) < limit // 2:  # 1000 gangs may need 1000 open files
+            return b"", SharedMemory([data, *aside])
+    return pack_call(function, args, kwargs), None
 
 
 def packed_check(settings: Gang) -> bytes | None:
@@ -155,14 +155,6 @@ def packed_check(settings: Gang) -> bytes | None:
         TypeError: The function cannot be pickled.
     """
     return None if isinstance(settings.gpu_check, str) else pack_call(settings.gpu_check, (), {})
-
-
-def _memory() -> SharedMemory | None:
-    """Return new shared memory. None if the call should leave the open files to others."""
-    with contextlib.suppress(OSError):  # with 1000 gangs, this may mean 1000 open files
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return SharedMemory() if len(list(Path("/proc/self/fd").iterdir())) < limit // 2 else None
-    return None
 
 
 def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankHost | None = None) -> Request | None:

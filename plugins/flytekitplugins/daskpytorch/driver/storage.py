@@ -112,13 +112,10 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """
     if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
         return None
-    digest = xxhash.xxh3_128()
-
-    def put_aside(memory: memoryview) -> bool:
+    aside: list[memoryview] = []
+    digest = xxhash.xxh3_128(pickling.dumps((args, kwargs), aside=aside))
+    for memory in aside:
         digest.update(memory)
-        return True
-
-    digest.update(pickling.dumps((args, kwargs), put_aside=put_aside))
     return key_of(function), settings.checkpoint_uri, digest.digest()
 
 

@@ -15,11 +15,11 @@ class NextCall:
     number: int
     """Number of the call in its gang, from 1."""
     call: bytes = field(repr=False)
-    """The pickled call, without the memory in `large`."""
+    """The pickled call. Empty if `large` has the call."""
     code: Code | None = field(default=None, repr=False)
     """The project's sources, if the driver has imported more modules since the gang's start. None otherwise."""
     large: Address | None = None
-    """The driver's shared memory with the call's large arguments. None without large arguments."""
+    """The driver's shared memory with a large call. None for a small call."""
     keeps: bool = False
     """True if the rank keeps the return value, under the call's number, instead of sending the value."""
 

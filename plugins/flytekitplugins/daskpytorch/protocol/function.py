@@ -129,7 +129,7 @@ def pack_call(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    put_aside: Callable[[bytes | memoryview], bool] | None = None,
+    aside: list[memoryview] | None = None,
 ) -> bytes:
     """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
@@ -137,16 +137,15 @@ def pack_call(
         function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        put_aside: Function that takes the memory of each large array and tensor, which the pickle then lacks. If the
-            remaining pickle is large, the function takes the pickle last, and `pack_call` returns empty bytes. The
-            function returns False to leave the memory in the pickle. None keeps everything in the pickle.
+        aside: List that gets the memory of each large array and tensor, which the pickle then lacks. None keeps
+            everything in the pickle.
 
     Raises:
         TypeError: The function or an argument cannot be pickled. The message names the part.
     """
     by_name = _by_name(function)
     try:
-        data = pickling.dumps((by_name or function, tuple(args), dict(kwargs)), put_aside=put_aside)
+        return pickling.dumps((by_name or function, tuple(args), dict(kwargs)), aside=aside)
     except Exception as error:
         parts = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
         parts["the function itself"] = by_name or function
@@ -155,9 +154,6 @@ def pack_call(
             f"{name_of(function)} cannot be sent to the ranks, because {', '.join(culprits) or 'a part of it'} cannot "
             f"be pickled: {error}. Pass plain data, and open files, locks and connections inside the function."
         ) from error
-    if put_aside is None or len(data) < pickling.LARGE or not put_aside(data):
-        return data
-    return b""
 
 
 def _by_name(function: Callable[..., Any]) -> tuple[str, str] | None:
@@ -182,15 +178,17 @@ def _can_pickle(value: object) -> bool:
 # ---- Unpacking, in a rank
 
 
-def unpack_call(data: bytes, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None) -> Call:
+def unpack_call(
+    data: bytes | memoryview, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None
+) -> Call:
     """Unpickle a call that `pack_call` has pickled. `sys.path` must contain the project's sources.
 
     Args:
-        data: The pickle. Empty if the pickle is the last item of `aside`.
+        data: The pickle.
         aside: Memory that `pack_call` has put aside, in order.
         present: Names of `__main__` that keep their values. None: all present names.
     """
-    function, args, kwargs = pickling.loads(data or aside[-1], aside, present)
+    function, args, kwargs = pickling.loads(data, aside, present)
     return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
 
 

@@ -44,9 +44,9 @@ class Job:
     attempt: int
     """Number of the gang's attempt. Each attempt has a new rendezvous store."""
     call: bytes | None
-    """The pickled call of the user's function, without the memory in `large`. None: the ranks stay, and get calls."""
+    """The pickled call of the user's function. Empty if `large` has the call. None: the ranks stay, and get calls."""
     large: Address | None = None
-    """The driver's shared memory with the call's large arguments. None without large arguments."""
+    """The driver's shared memory with a large call. None for a small call."""
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None

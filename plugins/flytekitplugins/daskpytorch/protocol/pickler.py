@@ -31,6 +31,8 @@ Reduced = tuple[Any, ...]
 """Instructions for pickling an object, in the form that `__reduce_ex__` returns."""
 HEAP_TYPE, IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Flags of classes: made by Python code; cannot be changed."""
+LARGE = 1 << 20
+"""Minimum number of bytes of an array or a tensor whose memory may stay outside the pickle."""
 COMMON_FIELDS = ("__traceback__", "__cause__", "__context__", "__suppress_context__", "__notes__")
 """Attributes that no exception's own pickle has. `__cause__` sets `__suppress_context__`."""
 
@@ -87,6 +89,18 @@ def dumps(value: Any) -> bytes:
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
+
+
+def put_apart(aside: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    """Return pickle's `buffer_callback` that appends large buffers to `aside`, and leaves others in the pickle."""
+
+    def takes(buffer: pickle.PickleBuffer) -> bool:
+        if (memory := buffer.raw()).nbytes < LARGE:
+            return True
+        aside.append(memory)
+        return False
+
+    return takes
 
 
 # ---- Classes

@@ -20,10 +20,8 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from flytekitplugins.daskpytorch.protocol.pickler import Pickler, Reduced, class_by_value
+from flytekitplugins.daskpytorch.protocol.pickler import LARGE, Pickler, Reduced, class_by_value, put_apart
 
-LARGE = 1 << 20
-"""Minimum number of bytes of an array or a tensor whose memory may stay outside the pickle."""
 INTERPRETERS = (
     *("gc.callbacks", "logging.root", "multiprocessing.context._default_context", "numpy.random.mtrand._rand"),
     *("os.environ", "os.environb", "random._inst", "sys.__stderr__", "sys.__stdin__", "sys.__stdout__", "sys.argv"),
@@ -47,20 +45,19 @@ REFUSED = {
 Lightning `Trainer` is refused later, when it trains."""
 
 
-def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], bool] | None = None) -> bytes:
+def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | None = None) -> bytes:
     """Pickle a value, with all definitions of `__main__` that the value reaches.
 
     Args:
         value: Any object.
         max_size: Maximum number of bytes of the pickle. None means no limit.
-        put_aside: Function that takes the memory of each large array and tensor, and returns False to leave the memory
-            in the pickle. None leaves all memory in the pickle.
+        aside: List that gets the memory of each large array and tensor. None leaves all memory in the pickle.
 
     Raises:
         OverflowError: The pickle, or an object inside, exceeds `max_size` bytes.
     """
     file = io.BytesIO() if max_size is None else _Bounded(max_size)
-    pickler = _Pickler(file, max_size, put_aside)
+    pickler = _Pickler(file, max_size, aside)
     pickler.dump(value)
     pickler.dump_definitions()
     return file.getvalue()
@@ -115,10 +112,10 @@ _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, max_size: int | None, put_aside: Callable[[memoryview], bool] | None) -> None:
-        super().__init__(file, buffer_callback=self._takes if put_aside is not None else None)
+    def __init__(self, file: io.BytesIO, max_size: int | None, aside: list[memoryview] | None) -> None:
+        super().__init__(file, buffer_callback=put_apart(aside) if aside is not None else None)
         self._max_size = max_size
-        self._put_aside = put_aside
+        self._has_aside = aside is not None
         self._namespace = vars(sys.modules["__main__"])
         self._reached: set[str] = set()
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
@@ -147,7 +144,7 @@ class _Pickler(Pickler):
             size = getattr(obj, "nbytes", 0)
             if isinstance(size, int) and size > self._max_size:  # checked before the memory is copied
                 raise OverflowError
-        if self._put_aside is not None and type(obj).__module__ == "torch.storage":
+        if self._has_aside and type(obj).__module__ == "torch.storage":
             from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
             if (apart := reduce_storage(obj, at_least=LARGE)) is not None:
@@ -191,11 +188,6 @@ class _Pickler(Pickler):
         if isinstance(obj, _LRU_CACHE):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         return copyreg.__newobj__, (own,), obj.__getstate__()  # type: ignore[attr-defined]
-
-    def _takes(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return True if a buffer's memory goes into the pickle. Pickle calls this method for each buffer."""
-        with buffer.raw() as memory:
-            return memory.nbytes < LARGE or self._put_aside is None or not self._put_aside(memory)
 
 
 class _OfInterpreter(NamedTuple):

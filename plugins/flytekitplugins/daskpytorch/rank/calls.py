@@ -111,22 +111,23 @@ class Server:
             importlib.invalidate_caches()
 
     def _call(self, order: NextCall) -> Any:
-        large = self._link.large(LARGE_ARGUMENTS - order.number) if order.large is not None else ()
-        call = self._unpacked(order, large)
+        is_large = order.large is not None
+        parts = self._link.large(LARGE_ARGUMENTS - order.number) if is_large else [memoryview(order.call)]
+        call = self._unpacked(parts)
         with ending_as_program():
             returned = self._completed(call.function(*call.args, **call.kwargs))
             _wait_for_gpu()
             return returned
         return None  # the call has ended by `sys.exit()`
 
-    def _unpacked(self, order: NextCall, large: Sequence[memoryview]) -> Call:
+    def _unpacked(self, parts: Sequence[memoryview]) -> Call:
         """Unpickle a call. Note the names of `__main__` to which the pickle has bound values that this rank keeps.
 
         A notebook's function that uses a reference as a global binds the reference's name.
         """
         main = vars(sys.modules["__main__"])
         before = dict(main)
-        call = unpack_call(order.call, large, self._present)
+        call = unpack_call(parts[0], parts[1:], self._present)
         kept = {id(value) for value in values.values() if not isinstance(value, SHARED)}
         self._bound.update(name for name, value in main.items() if id(value) in kept and value is not before.get(name))
         return call

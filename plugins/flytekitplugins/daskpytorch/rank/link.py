@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import threading
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import orders, payload, reports
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.payload import Address, send_by_file
+from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.rank import flight_recorder, hints
-from flytekitplugins.daskpytorch.rank.returned import dump_returned
+from flytekitplugins.daskpytorch.rank.returned import pickled
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
 
@@ -268,14 +267,13 @@ class GangLink(Link):
         A pickle of more than 64 KiB is sent as a file if the driver can open the file and the disk has room, otherwise
         in pieces.
         """
+        parts = pickled(value)
+        if len(parts) == 1 and len(parts[0]) <= payload.SMALL_SIZE:
+            return bytes(parts[0])
         with self._submit_lock:
-            if self._driver_folder is not None:
-                dump = functools.partial(dump_returned, value)
-                with contextlib.suppress(OSError):  # for example, the disk is full
-                    return send_by_file(dump, self._driver_folder, self._send_piece)
-            writer = payload.Writer(self._send_piece)
-            dump_returned(value, writer)
-            return writer.close()
+            for piece in payload.pieces_of_returned(parts, self._driver_folder):
+                self._send_piece(piece)
+        return None
 
     def _send_piece(self, piece: payload.Piece) -> None:
         self._send_in_turn(pickle.dumps(piece))
@@ -283,10 +281,10 @@ class GangLink(Link):
     # ---- questions, and their answers
 
     def large(self, number: int = orders.LARGE_ARGUMENTS) -> list[memoryview]:
-        """Wait for a call's large arguments, and return them from memory that all of the node's ranks share.
+        """Wait for a large call, and return its parts from memory that all of the node's ranks share.
 
         Args:
-            number: Number of the arguments' transfer.
+            number: Number of the call's transfer.
 
         Raises:
             OSError: The transfer of the arguments failed.

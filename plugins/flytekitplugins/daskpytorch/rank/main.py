@@ -220,7 +220,8 @@ def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
     try:
         if session.server is not None:
             return Call(function=session.server.serve, args=(), kwargs={})
-        return unpack_call(order.job.call or b"", link.large() if order.job.large is not None else ())
+        data, *aside = link.large() if order.job.large is not None else [memoryview(order.job.call or b"")]
+        return unpack_call(data, aside)
     finally:  # observers also see a call fail whose modules cannot be imported
         if order.place.rank == 0:
             link.observers.open(order.job.observers)

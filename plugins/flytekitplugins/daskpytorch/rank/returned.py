@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Any
+import io
+from collections.abc import Sequence
+from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
-
-if TYPE_CHECKING:
-    import pickle
-
-    from flytekitplugins.daskpytorch.protocol.payload import Writer
-
 
 MAX_DEPTH = 2
 """Maximum depth of nested containers in which models are unwrapped: the tuple of outputs, then a list or dict."""
@@ -58,27 +53,21 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
     )
 
 
-def dump_returned(
-    value: Any, file: Writer | IO[bytes], takes: Callable[[pickle.PickleBuffer], bool] | None = None
-) -> None:
-    """Pickle a return value, with CUDA tensors as CPU tensors and `DistributedDataParallel` replaced by its model.
-
-    Args:
-        value: The return value.
-        file: Destination of the pickle.
-        takes: Receives each buffer of the value, such as a tensor's data. False leaves the buffer out of the pickle.
-            With None, the pickle has all buffers.
+def pickled(value: Any) -> list[memoryview]:
+    """Return a pickled return value in parts, with CUDA tensors on the CPU and `DistributedDataParallel` as its model.
 
     Raises:
         TypeError: The value cannot be pickled, or is sharded over the ranks.
     """
+    file, aside = io.BytesIO(), list[memoryview]()
     try:
-        _pickler(sharded_classes())(file, protocol=5, buffer_callback=takes).dump(value)
+        _pickler(sharded_classes())(file, protocol=5, buffer_callback=pickler.put_apart(aside)).dump(value)
     except Exception as error:
         raise TypeError(
             f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
             "Return plain data or tensors, such as a state_dict instead of a model."
         ) from error
+    return [file.getbuffer(), *aside]
 
 
 @functools.cache

@@ -146,7 +146,7 @@ class Sweep:
         """
         model.experiment = experiment
         model.num_workers = self.size(model.index, experiment)
-        pack_call(self.function, (experiment,), {}, lambda _: True)  # without a copy of large arrays
+        pack_call(self.function, (experiment,), {}, [])  # without a copy of large arrays
 
     def request(self, model: Model) -> Request:
         """Return the request with which the driver starts a model's gang.
