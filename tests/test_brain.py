@@ -9,6 +9,7 @@ import json
 import math
 import signal
 import tempfile
+import typing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,14 +32,15 @@ from flytekitplugins.daskpytorch.errors import (
     PreemptedError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.protocol import messages, payload
+from flytekitplugins.daskpytorch.protocol import messages, payload, reports
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Settled
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question, Wanted
-from flytekitplugins.daskpytorch.protocol.reports import Hint, Remembered
+from flytekitplugins.daskpytorch.protocol.reports import Hint, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -664,6 +666,24 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(gang
     assert not world.received.is_empty
 
 
+def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeWorld) -> None:
+    parts = world_of().state.parts
+    taken = [kind for part in parts for kind in part.takes]
+    assert len(taken) == len(set(taken))
+    by_core = {
+        LogRecord,
+        Hint,
+        Ready,
+        Returned,
+        Answer,
+        Ask,
+        Failure,
+        CallEnded,
+    }
+    assert {*typing.get_args(reports.ShortReport)} <= {*taken, *by_core}
+    assert {Question.GOODPUT, Question.CHECKPOINT} <= {*taken}
+
+
 def test_failure_of_an_agent_is_no_error_of_the_function(gang_of: MakeWorld) -> None:
     world = gang_of(max_restarts=1)
     for _ in range(2):
@@ -758,6 +778,32 @@ def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world
     assert isinstance(error, GangStartError)
     assert error.rank == 1
     assert "1 of 2 ranks met within 30 s; missing: 1." in str(error)
+
+
+FEW = {"num_wanted": 4, "num_least": 2, "num_expected": 0, "is_first": False, "is_hopeless": False}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"num_here": 4}, "start"),
+        ({"num_here": 3}, "wait"),
+        ({"num_here": 3, "is_settled": True}, "start"),
+        ({"num_here": 3, "is_settled": True, "num_expected": 1}, "start"),
+        ({"num_here": 3, "is_settled": True, "num_expected": 1, "is_first": True}, "wait"),
+        ({"num_here": 3, "num_expected": 1, "is_first": True, "is_late": True}, "start"),
+        ({"num_here": 1, "is_settled": True}, "wait"),
+        ({"num_here": 1, "is_settled": True, "is_late": True}, "refuse"),
+        ({"num_here": 1, "is_hopeless": True}, "refuse"),
+        ({"num_here": 4, "num_sound": 3}, "wait"),  # another worker may come
+        ({"num_here": 4, "num_sound": 3, "is_settled": True}, "start"),
+        ({"num_here": 4, "num_sound": 3, "is_settled": True, "num_expected": 1}, "wait"),
+        ({"num_here": 4, "num_sound": 3, "num_expected": 1, "is_late": True}, "start"),
+    ],
+)
+def test_an_attempt_starts_waits_or_is_refused(facts: dict[str, Any], expected: str) -> None:
+    given = {**FEW, "num_sound": facts["num_here"], "is_settled": False, "is_late": False, **facts}
+    assert brain.verdict(**given) == expected
 
 
 # ---- Hanging --------------------------------------------------------------------------------------------------------

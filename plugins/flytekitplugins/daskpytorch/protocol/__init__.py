@@ -54,12 +54,11 @@ process can take the port.
       │ ◀══ Download(file); its bytes ═════════▶ │ ─── Arrived ─────────────────────────▶ │ load returns
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │
       │                                          │                                        │
-      │ a worker leaves: ─── Tell(Hold) ───────▶ │ ─── Hold ────────────────────────────▶ │ next should_stop blocks
-      │ ◀── Reported ─────────────────────────── │ ◀── Held(num_calls) ────────────────── │
+      │ a worker leaves: ─── Tell(Ask(HOLD)) ──▶ │ ─── Ask ─────────────────────────────▶ │ next should_stop blocks
+      │ ◀── Reported ─────────────────────────── │ ◀── Answer(number of calls) ────────── │
       │ ─── Tell(Release(last_call)) ──────────▶ │ ─── Release ─────────────────────────▶ │ all stop at the same call
-      │ nothing moves: ─── Tell(Locate) ───────▶ │ ─── Locate ──────────────────────────▶ │
-      │ ◀── Reported ─────────────────────────── │ ◀── Located(stacks) ────────────────── │
-      │ ◀── Reported ─────────────────────────── │ ◀── Remembered(collectives) ────────── │ or, without an answer:
+      │ nothing moves: ─── Tell(Ask(STACKS)) ──▶ │ ─── Ask ─────────────────────────────▶ │
+      │ ◀── Reported ─────────────────────────── │ ◀── Answer(stacks) ─────────────────── │ or, without an answer:
       │ ─── Dump(ranks) ───────────────────────▶ │ ─── signal ──────────────────────────▶ │ writes stacks to a file
       │ ◀── Stacks ───────────────────────────── │                                        │
       │                                          │                                        │
