@@ -36,13 +36,13 @@ from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import in_ranks, local_runs
+from flytekitplugins.daskpytorch.task.config import Cluster, GangOnDask, GangOnOwnNode
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import exit_quickly, heeding_sigterm
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
-    from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 
 
@@ -185,7 +185,9 @@ class _OnDask(DaskTask):  # type: ignore[misc]
 class _InRanks(in_ranks.InRanks, _Resumable):
     """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value."""
 
-    def __init__(self, task_config: DaskDDP | SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+    def __init__(
+        self, task_config: GangOnDask | GangOnOwnNode, task_function: Callable[..., Any], **kwargs: Any
+    ) -> None:
         check_function(task_function)
         secret = task_config.wandb.secret if task_config.wandb else None
         if secret is not None and secret not in (kwargs.get("secret_requests") or []):
@@ -265,14 +267,14 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
     """Task whose function runs in every rank of a gang on the workers of a Dask cluster."""
 
-    def __init__(self, task_config: DaskDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+    def __init__(self, task_config: GangOnDask, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
 
 
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
     """Task whose function runs in every rank of a gang on the task's own node."""
 
-    def __init__(self, task_config: SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+    def __init__(self, task_config: GangOnOwnNode, task_function: Callable[..., Any], **kwargs: Any) -> None:
         if kwargs.get("shared_memory") is None and not _mounts_shared_memory(kwargs.get("pod_template")):
             kwargs["shared_memory"] = True  # with a container's default of 64 MB, DataLoader workers die of bus errors
         super().__init__(task_config, task_function, **kwargs)
@@ -287,14 +289,14 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 class DaskClusterTask(_Resumable, _OnDask):
     """Task whose function runs once, with a client of a Dask cluster whose workers have arrived."""
 
-    def __init__(self, task_config: DaskCluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
+    def __init__(self, task_config: Cluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
 
     def execute(self, **kwargs: Any) -> Any:
         """Connect to the Dask cluster, wait for its workers, and return the result of the user's function."""
         from flytekitplugins.daskpytorch.dask import cluster
 
-        config: DaskCluster = self.task_config
+        config: Cluster = self.task_config
         refuse_unknown(kwargs)
         with (
             known_to_threads(),
