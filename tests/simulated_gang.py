@@ -16,7 +16,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
-from flytekitplugins.daskpytorch.driver.agents import Agents, Call
+from flytekitplugins.daskpytorch.driver.agents import Action, Agents
 from flytekitplugins.daskpytorch.driver.assembly import assemble
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
@@ -308,7 +308,7 @@ class World:
         self.checkpoints = Vault(storage, self.settings.keep, folder, self.jobs)
         self.watcher = Watcher()
         self.received = ReceivedResults()
-        self.calls: deque[Call] = deque()
+        self.calls: deque[Action] = deque()
         self.committer = Committer(
             self.settings, None, self.checkpoints, folder, lambda _: LocalFileSystem(), self._hear_of_commit
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.parts.calls import Call, Outcome
+from flytekitplugins.daskpytorch.driver.parts.calls import Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
 from flytekitplugins.daskpytorch.task.staying import _Pending
@@ -37,7 +37,7 @@ class Asked:
             keep=None,
             show=None,
         )
-        call = Call(number=number, name="f", call=b"", settle=lambda _: None)
+        call = StayingCall(number=number, name="f", call=b"", settle=lambda _: None)
         self.pending.futures[number] = (futures, call)
         return futures
 

@@ -14,7 +14,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.logged import Log
-from flytekitplugins.daskpytorch.driver.parts.calls import Call, Calls
+from flytekitplugins.daskpytorch.driver.parts.calls import Calls, StayingCall
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.task import staying
 from flytekitplugins.daskpytorch.task.shown import CallRow, CallTables
@@ -50,8 +50,8 @@ class Shown:
     def show_call(self, row: CallRow) -> Callable[[str], None]:
         return self.cells.show(row)
 
-    def ask(self, number: int) -> tuple[Call, Log, Callable[[str], Any]]:
-        call, log = Call(number=number, name=f"module.f{number}", call=b"", settle=lambda _: None), Log()
+    def ask(self, number: int) -> tuple[StayingCall, Log, Callable[[str], Any]]:
+        call, log = StayingCall(number=number, name=f"module.f{number}", call=b"", settle=lambda _: None), Log()
         return call, log, staying._show(self, self.of_gang, call, log)  # type: ignore[arg-type]
 
     def states(self) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.driver.parts.calls import LEAVE_TIME, Call, Calls, Outcome
+from flytekitplugins.daskpytorch.driver.parts.calls import LEAVE_TIME, Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
@@ -43,7 +43,7 @@ class Staying(World):
     def __init__(self, folder: Path, **how: Any) -> None:
         self.of_gang = Calls()
         self.outcomes: dict[int, Outcome] = {}
-        self.asked: list[Call] = []
+        self.asked: list[StayingCall] = []
         super().__init__(folder, 2, calls=self.of_gang, max_restarts=0, **how)
         self.of_gang.post = self.feed
 
@@ -53,14 +53,14 @@ class Staying(World):
             self.recalled[rank] = remembers(1)
         return self
 
-    def ask(self, code: Code | None = None) -> Call:
+    def ask(self, code: Code | None = None) -> StayingCall:
         number = len(self.asked) + 1
 
         def settle(outcome: Outcome) -> None:
             assert number not in self.outcomes
             self.outcomes[number] = outcome
 
-        call = Call(number=number, name=f"f{number}", call=b"", code=code, settle=settle)
+        call = StayingCall(number=number, name=f"f{number}", call=b"", code=code, settle=settle)
         self.asked.append(call)
         self.of_gang.ask(call)
         self.obey_all()

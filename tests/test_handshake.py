@@ -18,7 +18,7 @@ import pytest
 
 from ear import TOKEN, assert_hung_up, dialled, framed, heard, listening, order
 from flytekitplugins.daskpytorch.driver import listener as driver
-from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import framing
@@ -47,12 +47,12 @@ def bomb(tmp_path: Path) -> Iterator[Bomb]:
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[Call]:
+def events() -> queue.SimpleQueue[Action]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def listener(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
+def listener(events: queue.SimpleQueue[Action]) -> Iterator[Listener]:
     ear = listening(TOKEN, events)
     yield ear
     ear.end()
@@ -70,7 +70,7 @@ def take(sock: socket.socket, size: int) -> bytes:
     return data[SIZE.size :]
 
 
-def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Call]) -> None:
+def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Action]) -> None:
     assert_hung_up(stranger)
     assert events.empty()
 
@@ -110,7 +110,7 @@ def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
     assert not any(TOKEN[:8] in data for data in sent)
 
 
-def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.SimpleQueue[Call], bomb: Bomb) -> None:
+def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.SimpleQueue[Action], bomb: Bomb) -> None:
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
         for _ in range(3):
@@ -118,13 +118,13 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
     assert_sent_away(stranger, events)
 
 
-def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Call]) -> None:
+def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
     with pytest.raises(ConnectionError, match="the driver of its gang is not there"):
         transfers.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
 
 
-def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Call]) -> None:
+def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
     stranger = connected(listener)
     challenge = take(stranger, 32)
     stranger.sendall(framed(2 * challenge))
@@ -132,7 +132,7 @@ def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
-    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """His bytes would be enough for an answer, for each of which he had as long again."""
     monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 1.0)
@@ -146,7 +146,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
 
 
 def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
-    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "FIRST_MESSAGE_TIMEOUT", 0.3)
     with contextlib.closing(dialled(listener)) as connection, pytest.raises((EOFError, OSError)):
@@ -155,7 +155,7 @@ def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
 
 
 def test_many_agents_that_call_at_once_all_get_in(
-    events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 3)
     listener = listening(TOKEN, events)
@@ -236,7 +236,7 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 
 
 def test_a_transfer_survives_a_network_that_fails_for_a_moment(
-    tmp_path: Path, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = CheckpointFile(attempt=0, step=1, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     (tmp_path / "driver").mkdir()
@@ -268,7 +268,7 @@ def test_a_transfer_survives_a_network_that_fails_for_a_moment(
 
 
 def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_long(
-    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 0.3)
     files = num_open_files()

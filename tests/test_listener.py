@@ -16,7 +16,7 @@ import pytest
 
 from ear import GONE, TOKEN, assert_hung_up, dialled, framed, heard, listening
 from flytekitplugins.daskpytorch.driver import listener as module
-from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
@@ -44,19 +44,19 @@ from processes import num_open_files, until
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[Call]:
+def events() -> queue.SimpleQueue[Action]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def listener(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
+def listener(events: queue.SimpleQueue[Action]) -> Iterator[Listener]:
     ear = listening(TOKEN, events)
     yield ear
     ear.end()
 
 
 @pytest.fixture
-def dial(listener: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[], Connection]]:
+def dial(listener: Listener, events: queue.SimpleQueue[Action]) -> Iterator[Callable[[], Connection]]:
     """Connects an agent whose first word has been heard."""
     agents: list[Connection] = []
 
@@ -73,7 +73,7 @@ def dial(listener: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callab
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, -1])
 def test_an_agent_that_stops_within_a_message_holds_up_no_other(
-    cut: int, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
+    cut: int, dial: Callable[[], Connection], events: queue.SimpleQueue[Action]
 ) -> None:
     stuck, other = dial(), dial()
     message = framed(pickle.dumps(Lines(7, ["late"])))
@@ -86,7 +86,7 @@ def test_an_agent_that_stops_within_a_message_holds_up_no_other(
 
 
 def test_a_message_that_cannot_be_opened_ends_only_its_agent(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], capfd: pytest.CaptureFixture[str]
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Action], capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken, other = dial(), dial()
     broken.send_frame(b"no pickle")
@@ -97,7 +97,7 @@ def test_a_message_that_cannot_be_opened_ends_only_its_agent(
 
 
 def test_what_an_agent_said_before_it_went_is_heard(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Action]
 ) -> None:
     connection = dial()
     for rank in range(100):
@@ -109,7 +109,7 @@ def test_what_an_agent_said_before_it_went_is_heard(
 def test_agents_wait_while_too_much_has_not_been_taken(
     listener: Listener,
     dial: Callable[[], Connection],
-    events: queue.SimpleQueue[Call],
+    events: queue.SimpleQueue[Action],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 5)
@@ -125,7 +125,7 @@ def test_agents_wait_while_too_much_has_not_been_taken(
 
 
 def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
-    listener: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
+    listener: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Action]
 ) -> None:
     connection, thread = dial(), listener._thread
     listener.close()
@@ -138,7 +138,7 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
 
 
 def test_terminal_gets_the_farewell_and_does_not_hold_up_the_end(
-    listener: Listener, events: queue.SimpleQueue[Call]
+    listener: Listener, events: queue.SimpleQueue[Action]
 ) -> None:
     with contextlib.closing(dialled(listener)) as terminal:
         terminal.send(Look())
@@ -170,7 +170,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
         is_serving.set()
         connection.read(1)
 
-    events: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Action] = queue.SimpleQueue()
     ear = listening(TOKEN, events, serve)
     callers = [dialled(ear) for _ in range(4)]
     callers[0].send(Leaving())
@@ -223,7 +223,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 EXHAUSTED = """
 import os, queue, resource, socket, sys, time
 import ear as ears
-from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.messages import Leaving
 
@@ -265,7 +265,7 @@ def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards() -> No
 
 
 def test_heartbeats_come_together_and_of_each_agent_the_newest(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agents = [dial() for _ in range(20)]
     monkeypatch.setattr(module, "BEAT_INTERVAL", 1.0)
@@ -276,7 +276,7 @@ def test_heartbeats_come_together_and_of_each_agent_the_newest(
 
 
 def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BEAT_INTERVAL", 3600.0)
     first, second = dial(), dial()
@@ -288,7 +288,7 @@ def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
 
 
 def test_many_reports_in_a_message_are_several_events_so_that_few_of_them_wait(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = dial()
     monkeypatch.setattr(module, "MAX_WAITING", 4)

@@ -192,8 +192,8 @@ from flytekitplugins.daskpytorch.rank import sources as rank_sources
 source, name, folder = sys.argv[1:]
 code, calls = pickle.loads(Path(source).read_bytes())
 sources = code_module.place_code(code, Path(folder))
-rank_sources.enter(sources)
-program.enter(code.program, sources.script)
+rank_sources.import_first_from(sources)
+program.set_up(code.program, sources.script)
 call = unpack_call(calls[name])
 try:
     result = call.function(*call.args, **call.kwargs)
@@ -361,5 +361,5 @@ def test_a_logger_that_was_asked_before_heeds_the_level_that_the_driver_has(monk
     found = program.taken(is_users=False)
     outer.setLevel(logging.WARNING)
     assert not inner.isEnabledFor(logging.DEBUG)
-    program.enter(found, None)
+    program.set_up(found, None)
     assert inner.isEnabledFor(logging.DEBUG)

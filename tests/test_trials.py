@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from flytekitplugins.daskpytorch import EarlyStopping, Search, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.sweep.storage import Kept
+from flytekitplugins.daskpytorch.sweep.storage import KeptModel
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 from told import record
 
@@ -285,10 +285,10 @@ def log(judge: Observer, **logged: Any) -> bool:
     return error_of(judge, record(**logged)) is None
 
 
-def kept(asked: Trials, index: int, **others: Any) -> Kept:
+def kept(asked: Trials, index: int, **others: Any) -> KeptModel:
     """As it comes back from storage."""
     trial = asked.trial(index)
-    return pickle.loads(pickle.dumps(Kept(experiment=dict(trial.params), trial=trial, **others)))  # type: ignore[no-any-return]
+    return pickle.loads(pickle.dumps(KeptModel(experiment=dict(trial.params), trial=trial, **others)))  # type: ignore[no-any-return]
 
 
 def test_a_model_is_a_trial_that_is_told_of_its_end() -> None:

@@ -32,7 +32,7 @@ value equals Dask's own timeout for connections."""
 
 GROWTH_SETTLE_TIME = 1.0
 """Seconds between a new worker's arrival and the restart that includes it. More workers often follow."""
-Call = Callable[[], object]
+Action = Callable[[], object]
 """A callable with its arguments bound, which records an event in the gang's thread."""
 
 
@@ -69,7 +69,7 @@ class Agents:
     """Number of ranks per worker."""
     order: AgentOrder
     """Order for each agent, to which `launch` adds the worker."""
-    post: Callable[[Call], object]
+    post: Callable[[Action], object]
     """Function that queues a call for the gang's thread. Any thread may use this function."""
     num_least: int = 1
     """Minimum number of workers for an attempt."""

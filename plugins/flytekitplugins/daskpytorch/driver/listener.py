@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.attaching import FromTerminal
@@ -75,7 +75,7 @@ class Listener:
         self,
         host: str,
         token: bytes,
-        calls: queue.SimpleQueue[Call],
+        calls: queue.SimpleQueue[Action],
         serve_file: FileServer,
     ) -> None:
         self._server = framing.listen_at(host)
@@ -302,7 +302,7 @@ class Listener:
                 time.sleep(WAIT_INTERVAL)
             self._calls.put(call)
 
-    def _calls_for(self, connection: Connection, message: FromAgent | FromTerminal) -> Iterator[Call]:
+    def _calls_for(self, connection: Connection, message: FromAgent | FromTerminal) -> Iterator[Action]:
         if isinstance(message, FromTerminal):
             yield functools.partial(self._state.hear_caller, connection, message)
             return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.agents import Agents, Call
+from flytekitplugins.daskpytorch.driver.agents import Action, Agents
 from flytekitplugins.daskpytorch.driver.assembly import Assembled, assemble
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
@@ -93,7 +93,7 @@ class Supervisor:
         self._observers = Observers([*observers, *request.observers], name=request.name, hints=request.settings.hints)
         self.received = received or ReceivedResults()
         """Results and return values received from ranks."""
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # signal handlers may put calls here
+        self._calls: queue.SimpleQueue[Action] = queue.SimpleQueue()  # signal handlers may put calls here
         self._staying = request.calls if isinstance(request.calls, Calls) else None
         if self._staying is not None:
             self._staying.post = self._calls.put

@@ -130,7 +130,7 @@ def _torch_settings() -> dict[str, Any]:
 # ---- In a rank ------------------------------------------------------------------------------------------------------
 
 
-def enter(program: Program, script: Path | None) -> None:
+def set_up(program: Program, script: Path | None) -> None:
     """Set this process's `__main__`, command line and logging to the program's, without a run of the script.
 
     As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`. Objects from processes

@@ -168,7 +168,7 @@ class _Place:
 _place = _Place()
 
 
-def enter(
+def set_place(
     script: Path | None, originals: Mapping[str, str], without_group: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """Make this process a rank that finds the driver's program at `script`. A program runs inside `without_group()`."""

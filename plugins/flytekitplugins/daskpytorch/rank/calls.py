@@ -107,7 +107,7 @@ class Server:
     def _enter_code(self, order: NextCall) -> None:
         if order.code is not None:
             self._folder.mkdir(exist_ok=True)
-            sources.enter(place_code(order.code, self._folder))
+            sources.import_first_from(place_code(order.code, self._folder))
             importlib.invalidate_caches()
 
     def _call(self, order: NextCall) -> Any:

@@ -238,9 +238,9 @@ def _settle_in(order: RankOrder) -> None:
     libraries.guide()
     os.chdir(order.directory)
     sys.path[:] = order.path
-    sources.enter(order.sources)
-    program.enter(order.program, order.sources.script)
-    script.enter(order.sources.script, order.sources.originals, process_group.set_aside)
+    sources.import_first_from(order.sources)
+    program.set_up(order.program, order.sources.script)
+    script.set_place(order.sources.script, order.sources.originals, process_group.set_aside)
     liveness.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)

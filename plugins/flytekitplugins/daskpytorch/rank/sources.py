@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_R
 from flytekitplugins.daskpytorch.protocol.script import attributes_of
 
 
-def enter(sources: Sources) -> None:
+def import_first_from(sources: Sources) -> None:
     """Make imports look first in the folders of the user's sources.
 
     If the sources are copies of the driver's files, warnings, stacks and tracebacks name the driver's files. `__file__`

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
+from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
 """State of a model of a `dispatch.map`."""
@@ -69,7 +69,7 @@ class Model:
     index: int
     line: Observer
     """Observer that shows the model in the sweep's display."""
-    kept: Kept | None = None
+    kept: KeptModel | None = None
     """State that an earlier call of `dispatch.map` left in storage. None for a new model."""
     experiment: Any = None
     num_workers: int = 0

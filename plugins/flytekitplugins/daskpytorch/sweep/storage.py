@@ -42,7 +42,7 @@ ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptModel:
     """A model's state from earlier calls of `dispatch.map`, as read from storage."""
 
     experiment: Any
@@ -63,7 +63,7 @@ class SweepStorage:
         self.files = Files(current_execution().filesystem(folder))
         self.folder = self.files.path(folder)
 
-    def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, Kept]:
+    def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, KeptModel]:
         """Return the models' stored states by index. In a new folder, write `call.pkl`, which describes the function.
 
         Args:
@@ -80,7 +80,7 @@ class SweepStorage:
         except OSError as error:
             raise unusable("dispatch.map(storage=...)", self.folder, error) from error
 
-    def _open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, Kept]:
+    def _open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, KeptModel]:
         mine = {"function": name_of(function), "arguments": _bound(function)}
         there = self.files.below(self.folder)
         found = self._read_all(sorted(path for path in there if path.rpartition("/")[2] in (CALL, BEGUN, OUTCOME)))
@@ -159,13 +159,13 @@ class ModelStorage:
         return None
 
 
-def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, Kept]]:
+def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, KeptModel]]:
     for index in sorted({int(name.partition("/")[0]) for name in found if name.partition("/")[0].isdecimal()}):
         begun, outcome = (found.get(f"{index}/{file}") for file in (BEGUN, OUTCOME))
         if (said := outcome or begun) is not None:
             # A model that was stopped early may have resumed since: `begun.pkl` is then newer than the outcome.
             records = max((each["records"] for each in (begun, outcome) if each is not None), key=len)
-            yield index, Kept(**{**said, "records": records}, has_ended=outcome is not None)
+            yield index, KeptModel(**{**said, "records": records}, has_ended=outcome is not None)
 
 
 def _pickled(value: Any) -> bytes:
@@ -208,7 +208,7 @@ def _call_differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> Itera
         yield from _field_differences("the function's argument ", kept["arguments"], mine["arguments"])
 
 
-def _experiment_differences(kept: Mapping[int, Kept], experiments: Sequence[Any]) -> Iterator[str]:
+def _experiment_differences(kept: Mapping[int, KeptModel], experiments: Sequence[Any]) -> Iterator[str]:
     for index in sorted(kept):
         if index < len(experiments) and not _are_equal(kept[index].experiment, experiments[index]):
             was, is_ = inputs_of(kept[index].experiment), inputs_of(experiments[index])

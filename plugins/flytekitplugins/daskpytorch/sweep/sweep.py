@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.settings import Gang, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Model
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
-from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage, SweepStorage
+from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 
@@ -74,7 +74,7 @@ class Sweep:
         """Number of models."""
         return self.experiments.num_models if isinstance(self.experiments, Search) else len(self.experiments)
 
-    def model(self, index: int, kept: Kept | None) -> Model:
+    def model(self, index: int, kept: KeptModel | None) -> Model:
         """Return a new model, whose experiment comes from the list or, in a search, from storage.
 
         Raises:

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
-from flytekitplugins.daskpytorch.sweep.storage import Kept
+from flytekitplugins.daskpytorch.sweep.storage import KeptModel
 
 if TYPE_CHECKING:
     import optuna
@@ -64,7 +64,7 @@ class Trials:
             trial.set_user_attr(MODEL, index)
         return self.asked.suggest(trial)
 
-    def attach(self, index: int, kept: Kept) -> None:
+    def attach(self, index: int, kept: KeptModel) -> None:
         """Resume the Optuna trial of a model that began in an earlier call.
 
         If this trial has ended or is missing in the study, add a copy.
@@ -78,7 +78,7 @@ class Trials:
             self._trials[index] = Trial(self.study, trial._trial_id)  # noqa: SLF001 - there is no other way
             self._last_epochs[index] = -1 if trial.last_step is None else trial.last_step
 
-    def recall(self, index: int, kept: Kept) -> None:
+    def recall(self, index: int, kept: KeptModel) -> None:
         """Report the result of a model that ended in an earlier call of `dispatch.map` to the study."""
         if not self.suggests:
             self.watch(index, lambda _: None, kept.records).take_before(math.inf)

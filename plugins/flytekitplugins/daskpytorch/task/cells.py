@@ -4,7 +4,7 @@ import ast
 from typing import Any
 
 from flytekitplugins.daskpytorch.rank.cells import cell, remember
-from flytekitplugins.daskpytorch.task.staying import Kept, StayingGang
+from flytekitplugins.daskpytorch.task.staying import KeptValues, StayingGang
 
 
 def load(shell: Any) -> None:
@@ -32,6 +32,6 @@ def load(shell: Any) -> None:
     shell.register_magic_function(ranks, "cell", "ranks")
 
 
-def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, Kept]:
+def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, KeptValues]:
     """Return those of a notebook's names that refer to values in a gang's ranks."""
-    return {name: value for name, value in names.items() if isinstance(value, Kept) and value.is_in(gang)}
+    return {name: value for name, value in names.items() if isinstance(value, KeptValues) and value.is_in(gang)}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
-from flytekitplugins.daskpytorch.driver.parts.calls import Call, Calls, Outcome
+from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.records import LogRecord
 
 
-class Kept:
+class KeptValues:
     """Reference to the values that the ranks of one gang keep, one in each. `StayingGang.keep` returns it.
 
     As an argument of a later call, also inside lists, dicts and closures, the reference becomes each rank's own value.
@@ -77,7 +77,7 @@ class _Pending(Observer):
 
     calls: Calls = field(default_factory=Calls)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    futures: dict[int, tuple[CallFutures, Call]] = field(default_factory=dict)
+    futures: dict[int, tuple[CallFutures, StayingCall]] = field(default_factory=dict)
     """Futures of each call by its number, with the call."""
     num_ranks: int = 0
     """Number of ranks. 0 before the gang's start."""
@@ -212,7 +212,7 @@ class StayingGang:
         __tracebackhide__ = True
         return self._ask(function, args, kwargs)[0]
 
-    def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Kept:
+    def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> KeptValues:
         """Call a function in every rank, and keep each rank's return value there. Return a reference to the values.
 
         The call waits until all ranks have returned. The values are freed when the reference is garbage-collected.
@@ -229,7 +229,7 @@ class StayingGang:
         __tracebackhide__ = True
         refuse_wait_in(self._futures.thread)
         futures, number = self._ask(function, args, kwargs, keeps=True)
-        kept = Kept(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
+        kept = KeptValues(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
         futures.result()
         return kept
 
@@ -268,13 +268,15 @@ class StayingGang:
                 number = next(self._numbers)
                 settle = functools.partial(self._pending.settle, number)
                 name = name_of(function)
-                asked = Call(number=number, name=name, call=call, code=code, large=large, keeps=keeps, settle=settle)
+                asked = StayingCall(
+                    number=number, name=name, call=call, code=code, large=large, keeps=keeps, settle=settle
+                )
                 return self._queue(asked, (self, function, args, kwargs)), number
         if large is not None:
             large.close()
         raise self._error_if_over()
 
-    def _queue(self, asked: Call, keep: object) -> CallFutures:
+    def _queue(self, asked: StayingCall, keep: object) -> CallFutures:
         pending = self._pending
         futures = CallFutures(
             self._supervisor.received,
@@ -321,13 +323,13 @@ class StayingGang:
         return over
 
 
-def _show(shown: Shown, calls: Calls, call: Call, log: Log) -> Callable[[str], object]:
+def _show(shown: Shown, calls: Calls, call: StayingCall, log: Log) -> Callable[[str], object]:
     """Show a call in a notebook's table. Return a function that ends this."""
     row = CallRow(call.name, log, status=lambda: "running" if call is calls.current or call.ended else "waiting")
     return shown.show_call(row)
 
 
-def _end(supervisor: Supervisor, calls: Calls, call: Call) -> bool:
+def _end(supervisor: Supervisor, calls: Calls, call: StayingCall) -> bool:
     """End a call at Ctrl-C, unless a rank's debugger gets the Ctrl-C."""
     if supervisor.interrupt():
         return False

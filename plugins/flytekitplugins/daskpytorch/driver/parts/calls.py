@@ -52,7 +52,7 @@ class Outcome:
 
 
 @dataclass(eq=False, kw_only=True)
-class Call:
+class StayingCall:
     """One call of a function in all ranks."""
 
     number: int
@@ -95,22 +95,22 @@ class Calls(Part):
     def __init__(self) -> None:
         self.post: Callable[[Callable[[], object]], object] = lambda _: None
         """Queues a function for the gang's thread. Set by the gang's supervisor."""
-        self.current: Call | None = None
+        self.current: StayingCall | None = None
         """The call that the ranks run. None between calls."""
         self.is_over = False
         """True once the ranks were told to return, so that no more calls begin."""
-        self._waiting: deque[Call | Forget] = deque()
+        self._waiting: deque[StayingCall | Forget] = deque()
         self._code: Code | None = None
         """Newest sources that the ranks lack. The next call that begins carries them, since calls may be dropped."""
         self._is_closing = False
 
     # ---- from the caller's threads
 
-    def ask(self, call: Call | Forget) -> None:
+    def ask(self, call: StayingCall | Forget) -> None:
         """Queue a call, or the order to free a kept value, behind all earlier ones. Finalizers may call this method."""
         self.post(partial(self._queue, call))
 
-    def interrupt(self, call: Call) -> None:
+    def interrupt(self, call: StayingCall) -> None:
         """End a running call by `KeyboardInterrupt` in all ranks, or drop a waiting call. Safe in signal handlers."""
         self.post(partial(self._interrupt, call))
 
@@ -124,15 +124,15 @@ class Calls(Part):
         """Serve the ranks of this gang from now on."""
         self._state = state
 
-    def _queue(self, call: Call | Forget) -> None:
-        if isinstance(call, Call):
+    def _queue(self, call: StayingCall | Forget) -> None:
+        if isinstance(call, StayingCall):
             self._code = call.code or self._code
         self._waiting.append(call)
 
     def _close(self) -> None:
         self._is_closing = True
 
-    def _interrupt(self, call: Call) -> None:
+    def _interrupt(self, call: StayingCall) -> None:
         if call is self.current:
             call.is_interrupted = True
         elif call in self._waiting:
@@ -178,7 +178,7 @@ class Calls(Part):
         if settle is not None:  # after the next call's order, since users' callbacks may take long
             settle()
 
-    def _begin(self, call: Call | Forget, attempt: Attempt) -> None:
+    def _begin(self, call: StayingCall | Forget, attempt: Attempt) -> None:
         if isinstance(call, Forget):
             attempt.tell(Tell(call))
             return
@@ -195,7 +195,7 @@ class Calls(Part):
         attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
         self._state.observers.tell("calling", call.name)
 
-    def _have_left(self, call: Call, attempt: Attempt) -> None:
+    def _have_left(self, call: StayingCall, attempt: Attempt) -> None:
         """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""
         if call.leave_by is None:
             call.leave_by = attempt.clock() + LEAVE_TIME
@@ -214,7 +214,7 @@ class Calls(Part):
                 ),
             )
 
-    def _end(self, call: Call, attempt: Attempt) -> Callable[[], object] | None:
+    def _end(self, call: StayingCall, attempt: Attempt) -> Callable[[], object] | None:
         """End a call once its ranks can go on together. Return a function that settles the call. None: not yet."""
         if call.is_interrupted or attempt.survived:
             if not _have_told(call, attempt):
@@ -236,13 +236,13 @@ class Calls(Part):
         return partial(self._settle, call, outcome)
 
     @staticmethod
-    def _settle(call: Call, outcome: Outcome) -> None:
+    def _settle(call: StayingCall, outcome: Outcome) -> None:
         if call.large is not None:
             call.large.close()
         call.settle(outcome)
 
 
-def _have_told(call: Call, attempt: Attempt) -> bool:
+def _have_told(call: StayingCall, attempt: Attempt) -> bool:
     """Ask the ranks for their newest collectives. Return True once all have answered, or the time for it is over."""
     if call.told is None:
         call.told = attempt.ask(Question.COLLECTIVES)
@@ -250,7 +250,7 @@ def _have_told(call: Call, attempt: Attempt) -> bool:
     return attempt.have_answered(call.told) or attempt.clock() >= call.compare_by
 
 
-def _taken(call: Call) -> dict[int, Callable[[], Any]]:
+def _taken(call: StayingCall) -> dict[int, Callable[[], Any]]:
     """Take the return values of a call out of the gang's buffer. Nobody reads those of an interrupted call."""
     if call.received is None:
         return {}
@@ -276,7 +276,7 @@ def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None
     return least, text
 
 
-def _break(call: Call, attempt: Attempt, rank: int, text: str) -> None:
+def _break(call: StayingCall, attempt: Attempt, rank: int, text: str) -> None:
     """Make the attempt fail, since its ranks have left a call at different collectives."""
     if not attempt.survived:
         attempt.hang = rank, f"Ctrl-C or cancel has ended the call of {call.name} between collectives: {text}"
