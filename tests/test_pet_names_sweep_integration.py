@@ -98,6 +98,18 @@ def test_a_sweep_leaves_its_charts_as_a_page(sweep: Run) -> None:
     assert [line["y"][-1] for line in by_epoch["lines"][:2]] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
+    rows: list[ScalingRow] = scaling.outputs["rows"]
+    assert [(row.ranks, row.batch_size, row.global_batch, row.epoch) for row in rows] == [
+        *((1, 2048, 2048, 1), (1, 4096, 4096, 1)),
+        *((2, 2048, 4096, 1), (2, 4096, 8192, 1)),
+    ]
+    # Only a gang of two takes the same steps as one rank with twice the batch, but for their dropout.
+    assert rows[2].loss == pytest.approx(rows[1].loss, abs=0.05)
+    assert abs(rows[2].loss - rows[0].loss) > abs(rows[2].loss - rows[1].loss)
+
+
 # ---- What is refused, and what fails
 
 
