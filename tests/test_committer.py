@@ -175,15 +175,6 @@ def test_best_ones_stay_beside_the_last_from_gang_to_gang(driver: MakeDriver) ->
     assert second.folders() == ["step-10/0-0", "step-13/0-0"]
 
 
-def test_step_that_is_saved_twice_is_there_twice_until_it_is_older(driver: MakeDriver) -> None:
-    mine = driver()
-    mine.save(10, 0)
-    mine.save(10, 1)
-    assert mine.folders() == ["step-10/0-0", "step-10/0-1"]
-    mine.save(11, 2)
-    assert mine.folders() == ["step-10/0-1", "step-11/0-2"]
-
-
 def test_what_is_being_written_is_not_removed_but_what_was_given_up_is(driver: MakeDriver) -> None:
     mine = driver()
     mine.write(9, 0)  # given up: the next has begun
@@ -220,21 +211,6 @@ def test_driver_that_lost_its_folder_removes_no_checkpoint_of_the_driver_that_to
     assert suspended.flush()
     assert [entry.step for entry in successor.named()] == [3, 2]
     assert successor.folders() == ["step-2/0-0", "step-3/0-1"]
-
-
-def test_next_call_with_the_same_uri_goes_on_and_removes_what_was_not_finished(driver: MakeDriver) -> None:
-    first = driver()
-    first.save(10, 0)
-    first.save(11, 1)
-    first.write(12, 2)
-    first.close()
-    second = driver()
-    assert second.steps() == [11, 10]
-    assert second.flush()
-    assert second.folders() == ["step-10/0-0", "step-11/0-1"]
-    second.save(12, 0)
-    assert second.steps() == [12, 11]
-    assert second.folders() == ["step-11/0-1", "step-12/0-0"]
 
 
 def test_who_keeps_less_drops_older_ones_with_the_first_commit_only(driver: MakeDriver) -> None:

@@ -37,7 +37,7 @@ from flyteplugins.dask import WorkerGroup as TheirWorkers
 
 import flytekitplugins.daskpytorch as for_flytekit
 import flyteplugins.daskpytorch as for_flyte2
-from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.protocol import host
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
 from flyteplugins.daskpytorch import task as task_module
@@ -217,43 +217,10 @@ def test_the_wandb_secret_is_among_the_tasks() -> None:
     assert made(SpawnDDP(wandb=wandb), secrets=task.secrets[1]).secrets == task.secrets[1:]
 
 
-def executed(task: Any, error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The task, where its gang ends by that."""
-
-    async def run(_: object) -> str:
-        if error is not None:
-            raise error
-        return "outputs"
-
-    monkeypatch.setattr(task, "_run", run)
-    return asyncio.run(task.execute(x=1))
-
-
-def caused(cause: GangError) -> Exception:
-    error = KeyError("x")
-    error.__cause__ = cause
-    return error
-
-
 REMOTE = SimpleNamespace(
     mode="remote", output_path="memory://none", action=SimpleNamespace(run_name="r", name="a0"), report=object()
 )
 """The context of a task on a backend."""
-
-
-def test_what_an_error_is_to_flyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
-    task = made(SpawnDDP())
-    assert executed(task, None, monkeypatch) == "outputs"
-    for lost in (WorkerLostError("gone"), PreemptedError("told"), for_flyte2.GangStartError("none came")):
-        with pytest.raises(flyte.errors.RuntimeSystemError, match=str(lost)) as caught:
-            executed(task, lost, monkeypatch)
-        assert caught.value.code == type(lost).__name__
-    with pytest.raises(flyte.errors.NonRecoverableError) as repeated:
-        executed(task, caused(GangError("rank 0", is_repeated=True)), monkeypatch)
-    assert repeated.value.code == "KeyError"
-    with pytest.raises(KeyError):
-        executed(task, caused(GangError("rank 0")), monkeypatch)
 
 
 class Preempted:

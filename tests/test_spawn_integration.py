@@ -7,8 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,32 +110,6 @@ def test_a_second_task_of_a_process_has_the_same_fork_server_and_the_process_as_
         assert seen == [name, str(folder), str(folder / "only_now.py")]
         servers.add(int(server))
     assert servers == {fork_server().pid}
-
-
-LONELY = """
-from flytekit import task
-from flytekitplugins.daskpytorch import SpawnDDP
-
-@task(task_config=SpawnDDP(nproc=2))
-def train() -> float:
-    return 1.0
-
-try:
-    train()
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_a_machine_without_a_loopback_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """A store of torch's would wait for five minutes, and hold up the end of the process."""
-    apart = ["unshare", "--map-root-user", "--net"]
-    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("making a network namespace is not allowed here")
-    (script := tmp_path / "lonely.py").write_text(LONELY)
-    done = subprocess.run([*apart, sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.startswith("GangStartError"), done.stderr
-    assert "cannot reach the driver at 127.0.0.1" in done.stdout
 
 
 def test_an_output_of_the_wrong_type_ends_the_task_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
