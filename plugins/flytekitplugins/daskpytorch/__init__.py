@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """Add the magic `%%ranks` to IPython. `%load_ext flytekitplugins.daskpytorch` calls this function."""
-    import_module(f"{__name__}.task.cells").load(shell)
+    import_module(f"{__name__}.task.staying").load_magic(shell)
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ StayingGang.call ──▶ driver.parts.calls.Calls (gang's thread) ──▶ ra
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import itertools
@@ -28,6 +29,7 @@ from flytekitplugins.daskpytorch.protocol.function import check_arguments, check
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
+from flytekitplugins.daskpytorch.rank.cells import cell, remember
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.shown import CallRow, Shown
@@ -344,6 +346,39 @@ def _packed_for(gang: StayingGang) -> Iterator[None]:
         yield
     finally:
         _packing.reset(token)
+
+
+# ---- The magic `%%ranks`
+
+
+def load_magic(shell: Any) -> None:
+    """Add `%%ranks` to IPython, on `%load_ext flytekitplugins.daskpytorch`."""
+
+    def ranks(line: str, source: str) -> None:
+        """Run a cell in every rank of the newest gang, and print the last expression's value of each rank.
+
+        A semicolon behind the expression keeps the values from being printed, as in any cell.
+        """
+        __tracebackhide__ = True
+        if line.strip():
+            raise ValueError(f"%%ranks {line}: takes no words behind it. The cell runs in every rank")
+        ast.parse(source)  # a syntax error needs no rank
+        if (gang := StayingGang.newest()) is None:
+            raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
+        remember(source)
+        with gang.output_here():
+            values = gang.call(cell, source, kept_of(gang, shell.user_ns)).result()
+        is_quiet = shell.displayhook.semicolon_at_end_of_expression(source)
+        for rank, value in enumerate(values):
+            if value is not None and not is_quiet:
+                print(f"[rank {rank}] {value}")
+
+    shell.register_magic_function(ranks, "cell", "ranks")
+
+
+def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, KeptValues]:
+    """Return those of a notebook's names that refer to values in a gang's ranks."""
+    return {name: value for name, value in names.items() if isinstance(value, KeptValues) and value.is_in(gang)}
 
 
 _newest: list[weakref.ref[StayingGang]] = []
