@@ -101,12 +101,6 @@ def test_with_a_checkpoint_uri_no_local_run_is_kept(kept: Path, tmp_path: Path) 
     assert not kept.exists()
 
 
-def test_a_name_of_no_run_is_an_error_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(local_runs.RESUME_VARIABLE, str(tmp_path))
-    with pytest.raises(ValueError, match=r"DASKPYTORCH_RESUME=.*: must be 1 or last"):
-        run(LOSSES)
-
-
 def of_main() -> None: ...
 
 

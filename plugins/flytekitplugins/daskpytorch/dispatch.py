@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.driver.request import (
-    names_of_evaluation,
     request_for,
     request_for_calls,
     request_of_evaluation,
@@ -40,7 +39,6 @@ from flytekitplugins.daskpytorch.protocol.function import (
     check_function,
     function_of,
     key_of,
-    name_of,
 )
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
@@ -131,16 +129,13 @@ def run(
     settings = gang or Gang()
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
-    inputs = arguments_of(function, args, kwargs)
-    if settings.evaluate is not None:
-        names_of_evaluation(settings.evaluate.function, inputs, name_of(function))
     if is_debugging(settings):
         called = functools.partial(function_of(function), *args, **(kwargs | own))
         return Run(function, args, kwargs, settings).call_here(called)
     with contextlib.ExitStack() as undo:
         launcher, settings = _launcher(client, settings, undo)
         request = request_for(function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-        request = replace(request, evaluation=request_of_evaluation(request, inputs))
+        request = replace(request, evaluation=request_of_evaluation(request, arguments_of(function, args, kwargs)))
         num_ranks = launcher.num_wanted * request.ranks_per_worker
         futures = Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
         undo.pop_all()
