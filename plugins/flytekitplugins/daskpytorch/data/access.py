@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch.rank.quick_s3 import for_obstore
 
-AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name")
 """Names that the argument `storage_options` may have, as in s3fs."""
 CREDENTIALS = (
@@ -76,11 +73,6 @@ class Access:
         )
         region = self.region or session.get_config_variable("region") or "us-east-1"
         return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
-
-
-def is_aws(endpoint_url: str) -> bool:
-    """Return True if the server at a URL belongs to AWS."""
-    return AWS_HOST.search(urlsplit(endpoint_url).hostname or "") is not None
 
 
 def credentials(session: Any) -> Any:

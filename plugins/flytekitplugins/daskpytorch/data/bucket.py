@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flytekitplugins.daskpytorch.checks import CONTROL_CHARACTERS
-from flytekitplugins.daskpytorch.data.access import CREDENTIALS, Access, credentials, is_aws
+from flytekitplugins.daskpytorch.data.access import CREDENTIALS, Access, credentials
+from flytekitplugins.daskpytorch.rank.quick_s3 import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -229,27 +230,11 @@ class Bucket:
 
 class _Obstore:
     def __init__(self, bucket: str, access: Access, plain: _Botocore) -> None:
-        from obstore.store import S3Store
-
         self._bucket = bucket
-        endpoint: str = plain.client.meta.endpoint_url
-        in_path = not is_aws(endpoint) or "." in bucket
         silence = timedelta(seconds=access.timeout)
-        self._store = S3Store(
-            bucket,
-            endpoint=endpoint if in_path else None,
-            region=plain.client.meta.region_name,
-            virtual_hosted_style_request=not in_path,
-            skip_signature=access.anon,
-            credential_provider=None if access.anon else credentials(plain.session),
-            client_options={
-                "allow_http": True,
-                "connect_timeout": silence,
-                "read_timeout": silence,
-                "timeout": 10 * silence,  # for a whole picture
-            },
-            retry_config={"max_retries": 0},  # `Bucket.read` retries
-        )
+        timeouts = {"connect_timeout": silence, "read_timeout": silence, "timeout": 10 * silence}  # of a whole picture
+        found = None if access.anon else credentials(plain.session)
+        self._store = open_store(bucket, plain.client, found, timeouts, num_retries=0)  # `Bucket.read` retries
 
     def get(self, key: str) -> tuple[bytes, str]:
         """Read an object without retries, and return its bytes and its ETag."""

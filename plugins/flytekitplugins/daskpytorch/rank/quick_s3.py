@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +21,7 @@ KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_
     "token",
 }
 """Options of `S3FileSystem` of s3fs with which obstore is used. With any other, such as encryption, s3fs is used."""
-CLIENT: Any = {"allow_http": True, "connect_timeout": "10s", "timeout": "5min"}
+TIMEOUTS = {"connect_timeout": "10s", "timeout": "5min"}
 REFRESH = timedelta(minutes=6)
 """Time after which obstore asks for temporary credentials again. Botocore renews them ten minutes ahead."""
 
@@ -73,21 +74,38 @@ def quick_files(files: Any, path: str) -> QuickFiles | None:
 @functools.cache
 def _opened(files: Any, bucket: str) -> QuickFiles:
     from fsspec.asyn import sync
-    from obstore.store import S3Store
 
     files.connect()
     client = sync(files.loop, files.get_s3, bucket)  # finds the bucket's region
-    store = S3Store(
+    credentials = None if files.anon else functools.partial(_credentials, files)
+    return QuickFiles(files, open_store(bucket, client, credentials, TIMEOUTS, num_retries=2))
+
+
+def open_store(
+    bucket: str, client: Any, credentials: Callable[[], Any] | None, timeouts: Mapping[str, Any], num_retries: int
+) -> Any:
+    """Return obstore's access to an S3 bucket.
+
+    Args:
+        bucket: Name of the bucket.
+        client: Client of botocore, whose server and region are used.
+        credentials: Function that returns credentials as `for_obstore` does. None: requests are not signed.
+        timeouts: Timeouts by obstore's names.
+        num_retries: Maximum number of retries of a request.
+    """
+    from obstore.store import S3Store
+
+    options: Any = {"allow_http": True, **timeouts}
+    return S3Store(
         bucket,
         endpoint=client.meta.endpoint_url,
         region=client.meta.region_name,
         virtual_hosted_style_request=False,
-        skip_signature=files.anon,
-        credential_provider=None if files.anon else functools.partial(_credentials, files),
-        client_options=CLIENT,
-        retry_config={"max_retries": 2},
+        skip_signature=credentials is None,
+        credential_provider=credentials,
+        client_options=options,
+        retry_config={"max_retries": num_retries},
     )
-    return QuickFiles(files, store)
 
 
 def _credentials(files: Any) -> Any:
