@@ -36,8 +36,8 @@ from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
     DUMP_SIGNAL,
-    START,
     Arrived,
+    Brought,
     Job,
     Leave,
     ShowStacks,
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
     for file in files:
         (tmp_path / "agent" / file.name).write_bytes(bytes([file.step]))
         os.utime(tmp_path / "agent" / file.name, (file.step, file.step))
-    chosen = Arrived(0, 1, files[0])
+    chosen = Arrived(0, Brought.CHECKPOINT, 1, files[0])
     at_hand.bring(chosen)
     assert at_hand.next_outcome() == chosen
     at_hand._drop_older_than(tmp_path / "agent" / files[5].name)
@@ -272,8 +272,8 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
 def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(at_hand: Transfers, tmp_path: Path) -> None:
     file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
     (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
-    at_hand.bring(Arrived(0, START, file))
-    assert at_hand.next_outcome() == Arrived(0, START, file)  # and nobody listens where the driver would
+    at_hand.bring(Arrived(0, Brought.START, value=file))
+    assert at_hand.next_outcome() == Arrived(0, Brought.START, value=file)  # and nobody listens where the driver would
     assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
 
 

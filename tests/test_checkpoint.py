@@ -26,8 +26,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
-from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought
+from flytekitplugins.daskpytorch.protocol.questions import Ask
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
@@ -54,11 +54,11 @@ class FakeLink:
     awaited: Future[Arrived]
     kept: Sequence[SavedCheckpoint] = ()
 
-    def send(self, said: CheckpointFile | Wanted) -> None:
+    def send(self, said: CheckpointFile | Ask) -> None:
         if isinstance(said, CheckpointFile):
             self.announce(said)
 
-    def arrival(self, number: int) -> Future[Arrived]:
+    def arrival(self, what: Brought, number: int) -> Future[Arrived]:
         return self.awaited
 
     def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -100,7 +100,7 @@ class Rank:
 def arrived(**how: Any) -> Future[Arrived]:
     """What a rank waits for, which has happened."""
     arrival: Future[Arrived] = Future()
-    arrival.set_result(Arrived(2, START, **how))
+    arrival.set_result(Arrived(2, Brought.START, **how))
     return arrival
 
 
@@ -411,15 +411,15 @@ class Keeper(FakeLink):
         self.asked: list[tuple[int, int | None]] = []
         self.failure: str | None = None
 
-    def send(self, said: CheckpointFile | Wanted) -> None:
+    def send(self, said: CheckpointFile | Ask) -> None:
         if isinstance(said, CheckpointFile):
             super().send(said)
             self.kept = [file.saved("s3://b") for file in self.rank.announced]
             return
-        self.asked.append((said.number, said.step))
+        self.asked.append((said.number, said.about.step))
         files = best_first(self.rank.announced, BEST)
-        if said.step is not None:
-            files = [file for file in self.rank.announced if file.step == said.step]
+        if said.about.step is not None:
+            files = [file for file in self.rank.announced if file.step == said.about.step]
         self.awaited = arrived(value=files[0] if files else None, failure=self.failure)
 
     def checkpoint(self, **how: Any) -> RankCheckpoint:
@@ -495,7 +495,7 @@ def test_load_waits_for_the_file_to_arrive(rank: Rank, saved: CheckpointFile) ->
 
     def provide() -> None:
         elsewhere.rename(path)
-        arrival.set_result(Arrived(2, START))
+        arrival.set_result(Arrived(2, Brought.START))
 
     timer = threading.Timer(0.3, provide)
     timer.start()
@@ -507,10 +507,10 @@ def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
     ours, theirs = Pipe()
     with ours, theirs:
         link = GangLink(ours, order_for(attempt=2))
-        link.take(Arrived(1, START))
-        assert not link.arrival(START).done()
-        link.take(Arrived(2, START, failure="the driver hung up"))
-        assert link.arrival(START).result(0).failure == "the driver hung up"
+        link.take(Arrived(1, Brought.START))
+        assert not link.arrival(Brought.START).done()
+        link.take(Arrived(2, Brought.START, failure="the driver hung up"))
+        assert link.arrival(Brought.START).result(0).failure == "the driver hung up"
 
 
 def test_outside_a_gang_nothing_is_kept() -> None:

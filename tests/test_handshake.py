@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
-from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought
 from processes import num_open_files
 
 
@@ -259,8 +259,8 @@ def test_a_transfer_survives_a_network_that_fails_for_a_moment(
         monkeypatch.setattr(transfers, "DIAL_WAITS", waits())
         agents = transfers.Transfers(order(server.getsockname()), tmp_path / "agent", lambda _: None)
         at_last.enter_context(contextlib.closing(agents))
-        agents.bring(Arrived(0, START, file))
-        assert agents.next_outcome() == Arrived(0, START, file)
+        agents.bring(Arrived(0, Brought.START, value=file))
+        assert agents.next_outcome() == Arrived(0, Brought.START, value=file)
     assert (tmp_path / "agent" / file.name).read_bytes() == b"abc"
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from flytekitplugins.daskpytorch.protocol import calls
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, EndCall, Finish, Forget, NextCall
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.function import pack_call
@@ -100,8 +100,8 @@ def test_sources_that_came_with_an_interrupted_call_are_there_for_the_next(
         code, call = pack_code(), pack_call(function, (), {})
     monkeypatch.delitem(sys.modules, module.stem)
     module.unlink()  # this host is another than the driver's
-    rank.server.interrupter.order(EndCall(1))
-    rank.server.interrupter.order(EndCall(1, 0))
+    rank.server.interrupter.halt(1)
+    rank.server.interrupter.leave_at(0)
     first, second = rank.serve(NextCall(number=1, call=call, code=code), NextCall(number=2, call=call))
     assert first.failure is not None
     assert first.failure.type_name == "KeyboardInterrupt"

@@ -236,9 +236,9 @@ class _Agent:
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
         if order.job.large is not None:
-            self._transfers.bring(orders.Arrived(order.job.attempt, orders.LARGE_ARGUMENTS, order.job.large))
+            self._transfers.bring(orders.Arrived(order.job.attempt, orders.Brought.ARGUMENTS, value=order.job.large))
         if order.job.checkpoint is not None:
-            self._transfers.bring(orders.Arrived(order.job.attempt, orders.START, order.job.checkpoint))
+            self._transfers.bring(orders.Arrived(order.job.attempt, orders.Brought.START, value=order.job.checkpoint))
 
     def _driver_folder(self) -> str | None:
         folder = self._order.folder

@@ -1,5 +1,6 @@
 """Orders from driver and agent to a rank, at its start and during its run."""
 
+import enum
 import importlib
 import signal
 import socket
@@ -196,20 +197,22 @@ class Leave:
 # ---- ... and from the agent
 
 
-START = 0
-"""Value of `Arrived.number` for the checkpoint from which an attempt starts."""
-LARGE_ARGUMENTS = -1
-"""Value of `Arrived.number` for the call's large arguments. Smaller numbers are -1 minus the number of a call of a gang
-that stays. Numbers from 1 up are those of ranks' requests for a checkpoint."""
+class Brought(enum.Enum):
+    """What an agent brings to its node."""
+
+    START = "the checkpoint from which an attempt starts"
+    ARGUMENTS = "the large arguments of a call"
+    CHECKPOINT = "the checkpoint that a rank has asked for"
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Notice to ranks: a checkpoint, or the call's large arguments, has arrived on their node, or will not arrive."""
+    """Notice to ranks: a checkpoint, or a call's large arguments, has arrived on their node, or will not arrive."""
 
     attempt: int
-    number: int
-    """0 (`START`), -1 (`LARGE_ARGUMENTS`), or the number of a rank's request for a checkpoint."""
+    what: Brought
+    number: int = 0
+    """Number of a staying gang's call, or of the rank's question. 0 for all else."""
     value: CheckpointFile | ShardedCheckpoint | Address | None = None
     """A checkpoint in the agent's folder, a sharded checkpoint in storage, or the arguments' shared memory. None if no
     checkpoint has the wanted step."""

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Fin
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
-from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import sources
 from flytekitplugins.daskpytorch.rank.interrupter import Interrupter
@@ -112,7 +111,7 @@ class Server:
 
     def _call(self, order: NextCall) -> Any:
         is_large = order.large is not None
-        parts = self._link.large(LARGE_ARGUMENTS - order.number) if is_large else [memoryview(order.call)]
+        parts = self._link.large(order.number) if is_large else [memoryview(order.call)]
         call = self._unpacked(parts)
         with ending_as_program():
             returned = self._completed(call.function(*call.args, **call.kwargs))

@@ -128,7 +128,7 @@ class GangLink(Link):
         self._timeout = job.settings.start_timeout
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
-        self._arrivals: dict[int, Future[orders.Arrived]] = {}
+        self._arrivals: dict[tuple[orders.Brought, int], Future[orders.Arrived]] = {}
         self._accounts: dict[int, Future[Goodput]] = {}
         self._num_accounts = 0
         self._hinted: set[str] = set()
@@ -280,17 +280,17 @@ class GangLink(Link):
 
     # ---- questions, and their answers
 
-    def large(self, number: int = orders.LARGE_ARGUMENTS) -> list[memoryview]:
+    def large(self, number: int = 0) -> list[memoryview]:
         """Wait for a large call, and return its parts from memory that all of the node's ranks share.
 
         Args:
-            number: Number of the call's transfer.
+            number: Number of a staying gang's call. 0: the call of any other gang.
 
         Raises:
             OSError: The transfer of the arguments failed.
         """
-        arrived = self.arrival(number).result()
-        del self._arrivals[number]
+        arrived = self.arrival(orders.Brought.ARGUMENTS, number).result()
+        del self._arrivals[orders.Brought.ARGUMENTS, number]
         if not isinstance(arrived.value, Address):
             raise OSError(
                 f"the function's large arguments did not arrive on this node: {arrived.failure}. If memory is short "
@@ -298,13 +298,9 @@ class GangLink(Link):
             )
         return arrived.value.mapped()
 
-    def arrival(self, number: int) -> Future[orders.Arrived]:
-        """Return a future that is done when the transfer with this number to the rank's node has succeeded or failed.
-
-        Number 0 is the checkpoint from which the attempt starts, and -1 the call's large arguments. Other numbers are
-        those of this rank's requests for checkpoints.
-        """
-        return self._arrivals.setdefault(number, Future())
+    def arrival(self, what: orders.Brought, number: int = 0) -> Future[orders.Arrived]:
+        """Return a future that is done when a transfer to the rank's node has succeeded or failed."""
+        return self._arrivals.setdefault((what, number), Future())
 
     def ask_for_account(self) -> Future[Goodput]:
         """Ask the driver for the account of the gang's time. Return a future of the answer."""
@@ -320,7 +316,7 @@ class GangLink(Link):
         elif isinstance(answer, Answer):
             _settle(self._accounts.setdefault(answer.number, Future()), answer.value)
         elif answer.attempt == self._attempt:
-            _settle(self.arrival(answer.number), answer)
+            _settle(self.arrival(answer.what, answer.number), answer)
 
 
 def _fall_silent(link: GangLink | None) -> None:

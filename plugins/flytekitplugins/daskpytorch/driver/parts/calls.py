@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.messages import Bring, Tell
-from flytekitplugins.daskpytorch.protocol.orders import LARGE_ARGUMENTS, Arrived
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought
 from flytekitplugins.daskpytorch.protocol.questions import Question
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Calls(Part):
         attempt.excuse()
         address = call.large.address if call.large is not None else None
         if address is not None:
-            arriving = Arrived(attempt.number, LARGE_ARGUMENTS - call.number, address)
+            arriving = Arrived(attempt.number, Brought.ARGUMENTS, call.number, address)
             for peer in attempt.carriers:
                 peer.send(Bring(arriving))
         code, self._code = self._code, None

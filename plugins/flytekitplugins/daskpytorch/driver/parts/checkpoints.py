@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Job, Kept, Settled
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought, Job, Kept, Settled
 from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
@@ -227,7 +227,7 @@ class Checkpoints(Part):
             found = find(self.vault.sharded, self.vault.keep, wanted.step)
         else:
             found = find(self.vault.intact(), self.vault.keep, wanted.step)
-        return Arrived(attempt.number, number, found)
+        return Arrived(attempt.number, Brought.CHECKPOINT, number, found)
 
     def settle(self, *, is_last: bool) -> None:
         """Try storage more often at the end of the gang."""
