@@ -27,9 +27,6 @@ class Heard:
     def hear(self, connection: Connection, message: object) -> object:
         return message
 
-    def hear_caller(self, connection: Connection, message: object) -> object:
-        return message
-
     def hear_of_rank(self, connection: Connection, rank: int, said: object) -> object:
         return said
 

@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.protocol import framing, messages
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -359,6 +360,7 @@ class World:
             observers,
             self.received,
             self._evaluate,
+            Debugging(has_terminal=True),
             asked_at=self.clock(),
             clock=self.clock,
             running_clock=RunningClock(self.clock) if may_stand_still else None,

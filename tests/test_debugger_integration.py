@@ -119,11 +119,8 @@ def test_without_a_terminal_the_rank_waits_and_then_says_what_to_do(tmp_path: Pa
     done = run_program([SCRIPTS / "pyflyte", "run", "train.py", "train", "--debugged", "[1]"], cwd=tmp_path)
     told = " ".join(re.sub(r"[│╭╰─]", "", done.stderr + done.stdout).split())
     assert done.returncode == 1
-    assert "up to 3 s for a terminal. The gang holds its 2 ranks meanwhile. Attach by: daskpytorch attach 1" in told
-    assert (
-        "for 3 s (Gang(attach_timeout=...)) no terminal was attached to its debugger, as by daskpytorch attach 1."
-        in told
-    )
+    assert "up to 3 s for a terminal. The gang holds its 2 ranks meanwhile. Attach on that machine by:" in told
+    assert "for 3 s (Gang(attach_timeout=...)) no terminal was attached to its debugger, as by `daskpytorch" in told
     assert "DASKPYTORCH_DEBUGPY=1:5678" in told
     assert "starting again" not in told
     assert told.count("starting 2 ranks") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,23 +24,15 @@ from flytekitplugins.daskpytorch.errors import PreemptedError
 class Running:
     """A supervisor whose gang runs until it is cancelled."""
 
-    def __init__(self, *, debugger_has_terminal: bool = False) -> None:
+    def __init__(self) -> None:
         self.received = ReceivedResults()
-        self.end_asked, self.may_end = threading.Event(), threading.Event()
-        self.debugger_has_terminal = debugger_has_terminal
+        self.end_asked = threading.Event()
 
     def preempt(self, reason: str, *, is_awaited: bool) -> None:
         assert (reason, is_awaited) == ("Ctrl-C", True)
         self.end_asked.set()
 
-    def interrupt(self) -> bool:
-        self.may_end.set()
-        return self.debugger_has_terminal
-
     def run(self) -> list[Any]:
-        assert self.may_end.wait(30)
-        if self.debugger_has_terminal:
-            return [pickle.dumps("trained")]
         assert self.end_asked.wait(30)
         raise PreemptedError("train was ended: Ctrl-C; the checkpoint of step 6 is in /there")
 
@@ -71,13 +62,6 @@ def test_ctrl_c_in_result_ends_the_gang_and_is_raised_after_that() -> None:
         futures.result()
     assert futures[0].done()
     assert unfinished == ["PreemptedError"]
-
-
-@pytest.mark.usefixtures("press_ctrl_c_once")
-def test_ctrl_c_at_a_ranks_debugger_does_not_end_the_gang() -> None:
-    supervisor: Any = Running(debugger_has_terminal=True)
-    assert GangFutures(supervisor, 1).result(30) == ["trained"]
-    assert not supervisor.end_asked.is_set()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -12,47 +13,60 @@ RANK = """
     import os
     import signal
     import sys
+    import threading
+    import time
+    from pathlib import Path
     from types import SimpleNamespace
 
-    from flytekitplugins.daskpytorch.protocol.attaching import Attach, Shown, Typed
+    from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, connect
     from flytekitplugins.daskpytorch.protocol.failure import Failure
+    from flytekitplugins.daskpytorch.protocol.reports import AtPrompt
     from flytekitplugins.daskpytorch.rank.debugger import Prompt, watch_pdb
 
+    folder = Path(sys.argv[1])
+    found, children, todo = [], [], THINGS
 
-    class Driver:
-        "Does the next thing at each prompt of the rank."
 
-        def __init__(self):
-            self.shown = b""
-            self.todo = THINGS
+    def attend():
+        "Do the next thing at each prompt of the rank."
+        shown = b""
+        with connect(folder, 0, DRIVER) as terminal:
+            while output := terminal.recv(1000):
+                shown += output
+                if todo and b"(Pdb rank 0) " in shown:
+                    shown = b""
+                    todo.pop(0)(terminal)
 
-        def look(self):
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self.shown += b"SIGINT raises KeyboardInterrupt"
 
-        def send(self, report):
-            if isinstance(report, Shown):
-                self.shown += report.data
-                if self.todo and b"(Pdb rank 0) " in self.shown.rpartition(b"#")[2]:
-                    self.shown += b"#"
-                    self.todo.pop(0)()
+    def look():
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            found.append("SIGINT raises KeyboardInterrupt")
 
 
     def fail(*_):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
 
-    def type_in(keys):
-        prompt.obey(Attach(0, (40, 80)))
-        prompt.obey(Typed(0, keys))
+    def end_call():
+        prompt.is_call_ending = True
+
+
+    def fork():
+        "A child of the rank has all that the rank has open."
+        if (child := os.fork()) == 0:
+            time.sleep(120)
+        children.append(child)
+
+
+    def send(report):
+        if isinstance(report, AtPrompt):
+            threading.Thread(target=attend, daemon=True).start()
 
 
     signal.signal(signal.SIGINT, usual := lambda *_: None)  # as between the calls of a gang that stays
     signal.signal(signal.SIGALRM, fail)
-    settings = SimpleNamespace(attach_timeout=60.0)
-    job = SimpleNamespace(debugging=SimpleNamespace(terminal=None, attach="daskpytorch attach"), settings=settings)
-    driver = Driver()
-    prompt = Prompt(0, job, driver.send)
+    job = SimpleNamespace(gang="train-1", settings=SimpleNamespace(attach_timeout=60.0))
+    prompt = Prompt(SimpleNamespace(place=SimpleNamespace(rank=0), scratch=str(folder), job=job), send)
     watch_pdb(prompt)
     try:
         raise ValueError("bad value")
@@ -60,8 +74,9 @@ RANK = """
         prompt.hold(error, Failure.of(error, 0.0))
     assert prompt.failure is None
     assert signal.getsignal(signal.SIGINT) is usual
-    print(driver.shown.decode())
-    print("left", driver.todo)
+    print(*found, "left", todo)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
 """
 
 
@@ -69,15 +84,17 @@ RANK = """
 @pytest.mark.parametrize(
     ("things", "expected"),
     [
-        (r"[lambda: (os.kill(os.getpid(), signal.SIGALRM), type_in(b'\r'))]", "left []"),
-        ("[lambda: prompt.note_call(is_ending=True)]", "left []"),
-        (r"[lambda: (driver.look(), type_in(b'q\r'))]", "SIGINT raises KeyboardInterrupt"),
+        (r"[lambda terminal: (os.kill(os.getpid(), signal.SIGALRM), terminal.sendall(b'\r'))]", "left []"),
+        ("[lambda terminal: end_call()]", "left []"),
+        ("[lambda terminal: (fork(), end_call())]", "left []"),
+        (r"[lambda terminal: (look(), terminal.sendall(b'q\r'))]", "SIGINT raises KeyboardInterrupt left []"),
     ],
-    ids=["exception of a signal", "end of the call", "Ctrl-C"],
+    ids=["exception of a signal", "end of the call", "end of the call with a child", "Ctrl-C"],
 )
-def test_held_rank_leaves_the_prompt_without_another_exception(things: str, expected: str) -> None:
+def test_held_rank_leaves_the_prompt_without_another_exception(tmp_path: Path, things: str, expected: str) -> None:
+    (tmp_path / "agent").mkdir(mode=0o700)
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RANK).replace("THINGS", things)],
+        [sys.executable, "-c", textwrap.dedent(RANK).replace("THINGS", things), str(tmp_path / "agent")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

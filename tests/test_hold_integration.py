@@ -61,14 +61,14 @@ def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
     options = ["--nproc", "2", "--on-error", "hold", "--hang-timeout", "2.5", "--max-restarts", "0"]
     run, log = start(SCRIPT, *options)
     try:
-        until(lambda: "Attach by: daskpytorch attach 1" in log.read_text(), log.read_text)
+        until(lambda: ": daskpytorch attach 1" in log.read_text(), log.read_text)
         terminal = attached("1")
         terminal.expect_exact("raised ValueError: bad value 31")
         terminal.expect_exact("(Pdb rank 1) ")
         terminal.sendline("p value * 2")
         terminal.expect_exact("\r\n62\r\n(Pdb rank 1) ")
         terminal.sendline("q")
-        terminal.expect_exact("the gang has ended")
+        terminal.expect_exact("the rank has ended")
         terminal.expect(pexpect.EOF)
         assert run.wait(100) == 1
     finally:
@@ -126,7 +126,7 @@ def test_cancel_ends_a_call_in_which_a_rank_waits_for_a_terminal(
 
     def is_waiting() -> bool:
         said.append(capfd.readouterr().err)
-        return "Attach by: daskpytorch attach 0" in "".join(said)
+        return ": daskpytorch attach 0" in "".join(said)
 
     with dispatch.gang(nproc=1, gang=Gang(on_error="hold", attach_timeout=600.0)) as gang:
         futures = gang.call(function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import queue
 import socket
@@ -25,12 +24,10 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.attaching import Look
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import (
     AgentOrder,
-    Close,
     Hello,
     Leaving,
     Lines,
@@ -135,18 +132,6 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection.close()
     thread.join()
     assert not thread.is_alive()
-
-
-def test_terminal_gets_the_farewell_and_does_not_hold_up_the_end(
-    listener: Listener, events: queue.SimpleQueue[Action]
-) -> None:
-    with contextlib.closing(dialled(listener)) as terminal:
-        terminal.send(Look())
-        assert heard(events) == Look()
-        thread = listener._thread
-        listener.dismiss(Close(), 20.0)
-        assert not thread.is_alive()
-        assert terminal.recv() == Close()
 
 
 # ---- The end

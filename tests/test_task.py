@@ -383,9 +383,6 @@ class _Trained:
     def __init__(self, request: Any, _: object, observers: list[Observer], __: object) -> None:
         self._observers = [*observers, *request.observers]
 
-    def interrupt(self) -> bool:
-        return False
-
     def cancel(self) -> None:
         """Nobody calls it."""
 

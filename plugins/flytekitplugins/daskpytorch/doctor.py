@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from flytekitplugins.daskpytorch.checks import MAX_SECONDS, is_seconds
-from flytekitplugins.daskpytorch.command_line import scheduler_option
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -70,7 +69,13 @@ def _timeout(text: str) -> float:
 
 
 @click.command(short_help="Check whether gangs can train here and on a Dask cluster.")
-@scheduler_option("also check the cluster of this Dask scheduler")
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    envvar=SCHEDULER_VARIABLE,
+    show_envvar=True,
+    help="also check the cluster of this Dask scheduler",
+)
 @click.option("--gang/--no-gang", default=True, help="run or skip the test gang of two ranks, which takes seconds")
 @click.option(
     "--timeout",

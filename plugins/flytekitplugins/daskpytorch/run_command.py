@@ -15,7 +15,6 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
-from flytekitplugins.daskpytorch.command_line import CONNECT_TIMEOUT, SOURCE, scheduler_option
 from flytekitplugins.daskpytorch.display.terminal import Board
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
@@ -43,6 +42,8 @@ IGNORED = f"{__name__}.ignored"
 LOST_OUTPUT = 120
 """Exit code with which Python ends, too, if it cannot write its output."""
 COUNT = click.IntRange(min=1)
+SOURCE = f"--scheduler or {SCHEDULER_VARIABLE}: without them, this machine is meant"
+"""Settings that name the Dask scheduler, for messages."""
 
 
 def _ranks(text: str) -> int | Literal["auto"]:
@@ -114,7 +115,13 @@ def _accepting_torchruns(command: click.Command) -> click.Command:
     metavar="N",
     help="ranks on this node, or on each Dask worker. auto: one per GPU, else one",
 )
-@scheduler_option("Dask scheduler on whose workers the ranks run (default: this node)")
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    envvar=SCHEDULER_VARIABLE,
+    show_envvar=True,
+    help="Dask scheduler on whose workers the ranks run (default: this node)",
+)
 @click.option(
     "--workers",
     type=COUNT,
@@ -275,7 +282,7 @@ def _client_of(scheduler: str | None, workers: int | None, gang: Gang) -> Iterat
     if scheduler is not None:
         os.environ[SCHEDULER_VARIABLE] = scheduler
         try:
-            cluster.greet(scheduler, min(CONNECT_TIMEOUT, gang.start_timeout))
+            cluster.greet(scheduler, min(cluster.CONNECT_TIMEOUT, gang.start_timeout))
         except OSError as error:
             raise GangStartError(f"no Dask scheduler answers at {scheduler} ({SOURCE}): {error}") from error
     least = gang.min_workers or workers or 1

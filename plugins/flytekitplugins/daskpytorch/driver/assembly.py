@@ -17,6 +17,7 @@ from flytekitplugins.daskpytorch.driver.parts.preemption import Preemption
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
 
@@ -38,6 +39,7 @@ def assemble(
     observers: Observers,
     received: ReceivedResults,
     make: MakeGang,
+    debugging: Debugging,
     *,
     asked_at: float,
     clock: Callable[[], float] = time.monotonic,
@@ -52,6 +54,7 @@ def assemble(
         observers: The gang's observers.
         received: Results and return values of the ranks.
         make: Makes the gang of an evaluation.
+        debugging: The driver's settings for debuggers in ranks.
         asked_at: Time of the user's request, in seconds on `clock`.
         clock: Clock of the account of time. Returns seconds, and never goes back.
         running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
@@ -62,7 +65,7 @@ def assemble(
         state,
         checkpoints=Checkpoints(state, committer),
         evaluator=Evaluator(state, committer.vault, make),
-        debugger=Debugger(state),
+        debugger=Debugger(state, debugging),
         accounting=Accounting(state, clock),
     )
     calls = [request.calls] if isinstance(request.calls, Calls) else []

@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 
 ANSWER_TIME = 0.4
 """Seconds to wait for what the ranks can tell about a failure's cause."""
@@ -88,11 +87,10 @@ class Brain:
     _attempt: Attempt
     """Newest attempt. Unset until the first attempt has started."""
 
-    def __init__(self, state: GangState, code: Code, debugging: Debugging | None = None) -> None:
+    def __init__(self, state: GangState, code: Code) -> None:
         """Begin with the phase that gathers workers. The caller has launched their agents."""
         self._state = state
         self._code = code
-        self._debugging = debugging or Debugging()
         self._request = state.request
         self._settings = state.request.settings
         self._agents = state.agents
@@ -202,7 +200,7 @@ class Brain:
     def _start(self) -> Phase:
         """Start an attempt on the connected workers."""
         self._state.enter("starting")
-        self._attempt = start_attempt(self._state, self._state.number, self._code, self._debugging)
+        self._attempt = start_attempt(self._state, self._state.number, self._code)
         self._state.begin(self._attempt)
         return self._train
 

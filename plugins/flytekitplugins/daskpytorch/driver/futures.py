@@ -31,7 +31,7 @@ class GangFuture(Future[Any]):
     def __init__(
         self,
         received: ReceivedResults,
-        end: Callable[[], bool] | None = None,
+        end: Callable[[], object] | None = None,
         settler: threading.Thread | None = None,
     ) -> None:
         super().__init__()
@@ -39,8 +39,7 @@ class GangFuture(Future[Any]):
         """Thread that settles this future and others, and runs their callbacks. None: unknown."""
         self.received = received
         self._end = end
-        """Called at Ctrl-C while a thread waits for this future: ends the gang. Returns False if a rank's debugger gets
-        the Ctrl-C. None: Ctrl-C is raised at once."""
+        """Called at Ctrl-C while a thread waits for this future: ends the gang. None: Ctrl-C is raised at once."""
         self.is_missing = False
         """True if the gang succeeded with fewer ranks, as `min_workers` allows, and without this rank."""
 
@@ -136,7 +135,7 @@ class GangFutures(Futures[GangFuture]):
         self._supervisor = supervisor
         self._note_end = note_end
         self._num_ranks = world_size
-        end = functools.partial(_end, supervisor)
+        end = functools.partial(supervisor.preempt, "Ctrl-C", is_awaited=True)
         self._futures = [GangFuture(supervisor.received, end) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
@@ -208,10 +207,3 @@ class GangFutures(Futures[GangFuture]):
             text = f"{how}; there was no rank {rank}, since too few workers came, or were left"
             future.is_missing = True
             future.set_exception(GangStartError(text, rank=rank))
-
-
-def _end(supervisor: Supervisor) -> bool:
-    if supervisor.interrupt():
-        return False
-    supervisor.preempt("Ctrl-C", is_awaited=True)
-    return True

@@ -1,4 +1,4 @@
-"""The driver's server, which accepts agents and terminals, and turns messages into calls for the gang's thread."""
+"""The driver's server, which accepts agents, and turns messages into calls for the gang's thread."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,6 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.attaching import FromTerminal
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
@@ -54,9 +53,6 @@ FIRST_MESSAGE_TIMEOUT = 120.0
 """Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
 """Pause, in seconds, after an error while accepting callers, such as too many open files."""
-MAX_TERMINAL_WAIT = 1.0
-"""Maximum number of seconds that one send to an attached terminal blocks the gang's thread. Then the driver drops
-the terminal."""
 END_TIME = 5.0
 """Timeout, in seconds, for the listener's threads to end after the shutdown of all connections."""
 
@@ -90,7 +86,7 @@ class Listener:
         self._authenticated: set[asyncio.Task[None]] = set()
         """Authenticated callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
-        """Connections of agents, without terminals."""
+        """Connections of agents that have not ended."""
         self._beats: dict[Connection, bytes] = {}
         """Each agent's newest heartbeat that is not yet in the gang's queue."""
         self._is_napping = False
@@ -247,11 +243,8 @@ class Listener:
 
     # ---- agents
 
-    def _take_in(self, connection: Connection, message: FromAgent | FromTerminal) -> None:
-        if isinstance(message, FromTerminal):
-            connection.limit_sends(MAX_TERMINAL_WAIT)
-        else:  # the end of a gang waits for agents alone
-            self._agents.add(connection)
+    def _take_in(self, connection: Connection, message: FromAgent) -> None:
+        self._agents.add(connection)
         self._known.append(connection)
         if self._is_over:
             connection.hang_up()
@@ -293,7 +286,7 @@ class Listener:
             self._calls.put(functools.partial(self._state.hear_beats, self._beats))
             self._beats = {}
 
-    def _note(self, connection: Connection, message: FromAgent | FromTerminal) -> None:
+    def _note(self, connection: Connection, message: FromAgent) -> None:
         self._is_calm = False
         if (beat := self._beats.pop(connection, None)) is not None:  # the older heartbeat goes first
             self._calls.put(functools.partial(self._state.hear_beats, {connection: beat}))
@@ -302,10 +295,7 @@ class Listener:
                 time.sleep(WAIT_INTERVAL)
             self._calls.put(call)
 
-    def _calls_for(self, connection: Connection, message: FromAgent | FromTerminal) -> Iterator[Action]:
-        if isinstance(message, FromTerminal):
-            yield functools.partial(self._state.hear_caller, connection, message)
-            return
+    def _calls_for(self, connection: Connection, message: FromAgent) -> Iterator[Action]:
         if not isinstance(message, Reported):
             yield functools.partial(self._state.hear, connection, message)
             return

@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.questions import Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
@@ -72,12 +71,6 @@ class Part:
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
         """Called when a rank's function has failed, or when the rank has ended or is at rest (`failure`: None)."""
-
-    def hear_caller(self, connection: Connection, message: object) -> None:
-        """Follow a message of another caller of the driver's port than an agent."""
-
-    def lose_caller(self, connection: Connection) -> None:
-        """Called when the connection of a caller has ended."""
 
     def lose_agent(self, peer: Peer) -> None:
         """Called when an agent is lost."""

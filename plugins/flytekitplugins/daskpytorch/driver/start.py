@@ -8,20 +8,18 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import placement
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job, log_folder
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
-def start_attempt(state: GangState, number: int, code: Code, debugging: Debugging) -> Attempt:
+def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
     """Have agents start an attempt's ranks, and return the attempt.
 
     Args:
         state: State of the gang.
         number: Number of the attempt, from 0.
         code: The project's sources.
-        debugging: The driver's settings for debuggers in ranks.
 
     Raises:
         ValueError: Driver and workers have different versions of a package, or the workers do not suit the settings.
@@ -39,7 +37,7 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     state.observers.tell("placed", shape)
     carriers = [agents.peers[node.worker] for node in nodes]
     store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
-    job = _job(state, number, backend, store, debugging)
+    job = _job(state, number, backend, store)
     for part in state.parts:
         job = part.equip(job)
     for peer, here in zip(carriers, places, strict=True):
@@ -55,7 +53,7 @@ def start_attempt(state: GangState, number: int, code: Code, debugging: Debuggin
     )
 
 
-def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:
+def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None) -> Job:
     request, settings = state.request, state.request.settings
     return Job(
         gang=state.id,
@@ -73,7 +71,6 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         ),
         gpu_check=request.gpu_check,
         storage=request.storage.own if request.storage is not None else None,
-        debugging=debugging,
         host=request.host,
         execution=request.execution,
         environment={**request.environment, **settings.environment},

@@ -169,11 +169,6 @@ class GangState:
 
     # ---- from agents
 
-    def hear_caller(self, connection: Connection, message: object) -> None:
-        """Tell all parts the message of another caller than an agent."""
-        for part in self.parts:
-            part.hear_caller(connection, message)
-
     def hear(self, connection: Connection, message: messages.FromAgent) -> None:
         """Record an agent's message."""
         if isinstance(message, messages.Hello):
@@ -207,8 +202,6 @@ class GangState:
         another connection with the same descriptor.
         """
         connection.close()
-        for part in self.parts:
-            part.lose_caller(connection)
         self._lose(connection)
 
     def look_for_silence(self) -> None:

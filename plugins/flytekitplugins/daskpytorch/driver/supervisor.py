@@ -105,16 +105,6 @@ class Supervisor:
         """End the gang, from any thread. `run` raises `GangCancelledError`."""
         self._calls.put(lambda: self._gang.state.cancel())  # noqa: PLW0108 - there may be no state yet
 
-    def interrupt(self) -> bool:
-        """Forward Ctrl-C to the rank whose debugger uses the terminal. Return False if no rank uses the terminal.
-
-        Signal handlers may call this method.
-        """
-        is_at_prompt = self._brain is not None and self._gang.debugger.prompts.shown is not None
-        if is_at_prompt:
-            self._calls.put(self._gang.debugger.interrupt)
-        return is_at_prompt
-
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
         """Have the gang save a checkpoint and end, from any thread or signal handler. `run` raises `PreemptedError`.
 
@@ -166,6 +156,7 @@ class Supervisor:
                 self._gang = gang = self._listen(committer, folder, stack)
                 stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
                 stack.callback(gang.evaluator.end)
+                stack.callback(gang.debugger.end)
                 ends = gang.state.deadlines
                 try:
                     results = self._see_through(gang, committer)
@@ -182,8 +173,6 @@ class Supervisor:
             raise error  # noqa: B904 - the same, with fewer frames
         finally:
             running.discard(self)
-            if self._debugging.terminal is not None:
-                self._debugging.terminal.restore()
             if self._brain is not None:
                 self._observers.tell("accounted", self._gang.accounting.accountant.final(error))
             self._observers.tell("ended", error)
@@ -217,6 +206,7 @@ class Supervisor:
             self._observers,
             self.received,
             Supervisor,
+            self._debugging,
             asked_at=self._asked_at,
             running_clock=RunningClock(),
         )
@@ -249,7 +239,7 @@ class Supervisor:
         text = start_of(self._request.storage, self._request.settings, step)
         if text is not None and self._request.start is None:
             self._observers.note(text)
-        self._brain = brain = Brain(state, code, self._debugging)
+        self._brain = brain = Brain(state, code)
         while (results := brain.decide()) is None:
             self._take(brain.patience)
             state.look_for_silence()

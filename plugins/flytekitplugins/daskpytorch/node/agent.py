@@ -30,7 +30,6 @@ from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
-from flytekitplugins.daskpytorch.protocol.attaching import DriverContact, leave_contact
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -67,7 +66,6 @@ def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None =
         contextlib.closing(_Agent(order, scratch, leaving, data)) as agent,
     ):
         connection = dial(order)
-        leave_contact(scratch, DriverContact(order.driver, order.token))
         at_last.callback(connection.close)  # the closed connection tells the driver that no rank is left
         try:
             agent.serve(connection)

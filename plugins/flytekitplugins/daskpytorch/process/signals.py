@@ -26,7 +26,6 @@ class CtrlC:
     def __init__(self) -> None:
         self.was_pressed = False
         self._end_gang: Callable[[], object] | None = None
-        self._is_anothers: Callable[[], bool] | None = None
         self._usual: Any = signal.default_int_handler
 
     @contextlib.contextmanager
@@ -49,24 +48,22 @@ class CtrlC:
                 signal.signal(signal.SIGINT, usual)
 
     @contextlib.contextmanager
-    def ends(self, end_gang: Callable[[], object], is_anothers: Callable[[], bool] | None = None) -> Iterator[None]:
+    def ends(self, end_gang: Callable[[], object]) -> Iterator[None]:
         """Make the first Ctrl-C in the context end the gang, and call the usual handler only after the context.
 
         An exception inside the context could leave half a message on an agent's connection.
 
         Args:
             end_gang: Ends the gang. Called in the signal handler.
-            is_anothers: Returns True if somebody else takes the Ctrl-C, such as a rank's debugger. This handler then
-                ignores the Ctrl-C. None: nobody else does.
         """
-        self._end_gang, self._is_anothers = end_gang, is_anothers
+        self._end_gang = end_gang
         try:
             yield
         except BaseException:
             if not self.was_pressed:
                 raise
         finally:
-            self._end_gang = self._is_anothers = None
+            self._end_gang = None
         if self.was_pressed:
             try:
                 self._usual(signal.SIGINT, None)
@@ -74,8 +71,6 @@ class CtrlC:
                 raise error from None  # the user need not read that the gang was cancelled
 
     def _press(self, *how: Any) -> None:
-        if self._is_anothers is not None and self._is_anothers():
-            return
         if self.was_pressed and not is_interactive():
             _end_process()
         is_first, self.was_pressed = not self.was_pressed, True
@@ -86,7 +81,7 @@ class CtrlC:
 
 
 @contextlib.contextmanager
-def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
+def deferred(end: Callable[[], object] | None) -> Iterator[Callable[[], bool]]:
     """Make the first Ctrl-C in the context call `end`, and raise `KeyboardInterrupt` only after the context.
 
     The code in the context waits until the work that `end` cancels has ended. A second Ctrl-C interrupts this code,
@@ -94,8 +89,7 @@ def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
     replaced, this context does nothing.
 
     Args:
-        end: Function to call. Returns False if `KeyboardInterrupt` should not be raised. None: the context does
-            nothing.
+        end: Function to call. None: the context does nothing.
 
     Yields:
         A function that returns True if Ctrl-C was pressed.
@@ -109,8 +103,9 @@ def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
     def press(*how: Any) -> None:
         if pressed:
             signal.default_int_handler(*how)
-        elif end():
+        else:
             pressed.append(how)
+            end()
 
     signal.signal(signal.SIGINT, press)
     try:

@@ -1,14 +1,30 @@
-"""The terminal of debuggers in ranks, and the ports for editors. The driver finds both."""
+"""Debuggers in ranks: the driver's settings for them, and the socket at which a terminal attaches to a rank's debugger.
+
+A terminal is the driver's own, or one with the command `daskpytorch attach`. It is on the rank's machine.
+
+    terminal                                  rank, in the folder of its agent, which only this user can open
+      │ ─── connection ─────────────────────▶ │ socket `debugger-1`
+      │ ─── who it is, its own descriptor ──▶ │ from which the rank reads the terminal's size
+      │ ─── keys ───────────────────────────▶ │ pseudo-terminal of pdb
+      │ ◀── output ────────────────────────── │
+"""
 
 import contextlib
+import json
 import os
 import re
+import socket
+import stat
+import tempfile
 import termios
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Self
 
+from flytekitplugins.daskpytorch.process.folders import remove_abandoned, replacing
 from flytekitplugins.daskpytorch.settings import Gang
 
 PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
@@ -20,64 +36,30 @@ AT_TERMINAL = timedelta(hours=1)
 debugger's prompt. A longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
 """Timeout of collectives if a rank waits for an editor's debugger."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terminal:
-    """The terminal of the driver. A rank on the same machine can open the terminal."""
-
-    path: str
-    identity: tuple[int, ...]
-    """Device numbers and inode of the terminal. Terminals of different containers differ in these numbers, even with
-    equal paths."""
-    settings: list[Any] = field(compare=False, repr=False)
-    """Mode settings of the terminal before the gang's start. A rank that ends at its debugger's prompt leaves the
-    terminal in another mode."""
-
-    @classmethod
-    def here(cls) -> Self | None:
-        """Return this process's terminal. None without a terminal, or if this process runs in the background."""
-        with contextlib.suppress(OSError, termios.error, ValueError):
-            if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
-                return cls(path=os.ttyname(0), identity=_identity(0), settings=termios.tcgetattr(0))
-        return None
-
-    def open(self) -> int | None:
-        """Open the terminal and return the file descriptor. None: it belongs to another machine or container."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        if _identity(descriptor) == self.identity:
-            return descriptor
-        os.close(descriptor)
-        return None
-
-    def restore(self) -> None:
-        """Restore the terminal's settings to those before the gang."""
-        with contextlib.suppress(OSError, termios.error):
-            if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != self.settings:
-                termios.tcsetattr(0, termios.TCSADRAIN, self.settings)
+DRIVER, USER = b"d", b"u"
+"""First byte of the driver's terminal, which is detached when the rank leaves its prompt, and of other terminals."""
+LEAVE = b"\x1d"
+"""Byte that a terminal in raw mode sends for Ctrl-], by which the user leaves a rank at its prompt."""
+READ_SIZE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Debugging:
-    """The terminal and ports for debuggers in a gang's ranks."""
+    """The driver's settings for debuggers in a gang's ranks."""
 
-    terminal: Terminal | None = None
+    has_terminal: bool = False
+    """True if the driver attaches its terminal to debuggers on its machine."""
     ports: Mapping[int, int] = field(default_factory=dict)
     """Rank -> port at which the rank waits for an editor."""
-    attach: str = "daskpytorch attach"
-    """Command that attaches a terminal to a rank of the gang, without the rank's number."""
 
     @classmethod
     def here(cls) -> Self:
-        """Return this process's terminal, and the editors' ports from the environment variable `DASKPYTORCH_DEBUGPY`.
+        """Return the settings of this process, with the ports in the environment variable `DASKPYTORCH_DEBUGPY`.
 
         Raises:
             ValueError: `DASKPYTORCH_DEBUGPY` has a wrong format.
         """
-        return cls(terminal=Terminal.here(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
+        return cls(has_terminal=has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     def patience(self, settings: Gang) -> timedelta | None:
         """Return the timeout of collectives while a person may debug a rank. None means the backend's own timeout.
@@ -89,12 +71,7 @@ class Debugging:
             return IN_EDITOR
         if settings.on_error == "hold":
             return AT_TERMINAL + timedelta(seconds=settings.attach_timeout)
-        return AT_TERMINAL if self.terminal is not None else None
-
-
-def _identity(descriptor: int) -> tuple[int, ...]:
-    stat = os.fstat(descriptor)
-    return (stat.st_dev, stat.st_ino, stat.st_rdev)
+        return AT_TERMINAL if self.has_terminal else None
 
 
 def _ports(text: str) -> dict[int, int]:
@@ -108,3 +85,129 @@ def _ports(text: str) -> dict[int, int]:
             "with commas between them, such as 0:5678,1:5679"
         )
     return ports
+
+
+# ---- The agent's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile:
+    """A rank's file in the folder of its agent, by which `daskpytorch attach` finds the rank."""
+
+    gang: str
+    """Id of the gang."""
+    rank: int
+    pid: int
+    prompt: str = ""
+    """Reason why the rank's debugger waits for a terminal, such as `stops at train.py:12`. Empty if it does not."""
+
+    def write(self, folder: Path) -> None:
+        """Write the file to the agent's folder. On a full disk there is no file, and the rank trains."""
+        path = folder / f"rank-{self.rank}.json"
+        with contextlib.suppress(OSError), replacing(path, path.with_suffix(".new")) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self)))
+
+
+def find_ranks() -> list[tuple[Path, RankFile]]:
+    """Return the ranks of this user that run on this machine, each with the folder of its agent."""
+    place = tempfile.gettempdir()
+    remove_abandoned(place)  # with the files of killed agents
+    found = []
+    for folder in sorted(Path(place).glob("daskpytorch-*")):
+        with contextlib.suppress(OSError, ValueError, TypeError), _private(folder) as opened:
+            files = [RankFile(**json.loads(path.read_text())) for path in sorted(Path(opened).glob("rank-*.json"))]
+            found += [(folder, file) for file in files if Path(f"/proc/{file.pid}").exists()]
+    return found
+
+
+@contextlib.contextmanager
+def _private(folder: Path) -> Iterator[str]:
+    """Open a folder, and yield a path by which the opened folder is used, also if others put a link in its place.
+
+    Raises:
+        PermissionError: Others can open the folder. They may have made it, to get this user's keys.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise PermissionError(f"{folder} is not this user's alone")
+        yield f"/proc/self/fd/{opened}"  # also shorter than the 107 characters of a socket's address
+    finally:
+        os.close(opened)
+
+
+def listen(folder: Path, rank: int) -> socket.socket:
+    """Return the socket at which a rank's debugger waits for terminals."""
+    (folder / f"debugger-{rank}").unlink(missing_ok=True)  # of the rank before a restart
+    listener = socket.socket(socket.AF_UNIX)
+    with _private(folder) as opened:
+        listener.bind(f"{opened}/debugger-{rank}")
+    listener.listen()
+    return listener
+
+
+# ---- The terminal
+
+
+def has_terminal() -> bool:
+    """Return True if standard input is a terminal, with this process in the foreground."""
+    with contextlib.suppress(OSError):
+        return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    return False
+
+
+def connect(folder: Path, rank: int, who: bytes) -> socket.socket:
+    """Attach this process's terminal to the debugger of a rank on this machine.
+
+    Args:
+        folder: The folder of the rank's agent.
+        rank: The rank.
+        who: `DRIVER` or `USER`.
+
+    Raises:
+        OSError: The rank has ended, runs on another machine, or has yet to call a debugger.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        with _private(folder) as opened:
+            connection.connect(f"{opened}/debugger-{rank}")
+        socket.send_fds(connection, [who], [0])
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def talk(connection: socket.socket) -> bool:
+    """Pass keys to a rank's debugger and show its output, until the user or the rank closes the connection.
+
+    Returns:
+        True if the user has left by Ctrl-], or the terminal is gone.
+    """
+    with contextlib.suppress(OSError, termios.error), _raw_mode():
+        while True:
+            ready = wait([0, connection])
+            if connection in ready:
+                if not (output := connection.recv(READ_SIZE)):
+                    return False
+                while output:
+                    output = output[os.write(0, output) :]
+            if 0 in ready:
+                if not (keys := os.read(0, READ_SIZE)) or LEAVE in keys:
+                    return True
+                connection.sendall(keys)
+    return not has_terminal()
+
+
+@contextlib.contextmanager
+def _raw_mode() -> Iterator[None]:
+    """Have the terminal pass on each key in the block. The rank's pseudo-terminal does echo and line editing."""
+    modes = termios.tcgetattr(0)
+    raw = [modes[0] & ~(termios.ICRNL | termios.IXON), *modes[1:]]
+    raw[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG | termios.IEXTEN)
+    termios.tcsetattr(0, termios.TCSADRAIN, raw)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, modes)

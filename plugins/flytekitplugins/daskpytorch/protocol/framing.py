@@ -202,13 +202,6 @@ class Connection:
             left -= len(piece)
             yield piece
 
-    def limit_sends(self, seconds: float) -> None:
-        """Make each later send fail with an `OSError` after this many seconds. A part may have been sent by then.
-
-        Reads get the same timeout.
-        """
-        self._sock.settimeout(seconds)  # for all of `sendall`, unlike SO_SNDTIMEO, which each part would begin anew
-
     def hang_up(self) -> None:
         """Shut the connection down for both ends. A thread that waits in `read` wakes up, unlike after `close`."""
         with contextlib.suppress(OSError):

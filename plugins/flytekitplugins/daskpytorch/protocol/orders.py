@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.attaching import TerminalOrder
 from flytekitplugins.daskpytorch.protocol.calls import CallOrder, EndCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
@@ -176,20 +175,6 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Notice to ranks: the debugger of rank `rank` gets the terminal."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Interrupt:
-    """Notice to ranks: the user pressed Ctrl-C at the debugger's prompt of rank `rank`."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
 class Leave:
     """Order to a rank: end, since the functions of all ranks have returned."""
 
@@ -230,9 +215,7 @@ class Quit:
     """Grace period in seconds, after which the agent kills the rank."""
 
 
-OrderToEnd = Leave | CallOrder | EndCall | TerminalOrder
-"""Order that ends the rank, is about a call in a gang that stays, or comes from an attached terminal."""
-OrderToAll = Ask | Answer | Release | Settled | Kept | Evaluated | ShowStacks | Prompt | Interrupt | OrderToEnd
+OrderToAll = Ask | Answer | Release | Settled | Kept | Evaluated | ShowStacks | Leave | CallOrder | EndCall
 OrderToRank = OrderToAll | Arrived
 """All orders after which the rank goes on."""
 Order = OrderToRank | Quit

@@ -5,7 +5,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flytekitplugins.daskpytorch.protocol.attaching import Awaits, Shown
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
@@ -75,7 +74,16 @@ class Remembered:
 
 @dataclass(frozen=True)
 class AtPrompt:
-    """Request of a rank whose debugger waits for the driver's terminal."""
+    """Report that a rank's debugger shows a prompt. The rank cannot count as hung until it leaves the prompt."""
+
+    state: str
+    """Reason, which the driver shows after the words `rank N`."""
+    timeout: float
+    """Seconds without a terminal until the rank gives up."""
+    folder: str | None
+    """Folder of the rank's agent, in which the driver may attach its terminal. None: the rank is held."""
+    is_attached: bool
+    """True if a terminal is attached already."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class LeftPrompt:
     """Report that the rank's debugger has left its prompt."""
 
     steps: bool
-    """True if the debugger will need the terminal again soon, for example after `next`."""
+    """True if the debugger will show its next prompt soon, for example after `next`."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +119,6 @@ ShortReport = (
     | Remembered
     | AtPrompt
     | LeftPrompt
-    | Awaits
-    | Shown
     | Returned
     | CallEnded
     | Failure
@@ -123,7 +129,6 @@ ShortReport = (
 - `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
 - `WrittenShards`: the rank's written shards of a sharded checkpoint
 - `RankUsage`: the rank's use of its machine, and its work so far
-- `Awaits`, `Shown`: a debugger that waits for a terminal, and its output
 - `Ask`, `Answer`: a question to the driver, and the answer to the driver's
 - `CallEnded`: the end of a staying gang's call
 - `Failure`: an exception of the function

@@ -1,42 +1,37 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-Ranks have no terminal. The driver grants its own terminal to one rank at a time. A rank that cannot open the driver's
-terminal makes a pseudo-terminal, to which users attach by `daskpytorch attach`. While the prompt is shown, the rank
-uses the terminal as standard input, output and error.
+Ranks have no terminal. A rank that calls pdb makes a pseudo-terminal, and waits until the driver attaches its terminal,
+or a user attaches another one by `daskpytorch attach`. While a prompt is shown, the rank uses the pseudo-terminal as
+standard input, output and error.
 """
 
 from __future__ import annotations
 
 import bdb
 import contextlib
-import fcntl
 import functools
 import inspect
 import os
 import signal
 import sys
-import termios
-import threading
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.protocol import orders, reports
-from flytekitplugins.daskpytorch.protocol.attaching import Awaits, TerminalOrder
-from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE
+from flytekitplugins.daskpytorch.protocol import reports
+from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, RankFile
 from flytekitplugins.daskpytorch.rank.libraries import after_import
-from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
+from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal, wait_until_read
+from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.failure import Failure
-    from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
+    from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 
 
-MAX_DRAIN = 1.0
-"""Maximum number of seconds that a debugger's prompt waits for the rank's earlier output to be shown."""
 MAX_SAID = 200
 """Maximum number of characters of an exception's text in the notice that its rank is held."""
 HOST = "127.0.0.1"
@@ -44,19 +39,22 @@ HOST = "127.0.0.1"
 
 
 class Prompt:
-    """This rank's use of a terminal for a debugger: the driver's terminal, or terminals that attach."""
+    """The prompts of this rank's debugger."""
 
-    def __init__(self, rank: int, job: Job, send: Callable[[reports.ShortReport], None]) -> None:
-        self.rank = rank
-        self._terminal = job.debugging.terminal
-        self._command = f"{job.debugging.attach} {rank}"
-        self._timeout = job.settings.attach_timeout
+    def __init__(self, order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
+        self.rank = order.place.rank
+        self._folder = Path(order.scratch)
+        self._gang = order.job.gang
+        self._timeout = order.job.settings.attach_timeout
         self._send = send
-        self._granted = threading.Event()
-        self._attached = PseudoTerminal(send)
+        self._terminal: PseudoTerminal | None = None
+        """This rank's pseudo-terminal. None before the first prompt, and after one that no terminal has attended."""
         self._pid = os.getpid()
+        self.is_call_ending = False
+        """True if the driver ends the present call of a gang that stays. Prompts then end within a second."""
         self.failure: Failure | None = None
         """Report of the exception for which the rank is held. None: the rank is not held."""
+        self._describe()
 
     def hold(self, error: BaseException, failure: Failure) -> None:
         """Hold the rank in pdb's post-mortem mode until a terminal has attached and left, or none attaches in time.
@@ -84,25 +82,6 @@ class Prompt:
             signal.signal(signal.SIGINT, usual)
             self.failure = None
 
-    def note_call(self, *, is_ending: bool) -> None:
-        """Record the driver's newest order about a call. `is_ending`: True if the call ends, with its prompts."""
-        self._attached.is_call_ending = is_ending
-
-    def obey(self, order: orders.Prompt | orders.Interrupt | TerminalOrder) -> None:
-        """Let this rank's waiting debugger open the driver's terminal, or interrupt the main thread as Ctrl-C does.
-
-        Also follow the orders of attached terminals. Ignore orders to other ranks.
-        """
-        if order.rank != self.rank:
-            return
-        match order:
-            case orders.Prompt():
-                self._granted.set()
-            case orders.Interrupt():
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            case _:
-                self._attached.follow(order)
-
     def check(self) -> None:
         """Check that this process can have a debugger.
 
@@ -112,7 +91,7 @@ class Prompt:
         if os.getpid() != self._pid:
             raise NoDebuggerError(
                 f"a debugger was called for in a process that rank {self.rank} has started, as a DataLoader's worker: "
-                "it is out of the terminal's reach. Load in the rank itself, with num_workers=0."
+                "no terminal reaches it. Load in the rank itself, with num_workers=0."
             )
 
     @contextlib.contextmanager
@@ -127,47 +106,47 @@ class Prompt:
             NoDebuggerError: No terminal was attached in time, or this process was forked by the rank.
         """
         self.check()
-        _drain()
-        terminal = self._terminal.open() if self._terminal is not None and self.failure is None else None
-        if terminal is None:  # also for a held rank: the driver's terminal may have nobody in front of it
-            with self._at_attached(where):
-                yield
-            return
-        self._granted.clear()
-        self._send(reports.AtPrompt())
-        self._granted.wait()
-        try:
-            fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
-            with _in_place(terminal):
-                yield
-        finally:
-            fcntl.flock(terminal, fcntl.LOCK_UN)  # a process forked at the prompt shares the lock, and may live on
-            os.close(terminal)
-
-    @contextlib.contextmanager
-    def _at_attached(self, where: str) -> Iterator[None]:
-        self._send(Awaits(where, self._timeout))
-        with self._attached.opened(self._timeout) as terminal:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
+        terminal = self._terminal = self._terminal or PseudoTerminal(
+            self._folder, self.rank, self._timeout, lambda: self.is_call_ending
+        )
+        self._describe(where)
+        # Nobody may sit at the driver's terminal when a rank fails.
+        folder = str(self._folder) if self.failure is None else None
+        with terminal.prompt() as is_attached:
+            self._send(reports.AtPrompt(where, self._timeout, folder, is_attached=is_attached))
             try:
                 with _in_place(terminal.slave):
                     yield
             except OSError:
                 if not terminal.is_given_up:
                     raise
-        if terminal.is_given_up and self._attached.is_call_ending:
-            raise KeyboardInterrupt
         if terminal.is_given_up:
-            raise NoDebuggerError(
-                f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
-                f"attached to its debugger, as by {self._command}. Or start the run in a terminal of the rank's "
-                "machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank in the calling process; "
-                f"or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port of its host for "
-                "an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
-            )
+            os.close(terminal.slave)
+            self._terminal = None
+            raise KeyboardInterrupt if self.is_call_ending else self._no_debugger(where)
 
     def leave(self, *, steps: bool) -> None:
         """Tell the driver that the debugger's prompt is over. `steps`: True if this rank shows its next prompt soon."""
+        if not steps:
+            self._describe()
+            if self._terminal is not None:
+                self._terminal.leave()
         self._send(reports.LeftPrompt(steps))
+
+    def _describe(self, prompt: str = "") -> None:
+        RankFile(gang=self._gang, rank=self.rank, pid=self._pid, prompt=prompt).write(self._folder)
+
+    def _no_debugger(self, where: str) -> NoDebuggerError:
+        return NoDebuggerError(
+            f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
+            f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
+            f"Or start the run in a terminal of that machine; or with {DEBUG_VARIABLE}=1, which trains in one rank in "
+            f"the calling process; or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port "
+            "of its host for an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
+        )
 
 
 @contextlib.contextmanager
@@ -188,7 +167,7 @@ def _in_place(terminal: int) -> Iterator[None]:
 
 
 def watch_pdb(prompt: Prompt) -> None:
-    """Show each prompt of pdb, also that of `breakpoint()`, at the driver's terminal."""
+    """Show each prompt of pdb, also that of `breakpoint()`, at the terminal that attaches."""
     after_import("pdb", "Pdb", functools.partial(_at_terminal, prompt))
 
 
@@ -209,7 +188,7 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
     def set_trace(*, header: str | None = None) -> None:
         prompt.check()  # here, so that the traceback ends at the user's call
-        debugger = pdb.Pdb(nosigint=True)  # the driver handles Ctrl-C while no prompt is shown
+        debugger = pdb.Pdb(nosigint=True)  # the terminal handles Ctrl-C
         if header is not None:
             debugger.message(header)
         here = inspect.currentframe()
@@ -232,16 +211,6 @@ def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
 def _is_stepping(debugger: Any) -> bool:
     """Return True if pdb is stepping, and so shows its next prompt soon. After `continue`, `stoplineno` is -1."""
     return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
-
-
-def _drain() -> None:
-    """Wait until the agent has read the rank's earlier output, so that the output is shown before the prompt."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    deadline = time.monotonic() + MAX_DRAIN
-    with contextlib.suppress(OSError):
-        while any(fcntl.ioctl(1, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
-            time.sleep(0.005)
 
 
 def explain(error: BaseException, rank: int) -> None:

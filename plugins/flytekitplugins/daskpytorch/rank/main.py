@@ -67,7 +67,7 @@ def main(channel: Connection) -> int:
         with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
             session = Session(order, link, os.environ)
-            session.prompt = prompt = debugger.Prompt(order.place.rank, order.job, link.send)
+            session.prompt = prompt = debugger.Prompt(order, link.send)
             session.server = _server(order, link, session, prompt) if order.job.call is None else None
             threading.Thread(
                 target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, assert_never
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.process import signals
 from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_variables
-from flytekitplugins.daskpytorch.protocol.attaching import Attach, Detach, Typed
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
@@ -53,7 +52,7 @@ class Session:
         """Environment variables that the rank starts with."""
         self._read_so_far = start_variables.read_so_far()
         self.prompt: Prompt | None = None
-        """This rank's use of terminals for a debugger. None before `main` has set this field."""
+        """The prompts of this rank's debugger. None before `main` has set this field."""
         self.server: Server | None = None
         """Serves the calls of a gang that stays. None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
@@ -123,7 +122,7 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
 
-    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901 - a case for each order
+    def follow(self, order: orders.OrderToRank) -> None:
         """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
@@ -139,9 +138,6 @@ class Session:
                 self.checkpoint.sharded.settle(number)
             case orders.ShowStacks():
                 liveness.show_stacks()
-            case orders.Prompt() | orders.Interrupt() | Attach() | Detach() | Typed():
-                if self.prompt is not None:
-                    self.prompt.obey(order)
             case orders.Kept(checkpoints):
                 link.kept = checkpoints
             case orders.Arrived() | Answer() | orders.Evaluated():
@@ -158,7 +154,7 @@ class Session:
             self.server.interrupter.leave_at(order.at)
             return
         if self.prompt is not None:
-            self.prompt.note_call(is_ending=False)
+            self.prompt.is_call_ending = False
         self.server.put(order)
 
     def _answer(self, asked: Ask) -> None:
@@ -175,7 +171,7 @@ class Session:
                 value = self.rank.stop_signal.hold(), is_handled
             case Question.HALT:
                 if self.prompt is not None:
-                    self.prompt.note_call(is_ending=True)
+                    self.prompt.is_call_ending = True
                 value = self.server.interrupter.halt(asked.about) if self.server is not None else 0
         self._link.send(Answer(asked.question, asked.number, value))
 

@@ -33,8 +33,7 @@ class CallFutures(Logged, Futures[GangFuture]):
         received: ReceivedResults,
         num_ranks: int,
         settler: threading.Thread,
-        end: Callable[[], bool],
-        cancel: Callable[[], object],
+        end: Callable[[], object],
         keep: object,
         show: Callable[[Log], Callable[[str], object]] | None,
     ) -> None:
@@ -44,14 +43,13 @@ class CallFutures(Logged, Futures[GangFuture]):
             received: The gang's received results.
             num_ranks: Number of ranks.
             settler: Thread that settles the futures.
-            end: Ends the call at Ctrl-C. Returns False if a rank's debugger gets the Ctrl-C.
-            cancel: Ends the call in any case.
+            end: Ends the call, by `cancel` or at Ctrl-C.
             keep: Gang, function and arguments, which are referenced until the call's end.
             show: Shows the call's log in a notebook. Returns a function that ends this before the futures are settled,
                 with the outcome in a word. None: nothing is shown.
         """
         self.log = self._log = Log()
-        self._cancel = cancel
+        self._end = end
         self._keep: object = keep
         self._conclude = show(self.log) if show is not None else lambda _: None
         self._cause: int | None = None
@@ -89,7 +87,7 @@ class CallFutures(Logged, Futures[GangFuture]):
         """End the call: by a `KeyboardInterrupt` in each rank if the call runs. Return False if it had ended."""
         if self.done():
             return False
-        self._cancel()
+        self._end()
         return True
 
     def settle(self, outcome: Outcome) -> None:

@@ -184,7 +184,7 @@ class InRanks:
             shown.show_storage(request.storage)
             with self._received(shown) as received, self._launcher() as launcher:
                 supervisor = Supervisor(request, launcher, [shown.display, shown.recorder], received)
-                with ctrl_c.get(CtrlC()).ends(supervisor.cancel, supervisor.interrupt):
+                with ctrl_c.get(CtrlC()).ends(supervisor.cancel):
                     outputs = supervisor.run()
                 output = received.load_returned(0, outputs[0])
             return self._deliver(inputs, output)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.display.logged import Log
     from flytekitplugins.daskpytorch.driver.request import Request
-    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
@@ -284,8 +283,7 @@ class StayingGang:
             self._supervisor.received,
             pending.num_ranks,
             self._futures.thread,
-            end=functools.partial(_end, self._supervisor, self._calls, asked),
-            cancel=functools.partial(self._calls.interrupt, asked),
+            end=functools.partial(self._calls.interrupt, asked),
             keep=keep,
             show=functools.partial(_show, self._shown, self._calls, asked) if self._shown is not None else None,
         )
@@ -329,14 +327,6 @@ def _show(shown: Shown, calls: Calls, call: StayingCall, log: Log) -> Callable[[
     """Show a call in a notebook's table. Return a function that ends this."""
     row = CallRow(call.name, log, status=lambda: "running" if call is calls.current or call.ended else "waiting")
     return shown.show_call(row)
-
-
-def _end(supervisor: Supervisor, calls: Calls, call: StayingCall) -> bool:
-    """End a call at Ctrl-C, unless a rank's debugger gets the Ctrl-C."""
-    if supervisor.interrupt():
-        return False
-    calls.interrupt(call)
-    return True
 
 
 @contextlib.contextmanager

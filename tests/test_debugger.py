@@ -1,0 +1,243 @@
+"""Debugged ranks are not hung, and one at a time has the driver's terminal. Others cannot open a rank's debugger."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.driver.parts import debugger as module
+from flytekitplugins.daskpytorch.errors import NoDebuggerError
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
+from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol.debugging import (
+    DRIVER,
+    PORTS_VARIABLE,
+    Debugging,
+    RankFile,
+    connect,
+    find_ranks,
+    listen,
+)
+from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
+from processes import until
+from simulated_gang import World, raised
+
+STOPS = AtPrompt("stops at train.py:31 (step)", 300.0, None, is_attached=False)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path, hang_timeout=30.0)
+    world.form()
+    for agent in world.connected():
+        agent.orders.clear()
+        world.beat(agent, dict.fromkeys(agent.ranks, 1))
+    return world
+
+
+def say(world: World, rank: int, report: AtPrompt | LeftPrompt | Noted) -> None:
+    world.report(world.connected()[rank], rank, report)
+
+
+def stopped(world: World) -> bool:
+    return any(isinstance(order, messages.Stop) for agent in world.connected() for order in agent.orders)
+
+
+def how_to_attach(world: World) -> list[str]:
+    return [note for note in world.watcher.notes if "daskpytorch attach" in note]
+
+
+def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
+    say(world, 1, STOPS)
+    world.wait(1_000.0)
+    assert not stopped(world)
+    [note] = how_to_attach(world)
+    assert note.startswith("train: rank 1 (tcp://10.0.0.2:1) stops at train.py:31 (step), and waits up to 300 s")
+    assert note.endswith(": daskpytorch attach 1")
+    say(world, 1, LeftPrompt(steps=True))
+    say(world, 1, replace(STOPS, is_attached=True))
+    assert how_to_attach(world) == [note]
+    say(world, 1, LeftPrompt(steps=False))
+    world.wait(29.0)
+    assert not stopped(world)
+    world.wait(10.0)
+    assert stopped(world)
+
+
+def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
+    say(world, 0, Noted("waits for a debugger", is_debugged=True))
+    world.wait(1_000.0)
+    assert not stopped(world)
+    assert any("rank 0 waits for a debugger" in note for note in world.watcher.notes)
+
+
+def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
+    world = World(tmp_path, start_timeout=60.0)
+    world.join_all()
+    world.obey_all()
+    say(world, 0, STOPS)
+    world.wait(1_000.0)
+    assert not stopped(world)
+    say(world, 0, LeftPrompt(steps=False))
+    world.wait(59.0)
+    assert not stopped(world)
+    world.wait(2.0)
+    assert stopped(world)
+
+
+def test_a_call_of_a_debugger_that_nobody_can_talk_to_is_not_tried_again(world: World) -> None:
+    world.train()  # a checkpoint is kept, so that another error might be
+    world.fail(world.connected()[0], 0, NoDebuggerError("nobody is there"))
+    world.finish()
+    assert isinstance(raised(world), NoDebuggerError)
+    assert len(world.starts) == 1
+
+
+@pytest.mark.parametrize("text", ["5678", "1:", "0:1,2", "0:0", "0:70000", "0:1,0:2", "x"])
+def test_what_is_no_rank_and_port_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(PORTS_VARIABLE, text)
+    with pytest.raises(ValueError, match="DASKPYTORCH_DEBUGPY="):
+        Debugging.here()
+
+
+# ---- The driver's terminal
+
+
+class Desk:
+    """The driver's terminal, and two ranks on its machine."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world = world
+        self.folder = folder
+        self.shown: list[int | None] = []
+        """The ranks that had the terminal, as observers have heard."""
+        self.leaves = False
+        """The user presses Ctrl-]."""
+        self.ranks = [listen(folder, rank) for rank in range(2)]
+        self.attached: dict[int, socket.socket] = {}
+        """The ranks' ends of the driver's connections."""
+
+    def talk(self, connection: socket.socket) -> bool:
+        with contextlib.suppress(ConnectionResetError):  # the test has not read the first byte
+            connection.recv(1)
+        return self.leaves
+
+    def stop(self, rank: int) -> None:
+        """A rank of this machine stops at a prompt."""
+        is_new = rank not in self.attached
+        say(self.world, rank, replace(STOPS, folder=str(self.folder)))
+        if is_new:
+            self.attached[rank] = self.ranks[rank].accept()[0]
+
+    def is_shown(self, *ranks: int | None) -> None:
+        """Wait until these ranks have had the terminal."""
+
+        def is_reached() -> bool:
+            self.world.feed()
+            return self.shown == [*ranks]
+
+        until(is_reached, lambda: str(self.shown))
+
+
+@pytest.fixture
+def desk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    (folder := tmp_path / "agent").mkdir(mode=0o700)
+    desk = Desk(world, folder)
+    monkeypatch.setattr(module, "has_terminal", lambda: True)
+    monkeypatch.setattr(module, "talk", desk.talk)
+    monkeypatch.setattr(world.watcher, "debugging", desk.shown.append)
+    yield desk
+    world.debugger.end()
+    for each in (*desk.ranks, *desk.attached.values()):
+        each.close()
+
+
+def test_one_rank_after_the_other_has_the_terminal(desk: Desk) -> None:
+    desk.stop(1)
+    desk.stop(0)
+    desk.is_shown(1)
+    say(desk.world, 1, LeftPrompt(steps=True))
+    say(desk.world, 1, replace(STOPS, is_attached=True))
+    desk.is_shown(1)
+    say(desk.world, 1, LeftPrompt(steps=True))
+    desk.attached.pop(1).close()  # the step takes long
+    desk.is_shown(1, None, 0)
+    desk.stop(1)
+    desk.attached[0].close()
+    desk.is_shown(1, None, 0, None, 1)
+    assert not how_to_attach(desk.world)
+
+
+def test_the_terminal_is_free_after_the_end_of_its_rank(desk: Desk) -> None:
+    desk.stop(1)
+    desk.is_shown(1)
+    desk.attached[1].close()
+    desk.world.leave(desk.world.connected()[1], 1, -9)
+    desk.world.wait(1.0)
+    assert stopped(desk.world)
+    desk.is_shown(1, None)
+
+
+def test_a_user_who_leaves_a_rank_learns_how_to_attach_again(desk: Desk) -> None:
+    desk.stop(1)
+    desk.is_shown(1)
+    desk.leaves = True
+    desk.attached[1].close()
+    desk.is_shown(1, None)
+    assert len(how_to_attach(desk.world)) == 1
+
+
+def test_a_held_rank_does_not_take_the_terminal(desk: Desk) -> None:
+    say(desk.world, 1, STOPS)
+    assert len(how_to_attach(desk.world)) == 1
+    assert desk.shown == []
+
+
+# ---- The agent's folder
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of an agent with a rank."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with scratch_folder("daskpytorch-") as folder, contextlib.closing(listen(folder, 1)):
+        RankFile(gang="train-1", rank=1, pid=os.getpid(), prompt="stops").write(folder)
+        yield folder
+
+
+def is_closed(folder: Path) -> bool:
+    with pytest.raises(OSError, match=r"not this user's alone|Not a directory|Too many levels"):
+        connect(folder, 1, DRIVER)
+    return not find_ranks()
+
+
+def test_rank_is_found_until_it_has_ended(agents: Path) -> None:
+    assert agents.stat().st_mode & 0o777 == 0o700
+    [(folder, found)] = find_ranks()
+    assert (folder, found.rank, found.prompt) == (agents, 1, "stops")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    replace(found, pid=ended.pid).write(agents)
+    assert find_ranks() == []
+
+
+def test_folder_that_others_can_open_is_passed_over(agents: Path) -> None:
+    agents.chmod(0o777)
+    assert is_closed(agents)
+
+
+def test_link_to_another_folder_is_passed_over(agents: Path) -> None:
+    elsewhere = agents.with_name("elsewhere")
+    agents.rename(elsewhere)
+    agents.symlink_to(elsewhere)
+    assert is_closed(agents)
+    agents.unlink()
+    elsewhere.rename(agents)
