@@ -46,7 +46,7 @@ def test_new_items_move_few_others() -> None:
     [
         ([], 0.2, "the data set is empty"),
         *(([0, 1], wrong, r"held_out=.*: must be a share above 0 and below 1") for wrong in (1.0, "0.2", None, True)),
-        ([0, 1], float("nan"), "held_out=nan: must be a share"),
+        ([0, 1], float("nan"), r"held_out=nan\): must be a share"),
         ([0, 1, 2], 0.2, "leaves nothing to test on: the largest class has 1 items"),
     ],
 )
@@ -102,7 +102,11 @@ def test_epochs_differ_in_their_order() -> None:
 
 
 def test_impossible_shares_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_size=0: .*; rank=2: .*; 1 items cannot be shared by 2 ranks"):
-        RankBatches([0], 0, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="num_seen=4: must be a whole number from 0 to 3"):
+    with pytest.raises(ValueError, match=r"RankBatches\(batch_size=0\): .*; RankBatches\(world_size=0\): must be"):
+        RankBatches([0], 0, rank=2, world_size=0)
+    with pytest.raises(ValueError, match=r"\(rank=2\): must be a whole number from 0 and below"):
+        RankBatches([0], 1, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="1 items cannot be shared by 2 ranks"):
+        RankBatches([0], 1, rank=1, world_size=2)
+    with pytest.raises(ValueError, match=r"num_seen=4\): must be a whole number from 0 to 3"):
         RankBatches([0, 1, 2], 1, rank=0, world_size=2).set_epoch(0, 4)

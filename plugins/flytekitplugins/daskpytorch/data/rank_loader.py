@@ -183,6 +183,8 @@ class RankLoader:
 class _BatchesOfRank(RankBatches):
     """Batches of one rank, none of them empty: an empty batch is replaced by an item of another rank."""
 
+    _owner = "RankLoader"
+
     def __iter__(self) -> Iterator[list[int]]:
         for step, share in zip(self.steps, super().__iter__(), strict=True):
             yield share or step[:1].tolist()

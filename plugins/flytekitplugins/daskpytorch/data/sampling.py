@@ -4,21 +4,29 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from flytekitplugins.daskpytorch.checks import shown
+from flytekitplugins.daskpytorch.checks import Problems, Rule, must_be
 from flytekitplugins.daskpytorch.context import current_rank
 
-SEEDS = range(-(2**63), 2**63)
-"""Allowed seeds. torch accepts seeds up to 2**64 - 1, so an epoch number can be added to each of these."""
-COUNTS = range(1, 2**63)
-EPOCHS = range(2**63)
-SEED = "a whole number of at most 63 bits"
+
+def _whole(allowed: range, words: str) -> Rule:
+    def is_allowed(value: Any) -> bool:
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) in allowed
+
+    return must_be(words, is_allowed)
+
+
+SEED = _whole(range(-(2**63), 2**63), "a whole number of at most 63 bits")
+"""Rule for seeds. torch accepts seeds up to 2**64 - 1, so an epoch number can be added to each of these."""
+COUNT = _whole(range(1, 2**63), "a whole number from 1 up")
+SHARE = must_be("a share above 0 and below 1", lambda value: isinstance(value, Real) and 0 < float(value) < 1)
 
 
 class Labelled(Protocol):
@@ -64,7 +72,12 @@ def split_by_class(
     labels = list(dataset if isinstance(dataset, Sequence) else dataset.targets)
     if contents is None:
         contents = getattr(dataset, "etags", None) or [str(index) for index in range(len(labels))]
-    _check_split(labels, held_out, seed, contents)
+    values = SimpleNamespace(held_out=held_out, seed=seed, contents=contents)
+    problems = Problems("split_by_class", values, {"held_out": SHARE, "seed": SEED})
+    problems.unless(len(contents) == len(labels), "contents", f"one text for each of {len(labels)} items")
+    problems.raise_any()
+    if not labels:
+        raise ValueError("there is nothing to split: the data set is empty")
     by_class: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (label, content) in enumerate(zip(labels, contents, strict=True)):
         by_class[label][content].append(index)
@@ -82,24 +95,6 @@ def split_by_class(
             f"{'Raise' if sides[0] else 'Lower'} held_out, or give more items"
         )
     return sides
-
-
-def _check_split(labels: Sequence[int], held_out: float, seed: int, contents: Sequence[str]) -> None:
-    problems = []
-    if not (isinstance(held_out, Real) and 0 < held_out < 1):
-        problems.append(f"held_out={shown(held_out)}: must be a share above 0 and below 1")
-    if not _is_whole(seed, SEEDS):  # 1.0 would be another seed than 1
-        problems.append(f"seed={shown(seed)}: must be {SEED}")
-    if len(contents) != len(labels):
-        problems.append(f"contents has {len(contents)} entries for {len(labels)} items: give one for each")
-    if not labels:
-        problems.append("there is nothing to split: the data set is empty")
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _is_whole(value: object, allowed: range) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) in allowed
 
 
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
@@ -140,6 +135,8 @@ class RankBatches(Sampler[list[int]]):
         [[3, 4], [8, 9]]
     """
 
+    _owner = "RankBatches"
+
     def __init__(
         self,
         indices: Sequence[int] | Tensor,
@@ -176,35 +173,22 @@ class RankBatches(Sampler[list[int]]):
         own_rank, own_world_size = _place()
         self.rank = own_rank if rank is None else rank
         self.world_size = own_world_size if world_size is None else world_size
-        problems = []
-        if not _is_whole(batch_size, COUNTS):
-            problems.append(f"batch_size={shown(batch_size)}: must be a whole number from 1 up")
-        if not _is_whole(seed, SEEDS):
-            problems.append(f"seed={shown(seed)}: must be {SEED}")
-        if not _is_whole(self.world_size, COUNTS):
-            problems.append(f"world_size={shown(self.world_size)}: must be a whole number from 1 up")
-        else:
-            problems += self._problems_of_place()
-        if not problems and drop_last and not self.num_steps(len(self._indices)):
-            problems.append(
+        problems = Problems(self._owner, self, {"batch_size": COUNT, "seed": SEED, "world_size": COUNT})
+        problems.raise_any()
+        here = f"a whole number from 0 and below world_size={self.world_size}"
+        problems.check("rank", _whole(range(self.world_size), here))
+        problems.raise_any()
+        if (num_items := len(self._indices)) < self.world_size:
+            raise ValueError(
+                f"{num_items} items cannot be shared by {self.world_size} ranks, each of which needs one: give more "
+                "items, or use fewer ranks"
+            )
+        if drop_last and not self.num_steps(num_items):
+            raise ValueError(
                 f"drop_last=True leaves nothing: one step takes {batch_size * self.world_size} items, batch_size="
-                f"{batch_size} on each of {self.world_size} ranks, but there are {len(self._indices)}"
+                f"{batch_size} on each of {self.world_size} ranks, but there are {num_items}"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
         self.set_epoch(0)
-
-    def _problems_of_place(self) -> list[str]:
-        problems = []
-        if not _is_whole(self.rank, range(self.world_size)):
-            allowed = f"a whole number from 0 and below world_size={self.world_size}"
-            problems.append(f"rank={shown(self.rank)}: must be {allowed}")
-        if len(self._indices) < self.world_size:
-            problems.append(
-                f"{len(self._indices)} items cannot be shared by {self.world_size} ranks, each of which needs one: "
-                "give more items, or use fewer ranks"
-            )
-        return problems
 
     def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
         """Go to the beginning or the middle of an epoch: iteration then yields the rest of the epoch's batches.
@@ -217,10 +201,12 @@ class RankBatches(Sampler[list[int]]):
         Raises:
             ValueError: `epoch` is below 0, or `num_seen` is not from 0 to the number of items.
         """
-        if not _is_whole(epoch, EPOCHS):
-            raise ValueError(f"epoch={shown(epoch)}: must be a whole number from 0 up")
-        if not _is_whole(num_seen, range(len(self._indices) + 1)):
-            raise ValueError(f"num_seen={shown(num_seen)}: must be a whole number from 0 to {len(self._indices)}")
+        most = len(self._indices)
+        rules = {
+            "epoch": _whole(range(2**63), "a whole number from 0 up"),
+            "num_seen": _whole(range(most + 1), f"a whole number from 0 to {most}"),
+        }
+        Problems(self._owner, SimpleNamespace(epoch=epoch, num_seen=num_seen), rules).raise_any()
         rest = self._order(epoch)[num_seen:]
         num_steps = self.num_steps(len(rest))
         if self.drop_last:
