@@ -36,7 +36,7 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.orders import Arrived, Kept, Leave, OrderToAll, Release, Settled
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
@@ -653,7 +653,7 @@ class World:
         file = agent.uploads.pop(0)
         if error is None:
             try:
-                self.checkpoints.serve(Pieces(f"{file.attempt} {file.step}".encode()), Upload(file))
+                self.checkpoints.receive(Pieces(f"{file.attempt} {file.step}".encode()), file)
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal

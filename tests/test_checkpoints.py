@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file
-from flytekitplugins.daskpytorch.protocol.messages import Upload
 from test_vault import flip_a_byte
 
 SIZE = 5_000
@@ -62,7 +61,7 @@ def upload(checkpoints: Vault, agent: Path, file: CheckpointFile, meanwhile: Cal
         yield data[10:]
 
     connection: Any = SimpleNamespace(pieces=pieces)
-    checkpoints.serve(connection, Upload(file))
+    checkpoints.receive(connection, file)
 
 
 def names(folder: Path) -> list[str]:

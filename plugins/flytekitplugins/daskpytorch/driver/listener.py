@@ -18,11 +18,11 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.reports import unpack
 
-Transfer = Upload | Download | DownloadLarge
+Transfer = Upload | Download
 FileServer = Callable[[Connection, Transfer], None]
 """Function that sends or receives a checkpoint over a connection, or sends a call's large arguments."""
 MAX_WAITING = 3000

@@ -291,9 +291,11 @@ class GangState:
                 attempt.has_stopped_early |= stopped_early
             case Failure():
                 attempt.note_failure(rank, report)
-            case _:
-                key = report.question if isinstance(report, Ask) else type(report)
-                self._takers[key].take(peer, attempt, rank, report)
+            case _:  # a part takes it, or nobody does
+                pass
+        key = report.question if isinstance(report, Ask) else type(report)
+        if (part := self._takers.get(key)) is not None:
+            part.take(peer, attempt, rank, report)
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)

@@ -216,11 +216,12 @@ class Supervisor:
         return gang
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
-        if not isinstance(request, messages.DownloadLarge):
-            vault.serve(connection, request)
-            return
         call = self._staying.current if self._staying is not None else self._request
-        if call is not None and call.large is not None:
+        if isinstance(request, messages.Upload):
+            vault.receive(connection, request.file)
+        elif request.file is not None:
+            connection.send_file(vault.path_of(request.file))
+        elif call is not None and call.large is not None:
             connection.send_file(call.large.address.path)
 
     def _see_through(self, gang: Assembled, committer: Committer) -> list[Any]:

@@ -28,7 +28,6 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
@@ -130,20 +129,17 @@ class Vault:
         with self._lock:
             self._attempt = attempt
 
-    def serve(self, connection: Connection, request: Upload | Download) -> None:
-        """Receive a whole checkpoint from an agent, or send one to it. Runs in a thread of the driver's listener.
+    def receive(self, connection: Connection, file: CheckpointFile) -> None:
+        """Receive a whole checkpoint from an agent. Runs in a thread of the driver's listener.
 
         Raises:
             OSError: The connection broke, or the disk is full.
             ValueError: The received file is damaged, or an earlier attempt wrote it.
         """
-        if isinstance(request, Download):
-            connection.send_file(self._disk / request.file.name)
-            return
-        if (refusal := self._refusal(request.file)) is not None:
+        if (refusal := self._refusal(file)) is not None:
             raise ValueError(refusal)
-        take_file(connection, request.file, self._disk)
-        self.add(request.file)
+        take_file(connection, file, self._disk)
+        self.add(file)
 
     def add(self, file: CheckpointFile) -> None:
         """Keep a whole checkpoint that is on the driver's disk, remove outdated ones, and queue a copy to storage.

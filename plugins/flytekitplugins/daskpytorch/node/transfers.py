@@ -78,7 +78,7 @@ class Transfers:
                 return original
             if self._large is None or self._large_name != original.name:
                 with contextlib.closing(self._dial_with_retries()) as connection:
-                    connection.send(messages.DownloadLarge())
+                    connection.send(messages.Download(None))
                     self._large, self._large_name = SharedMemory.received(connection, original), original.name
             return self._large.address
 

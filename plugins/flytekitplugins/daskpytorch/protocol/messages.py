@@ -242,11 +242,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Download:
-    """The agent's request to the driver for a checkpoint, whose bytes the driver sends on the same connection."""
+    """The agent's request to the driver for a file, whose bytes the driver sends on the same connection."""
 
-    file: CheckpointFile
-
-
-@dataclass(frozen=True)
-class DownloadLarge:
-    """The agent's request to the driver for the large arguments of the user's call."""
+    file: CheckpointFile | None
+    """The checkpoint. None: the large arguments of the user's call."""
