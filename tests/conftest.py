@@ -130,34 +130,21 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDispla
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[dict[str, str]]:
-    """An S3 server with one bucket: the environment that reaches it, and the bucket's name."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
-    boto3.client("s3", endpoint_url=endpoint, **keys).create_bucket(Bucket="tests")
-    yield {
-        "bucket": "tests",
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "FLYTE_AWS_ENDPOINT": endpoint,
-        "FLYTE_AWS_ACCESS_KEY_ID": "test",
-        "FLYTE_AWS_SECRET_ACCESS_KEY": "test",
-    }
-    server.stop()
-
-
-@pytest.fixture(scope="session")
 def weed() -> Iterator[Weed]:
-    """A real S3 server; unlike `s3` it knows users and their rights, and is fast."""
+    """A real S3 server, which knows users and their rights."""
     from seaweed import weed_server
 
     with weed_server() as server:
+        server.make_bucket("tests")
         yield server
+
+
+@pytest.fixture
+def s3(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URI of a bucket, whose server the environment names to both Flytes' clients and to S3's."""
+    flyte = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": weed.keys.access, "SECRET_ACCESS_KEY": weed.keys.secret}
+    for name, value in {**weed.env(), **{f"FLYTE_AWS_{name}": value for name, value in flyte.items()}}.items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # of other tests, which have other servers
+    yield "s3://tests"
+    S3FileSystem.clear_instance_cache()

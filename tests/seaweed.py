@@ -68,11 +68,11 @@ class Weed:
 
     @cached_property
     def client(self) -> Any:
-        """A client of boto3's."""
-        import boto3
+        """A client of botocore's."""
         from botocore.config import Config
+        from botocore.session import get_session
 
-        return boto3.client(
+        return get_session().create_client(
             "s3",
             config=Config(retries={"total_max_attempts": 1}, max_pool_connections=16),
             endpoint_url=self.endpoint,

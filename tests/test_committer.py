@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch.driver import committer, manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE, Committed, Committer
@@ -36,7 +34,6 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from others import give_away
 from processes import run_program
-from seaweed import WRITER, Weed
 
 PATIENCE = 300.0
 """Seconds that nothing here takes."""
@@ -316,37 +313,6 @@ def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
     assert second.steps() == [10]
     assert second.flush()
     assert second.folders() == ["step-10/0-0"]
-
-
-# ---- A real object store --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bucket(weed: Weed, request: pytest.FixtureRequest) -> Iterator[str]:
-    """One of the test's own."""
-    name = hashlib.sha256(request.node.name.encode()).hexdigest()[:16]
-    weed.make_bucket(name)
-    yield name
-    S3FileSystem.clear_instance_cache()
-    gc.collect()  # its sessions complain when the interpreter ends
-
-
-def options(weed: Weed, **how: Any) -> dict[str, Any]:
-    told = weed.options(**how)
-    return {"key": told["key"], "secret": told["secret"], "endpoint_url": told["endpoint_url"]}
-
-
-def test_s3_that_forbids_to_remove_keeps_all_and_says_so_once(
-    driver: MakeDriver, weed: Weed, bucket: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weed.forbid_deletes(bucket)
-    mine = driver(f"s3://{bucket}/kept", options=options(weed, keys=WRITER))
-    for number in range(4):
-        assert mine.save(10 + number, number).error is None
-    assert mine.steps() == [13, 12]
-    assert len(mine.folders()) == 4
-    [told] = capsys.readouterr().err.splitlines()
-    assert f"cannot be removed from s3://{bucket}/kept and stay there (" in told
 
 
 # ---- Where they lie -------------------------------------------------------------------------------------------------

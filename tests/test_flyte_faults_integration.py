@@ -34,13 +34,13 @@ from test_task_integration import (
     SYSTEM,
     USER,
     Attempt,
-    Process,
     execute,
     expected,
     result,
 )
 from test_trackers import Flow, scalars
 from wandb_file import read_run
+from warm import Program
 
 RUN_ID = "f3a-n0"
 """Of Weights & Biases: the execution and the node, whatever the attempt."""
@@ -110,7 +110,7 @@ class Execution:
         )
 
     def attempts(
-        self, task: str = "resumable", *, most: int = 4, meddle: Mapping[int, Any] | None = None, **rest: Any
+        self, task: str = "resumable", *, meddle: Mapping[int, Any] | None = None, **rest: Any
     ) -> list[Attempt]:
         """All attempts until one succeeds or fails for good, each with a fresh folder and the path of the one before.
 
@@ -118,7 +118,7 @@ class Execution:
         """
         done: list[Attempt] = []
         previous = '""'
-        for number in range(most):
+        for number in range(4):
             attempt = self.attempt(number, task, previous=previous, meddle=(meddle or {}).get(number), **rest)
             done.append(attempt)
             if attempt.has_outputs or (attempt.has_error and attempt.error.kind == NON_RECOVERABLE):
@@ -151,16 +151,14 @@ class Execution:
         number: int,
         epoch: int,
         act: Callable[..., None] | None = None,
-        num_runs: int = 0,
         kind: str = "checkpoints",
     ) -> Callable[..., None]:
         """To meddle with an attempt: as soon as both ranks wait for their end and all else is there, end them."""
 
-        def meddle(process: Process) -> None:
+        def meddle(process: Program) -> None:
             dying = [self.traces / f"dying-{number}-{rank}" for rank in range(2)]
             until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch")
             until(lambda: epoch in self.mirrored(number, kind) or process.poll() is not None, "the stored checkpoint")
-            until(lambda: len(self.runs()) >= num_runs or process.poll() is not None, "Weights & Biases")
             if act is not None:
                 act(process)
             else:
@@ -202,10 +200,10 @@ LONG = {"epochs": 100_000, "saves_every": 100_000, "pace": 0.1}
 """Inputs of a training that saves nothing by itself, and ends when it is told to."""
 
 
-def signal_after(execution: Execution, epochs: int, target: Callable[[Process], Any]) -> Any:
+def signal_after(execution: Execution, epochs: int, target: Callable[[Program], Any]) -> Any:
     """To meddle with the first attempt: SIGTERM once rank 1 has been through some epochs."""
 
-    def meddle(process: Process) -> None:
+    def meddle(process: Program) -> None:
         until(lambda: len(execution.lines("epochs-0-1")) >= epochs or process.poll() is not None, "the training")
         target(process).send_signal(signal.SIGTERM)
 
@@ -215,7 +213,7 @@ def signal_after(execution: Execution, epochs: int, target: Callable[[Process], 
 def test_41_sigterm_to_the_task(execution: Execution, tmp_path: Path) -> None:
     env, end = {"TRACKED": str(tmp_path / "tracked")}, signal_after(execution, 3, lambda process: process)
 
-    def meddle(process: Process) -> None:
+    def meddle(process: Program) -> None:
         """Not before MLflow has made its database, for which a busy machine takes longer than pods are given to end."""
         is_there = partial(_has_points, tmp_path / "tracked" / "mlflow.db")
         until(lambda: is_there() or process.poll() is not None, "MLflow")
@@ -251,7 +249,7 @@ def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: P
     with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
         execution = _execution(cluster, wandb_folder, tmp_path)
 
-        def meddle(driver: Process) -> None:
+        def meddle(driver: Program) -> None:
             until(lambda: len(execution.lines("epochs-0-1")) >= 3 or driver.poll() is not None, "the training")
             for pod in (psutil.Process(process.pid) for process in (driver, *cluster.workers)):
                 for process in [*pod.children(recursive=True), pod]:
@@ -333,7 +331,7 @@ def test_the_guides_best_checkpoint_is_that_of_the_undisturbed_run_though_its_ta
         steps = steps_in(manifest)
         return steps[-1:] == [7] and steps[0] >= 12
 
-    def kill_at_epoch_12(process: Process) -> None:
+    def kill_at_epoch_12(process: Program) -> None:
         until(lambda: has_best_and_later() or process.poll() is not None, "the best checkpoint and one after it")
         until(lambda: stands_still(process) and has_best_and_later(), "a whole manifest")  # unlike on S3
         process.kill()
@@ -350,7 +348,7 @@ def test_the_guides_best_checkpoint_is_that_of_the_undisturbed_run_though_its_ta
     assert best_of(retried)[1] == 7
 
 
-def stands_still(process: Process) -> bool:
+def stands_still(process: Program) -> bool:
     """After it was allowed to go on for a moment, if it did."""
     process.send_signal(signal.SIGCONT)
     time.sleep(0.02)

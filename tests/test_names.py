@@ -12,7 +12,6 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from s3fs import S3FileSystem
 
 from seaweed import Weed
 from tasks.embedded_names import EMBEDDED_NAMES
@@ -43,15 +42,6 @@ def served(tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture
-def bucket(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Weed:
-    """The S3 server, which the environment names."""
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
-    return weed
 
 
 @pytest.mark.parametrize("file", ["names.json", "names.txt"])
@@ -96,8 +86,8 @@ def test_cleaning_counts_what_it_drops() -> None:
     )
 
 
-def test_s3(bucket: Weed) -> None:
-    bucket.put_all("pets", {"names.csv": b"name\nBella\n"})
+def test_s3(s3: str, weed: Weed) -> None:
+    weed.put_all("pets", {"names.csv": b"name\nBella\n"})
     assert load_names("s3://pets/names.csv").names == ["bella"]
     with pytest.raises(FileNotFoundError, match=r"there is no file at 's3://pets/other\.csv'"):
         load_names("s3://pets/other.csv")
@@ -197,10 +187,10 @@ def test_no_password_and_no_signature_is_shown(served: str, tmp_path: Path) -> N
     ],
 )
 def test_a_file_is_taken_as_it_is_named_on_the_day(
-    data: str, uri: str, tmp_path: Path, bucket: Weed, monkeypatch: pytest.MonkeyPatch
+    data: str, uri: str, tmp_path: Path, s3: str, weed: Weed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    bucket.put_all("bucket", {"2026-01-31.csv": b"name\nmax"})
+    weed.put_all("bucket", {"2026-01-31.csv": b"name\nmax"})
     assert newest_uri(data, DAY) == uri
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,32 +25,27 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def files(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3FileSystem]:
-    weed.make_bucket("quick")
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    S3FileSystem.clear_instance_cache()
+def files(s3: str) -> S3FileSystem:
     quick_s3._opened.cache_clear()
-    yield S3FileSystem()  # also where Flyte 2 has put its own file system in its place
-    S3FileSystem.clear_instance_cache()
+    return S3FileSystem()  # also where Flyte 2 has put its own file system in its place
 
 
 def quick_of(files: Any) -> Any:
-    quick = quick_files(files, "s3://quick/")
+    quick = quick_files(files, "s3://tests/")
     assert quick is not None
     return quick
 
 
 def test_what_is_written_is_what_was_there_when_it_was_handed_over(files: S3FileSystem) -> None:
     memory, handed = bytearray(3 * MIB), b""
-    with quick_of(files).open("s3://quick/folder/object", "wb") as file:
+    with quick_of(files).open("s3://tests/folder/object", "wb") as file:
         stream = _Stream(file)
         for number in range(9):  # more than two blocks
             memory[:] = bytes([number]) * len(memory)
             stream.write(memoryview(memory))
             handed += memory
-    assert files.cat_file("s3://quick/folder/object") == handed
-    read = quick_of(files).cat_file("s3://quick/folder/object", start=3 * MIB - 1, end=3 * MIB + 1)
+    assert files.cat_file("s3://tests/folder/object") == handed
+    read = quick_of(files).cat_file("s3://tests/folder/object", start=3 * MIB - 1, end=3 * MIB + 1)
     assert read == b"\0\1"
 
 
@@ -60,11 +54,11 @@ def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileS
         file.write(memoryview(bytes(20 * MIB)))
         raise KeyError("half way")
 
-    writer = ShardWriter(files, "s3://quick/half", rank=0, step=1, moved=lambda: None)
+    writer = ShardWriter(files, "s3://tests/half", rank=0, step=1, moved=lambda: None)
     piece = Piece(item=None, size=1, write=write)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="half way"):
         writer._write("part", [piece], quick_of(files))
-    assert not files.exists("s3://quick/half/part")
+    assert not files.exists("s3://tests/half/part")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_options_that_obstore_is_not_told_of_leave_all_to_s3fs(
     options: dict[str, Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quick_s3, "_opened", lambda *_: "obstore's")
-    assert (quick_files(S3FileSystem(**options), "s3://quick/") is not None) == is_known
+    assert (quick_files(S3FileSystem(**options), "s3://tests/") is not None) == is_known
 
 
 def test_other_storage_is_fsspecs() -> None:
@@ -94,10 +88,10 @@ def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: 
     [mine, nobodys] = [
         quick_of(fsspec.filesystem("s3", key=keys.access, secret=keys.secret)) for keys in (weed.keys, READER)
     ]
-    with mine.open("s3://quick/mine", "wb") as file:
+    with mine.open("s3://tests/mine", "wb") as file:
         file.write(b"data")
-    assert nobodys.cat_file("s3://quick/mine", start=0, end=4) == b"data"
-    with pytest.raises(Exception, match="AccessDenied"), nobodys.open("s3://quick/nobodys", "wb") as file:
+    assert nobodys.cat_file("s3://tests/mine", start=0, end=4) == b"data"
+    with pytest.raises(Exception, match="AccessDenied"), nobodys.open("s3://tests/nobodys", "wb") as file:
         file.write(b"data")
 
 
@@ -139,7 +133,7 @@ def test_where_obstore_fails_s3fs_writes_and_reads(
         return SimpleNamespace(**{name: functools.partial(noted, name, getattr(store, name)) for name in methods})
 
     monkeypatch.setattr(quick_s3, "_opened", noting)
-    base = f"s3://quick/{broken}"
+    base = f"s3://tests/{broken}"
     entry = Rank(base).save({"weights": torch.arange(5 * MIB)}, 1)
     content = {"weights": torch.zeros(5 * MIB, dtype=torch.int64)}
     assert Rank(base, [entry]).checkpoints.load(content) == 1

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.data_persistence import FileAccessProvider
-from s3fs import S3FileSystem
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -110,20 +109,9 @@ def no_rank_left() -> Iterator[None]:
         fork_client.shutdown()
 
 
-@pytest.fixture
-def places(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """URIs of a kind."""
-
-    def place(kind: str) -> str:
-        if kind == "folder":
-            return f"file://{tmp_path}/{ODD_NAME}"
-        for name, value in weed.env().items():
-            monkeypatch.setenv(name, value)
-        S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
-        weed.make_bucket("shards")
-        return f"s3://shards/{tmp_path.name}/{ODD_NAME}"
-
-    return place
+@pytest.fixture(params=["folder", "S3"])
+def uri(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    return f"{request.getfixturevalue('s3') if request.param == 'S3' else 'file://'}{tmp_path}/{ODD_NAME}"
 
 
 @pytest.fixture(scope="module")
@@ -136,22 +124,20 @@ def alone() -> dict[str, Any]:
     return returned
 
 
-@pytest.mark.parametrize("kind", ["folder", "S3"])
 def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_alone(
-    kind: str, places: Callable[[str], str], alone: dict[str, Any]
+    uri: str, alone: dict[str, Any]
 ) -> None:
-    [killed, _], notes = run(NUM_STEPS, 7, 0.05, checkpoint_uri=places(kind), max_restarts=30)
+    [killed, _], notes = run(NUM_STEPS, 7, 0.05, checkpoint_uri=uri, max_restarts=30)
     assert_same(killed["end"], alone["end"])
     assert len(notes.resumed_steps) >= 2, notes.texts
     assert killed["first"] == (notes.resumed_steps[-1] or 0)  # where all were killed before the first commit
     assert notes.kept_steps[-1] == NUM_STEPS
 
 
-@pytest.mark.parametrize("kind", ["folder", "S3"])
 def test_gangs_of_other_sizes_go_on_from_the_same_place_which_has_the_last_checkpoints_alone(
-    kind: str, places: Callable[[str], str]
+    uri: str,
 ) -> None:
-    uri, before = places(kind), None
+    before = None
     for num_ranks, stop in ((4, 3), (3, 6), (1, 8)):
         results, notes = run(stop, num_ranks=num_ranks, checkpoint_uri=uri)
         if before is not None:

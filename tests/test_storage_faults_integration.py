@@ -9,14 +9,14 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs
 import torch
 from distributed import Client
+from s3fs import S3FileSystem
 
 import fault_training as ft
 from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
@@ -24,7 +24,9 @@ from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver import vault
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, small_disk, until
-from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Process, execute
+from seaweed import Weed
+from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, execute
+from warm import Program
 
 HOSTS = ["127.0.0.2", "127.0.0.3"]
 SAVED_NEXT = 2 * ft.SAVED_AT
@@ -207,7 +209,7 @@ def test_38_the_workers_own_copy_is_damaged(client: Client, launch: ft.Launch) -
 # ---- 39: S3 that answers badly
 
 
-def test_39_s3_takes_checkpoints_badly(cluster: Cluster, s3: Mapping[str, str], tmp_path: Path) -> None:
+def test_39_s3_takes_checkpoints_badly(cluster: Cluster, weed: Weed, s3: str, tmp_path: Path) -> None:
     """Training goes on meanwhile, and the newest checkpoint arrives when it can: before the task ends."""
     busy_or_not_for_us = late(0.5, in_turns(UNAVAILABLE, denied("ExpiredToken")))
     (traces := tmp_path / "traces").mkdir()
@@ -215,14 +217,14 @@ def test_39_s3_takes_checkpoints_badly(cluster: Cluster, s3: Mapping[str, str], 
     def num_epochs() -> int:
         return sum(path.read_text().count("\n") for path in traces.glob("epochs-0-0"))
 
-    def end_it(process: Process) -> None:
+    def end_it(process: Program) -> None:
         until(lambda: proxy.num_requests("") or process.poll() is not None, "a checkpoint on its way")
         before = num_epochs()  # who waited for S3 would make one or two more
         until(lambda: num_epochs() >= before + 5 or process.poll() is not None, "the training to go on")
         proxy.heal()
         process.send_signal(signal.SIGTERM)
 
-    with nothing_left_behind(), FaultProxy(s3["FLYTE_AWS_ENDPOINT"]) as proxy:
+    with nothing_left_behind(), FaultProxy(weed.endpoint) as proxy:
         proxy.fail(busy_or_not_for_us, methods=("PUT",), passes_on=False)
         behind_it = dict.fromkeys(("AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT"), proxy.endpoint)
         attempt = execute(
@@ -231,14 +233,13 @@ def test_39_s3_takes_checkpoints_badly(cluster: Cluster, s3: Mapping[str, str], 
             cluster=cluster.address,
             cwd=Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project")),
             folder=tmp_path / "run",
-            checkpoint=f"s3://{s3['bucket']}/{tmp_path.name}/attempt",
+            checkpoint=f"{s3}/{tmp_path.name}/attempt",
             meddle=end_it,
-            env={**s3, **behind_it, "WANDB_MODE": "disabled", "TMPDIR": str(tmp_path)},
+            env={**behind_it, "WANDB_MODE": "disabled", "TMPDIR": str(tmp_path)},
         )
     assert attempt.seconds < MAX_SECONDS
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     stopped = int((traces / "stopped-0-0").read_text())
     assert f"the next attempt goes on from the checkpoint of step {stopped}" in attempt.error.message
-    access = s3fs.S3FileSystem(endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
-    manifest = json.loads(access.cat(f"{attempt.checkpoint}/daskpytorch/gang/{MANIFEST}"))
+    manifest = json.loads(S3FileSystem().cat(f"{attempt.checkpoint}/daskpytorch/gang/{MANIFEST}"))
     assert manifest["checkpoints"][0]["step"] == stopped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,6 @@ def other(experiment: object) -> None:
 @pytest.fixture(params=["folder", "memory"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def bucket(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URI of a bucket, whose server the environment names."""
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of other tests, which have other servers
-    yield f"s3://{s3['bucket']}"
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def model_of(storage: SweepStorage, index: int, experiment: object) -> ModelStorage:
@@ -133,19 +123,19 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
 
 @pytest.mark.parametrize("host", [Execution, lambda: FlyteExecution(FlyteContextManager.current_context(), None)])
 def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Callable[[], Execution]
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Callable[[], Execution]
 ) -> None:
     config = DataConfig.auto()
-    access = FileAccessProvider(str(tmp_path), f"{bucket}/raw", data_config=config)
+    access = FileAccessProvider(str(tmp_path), f"{s3}/raw", data_config=config)
     ctx = FlyteContextManager.current_context()
     with FlyteContextManager.with_context(ctx.with_file_access(access)):
         monkeypatch.setattr(module, "current_execution", host)
-        uri = f"{bucket}/{uuid.uuid4().hex}"
+        uri = f"{s3}/{uuid.uuid4().hex}"
         test_what_was_kept_is_there_again(uri)
         test_checkpoints_lie_beside_it_and_come_after_the_records(f"{uri}/more", tmp_path)
 
 
-@pytest.mark.usefixtures("bucket")
+@pytest.mark.usefixtures("s3")
 def test_an_address_that_is_none_is_named_with_the_setting() -> None:
     told = (
         r"^dispatch\.map\(storage=\.\.\.\): s3://not-there/grid cannot be used \(FileNotFoundError: .*Check the address"

@@ -64,8 +64,7 @@ def project(tmp_path: Path) -> Path:
     return Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
 
 
-Process = Program | subprocess.Popen[bytes]
-Meddle = Callable[[Process], None]
+Meddle = Callable[[Program], None]
 
 
 @dataclass
@@ -119,7 +118,6 @@ def execute(
     previous: str = '""',
     module: str = "flows.training",
     meddle: Meddle | None = None,
-    starts_anew: bool = False,
     words: Sequence[str] = (),
 ) -> Attempt:
     """Run a task by the command that a backend starts in the job-runner's container.
@@ -138,7 +136,6 @@ def execute(
         previous: Where the attempt before had its own; Flyte passes that on every retry, whatever is there.
         module: Where the task is.
         meddle: Called with the process that runs; it is waited for afterwards.
-        starts_anew: By an interpreter of its own, which sees `env` from its start.
         words: The container's command as it is registered, of a task that is not in the sample project.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,11 +173,7 @@ def execute(
         **(env or {}),
     }
     with (folder / "output.txt").open("wb") as output:
-        process: Process
-        if starts_anew:
-            process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=output)
-        else:
-            process = warm_python().start(command, cwd=cwd, env=environment, stdout=output, stderr=output)
+        process = warm_python().start(command, cwd=cwd, env=environment, stdout=output, stderr=output)
     try:
         if meddle is not None:
             meddle(process)
@@ -210,7 +203,7 @@ def result(attempt: Attempt) -> float:
     return float(attempt.outputs["o0"].scalar.primitive.float_value)
 
 
-def check_training(attempt: Attempt, **storage: str) -> None:
+def check_training(attempt: Attempt) -> None:
     """What `train` returns when all is well."""
     outputs = attempt.outputs
     assert outputs["total"].scalar.primitive.float_value == 111.0  # 1 + 10 over the ranks, and the new OFFSET
@@ -219,21 +212,21 @@ def check_training(attempt: Attempt, **storage: str) -> None:
     assert "the sum is 11.0" in attempt.deck
     assert 'class="dpt-card dpt-chart"' in attempt.deck
     assert (attempt.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"
-    assert files_in(outputs["results"].scalar.blob.uri, **storage) == {
+    assert files_in(outputs["results"].scalar.blob.uri) == {
         f"rank-{rank}/total.json": b'{"total": 11.0}' for rank in range(2)
     }
 
 
-def files_in(folder: str, **storage: str) -> dict[str, bytes]:
+def files_in(folder: str) -> dict[str, bytes]:
     """All files of a folder, here or on S3."""
-    filesystem, root = fsspec.core.url_to_fs(folder, **storage)
+    filesystem, root = fsspec.core.url_to_fs(folder)
     return {path.removeprefix(f"{root}/"): filesystem.cat_file(path) for path in filesystem.find(root)}
 
 
-def submitted(said: str, **storage: str) -> dict[str, bytes]:
+def submitted(said: str) -> dict[str, bytes]:
     """What the ranks have submitted, in the folder that the task has named."""
     [folder] = re.findall(r"^  results: (\S+)$", said, re.MULTILINE)
-    return files_in(folder, **storage)
+    return files_in(folder)
 
 
 def text_file(tmp_path: Path) -> FlyteFile:
@@ -273,7 +266,7 @@ def test_the_containers_command_trains_on_workers_without_the_project(
     check_training(attempt)
 
 
-def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3: Mapping[str, str]) -> None:
+def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3: str) -> None:
     archive = tmp_path / "fast.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(SAMPLE_PROJECT / "flows", "flows", filter=lambda i: None if "__pycache__" in i.name else i)
@@ -286,14 +279,12 @@ def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3:
         cwd=destination,
         folder=tmp_path / "run",
         archive=archive,
-        raw=f"s3://{s3['bucket']}/raw",
-        env=s3,
+        raw=f"{s3}/raw",
     )
-    storage = {"endpoint_url": s3["FLYTE_AWS_ENDPOINT"], "key": "test", "secret": "test"}
-    check_training(attempt, **storage)
+    check_training(attempt)
     for output in ("model_state", "results"):
-        assert attempt.outputs[output].scalar.blob.uri.startswith(f"s3://{s3['bucket']}/raw/")
-    with fsspec.open(attempt.outputs["model_state"].scalar.blob.uri, **storage) as file:
+        assert attempt.outputs[output].scalar.blob.uri.startswith(f"{s3}/raw/")
+    with fsspec.open(attempt.outputs["model_state"].scalar.blob.uri) as file:
         assert torch.load(file, weights_only=True)["weight"] == 11.0
 
 
@@ -306,10 +297,10 @@ def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3:
     ],
 )
 def test_flytes_verdict_on_a_failure(
-    cluster: Cluster, project: Path, tmp_path: Path, s3: Mapping[str, str], how: str, kind: int, origin: int, text: str
+    cluster: Cluster, project: Path, tmp_path: Path, s3: str, how: str, kind: int, origin: int, text: str
 ) -> None:
-    inputs, raw = {"how": how}, f"s3://{s3['bucket']}/{how}"
-    attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run", raw=raw, env=s3)
+    inputs, raw = {"how": how}, f"{s3}/{how}"
+    attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run", raw=raw)
     assert (attempt.error.kind, attempt.error.origin) == (kind, origin)
     assert text in attempt.error.message
     assert f"rank 1 of 2 failed on {gethostname()} (tcp://" in attempt.error.message
@@ -317,7 +308,7 @@ def test_flytes_verdict_on_a_failure(
     assert alert
     assert f"rank 1 of 2 failed on {gethostname()} (tcp://" in alert[1]
     assert text in alert[1]
-    kept = submitted(attempt.output, endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
+    kept = submitted(attempt.output)
     assert kept["last-words-1"] == how.encode()
 
 

@@ -39,13 +39,11 @@ def here(tmp_path: Path) -> TaskResults:
 
 
 @pytest.fixture
-def remote(s3: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskResults]:
+def remote(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskResults]:
     """In a bucket; what is on its way there lies below the test's folder."""
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    yield outputs_at(f"s3://{s3['bucket']}/raw", tmp_path)
+    yield outputs_at(f"{s3}/raw", tmp_path)
     assert not list((tmp_path / "temporary").glob("daskpytorch-results-*"))
 
 
