@@ -303,12 +303,12 @@ def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying
     world.obey_all()
     piece = Piece(None, b"large", is_first=True, is_last=True)
     world.report(world.agent(W1), 0, world.received.keep(0, piece))
-    assert world.received._buffer._in_memory == len(b"large")
+    assert world.received._buffer._num_in_file == 1
     world.report(world.agent(W1), 0, CallEnded(number=1, value=None))
     world.end_call(1, KeyboardInterrupt())
     world.obey_all()
     assert world.outcomes[1].is_interrupted
-    assert world.received._buffer._in_memory == 0
+    assert world.received._buffer._num_in_file == 0
 
 
 def test_an_interrupted_call_has_not_failed_if_a_rank_makes_an_error_of_the_interrupt(

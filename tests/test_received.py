@@ -9,7 +9,6 @@ import threading
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import received as receiving
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, cut, pieces_of_returned
@@ -27,13 +26,12 @@ def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
         received.add(received.keep(rank, piece))
 
 
-def num_kept(received: ReceivedResults) -> tuple[int, int]:
-    """Pieces on disk, bytes in memory."""
-    return received._buffer._num_in_file, received._buffer._in_memory
+def num_kept(received: ReceivedResults) -> int:
+    """Pieces on disk."""
+    return received._buffer._num_in_file
 
 
-def test_a_dropped_piece_is_an_error_and_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "MAX_IN_MEMORY", 0)
+def test_a_dropped_piece_is_an_error_and_not_empty() -> None:
     buffer = ResultBuffer()
     piece = buffer.put(b"weights")
     assert buffer.get(piece) == b"weights"
@@ -42,8 +40,7 @@ def test_a_dropped_piece_is_an_error_and_not_empty(monkeypatch: pytest.MonkeyPat
         buffer.get(piece)
 
 
-def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "MAX_IN_MEMORY", PIECE_SIZE)
+def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards() -> None:
     received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]
     for pieces in zip(*map(returned, data), strict=True):  # the ranks' pieces mix
         for rank, piece in enumerate(pieces):
@@ -51,7 +48,7 @@ def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pyte
     assert received.is_empty  # nobody's submission
     assert [received.load_returned(rank, None) for rank in (1, 0)] == [data[1], data[0]]
     assert received.load_returned(2, pickle.dumps(b"small")) == b"small"
-    assert num_kept(received) == (0, 0)
+    assert num_kept(received) == 0
 
 
 def test_what_an_older_attempt_returned_does_not_count() -> None:
@@ -69,7 +66,7 @@ def test_what_an_older_attempt_returned_does_not_count() -> None:
     received.write_files(lambda *written: files.append((*written[:2], b"".join(written[2]))))
     assert files == [(2, "a", b"x" * BIG)]
     received.drop_returned()
-    assert num_kept(received) == (0, 0)
+    assert num_kept(received) == 0
 
 
 def test_signal_that_another_thread_was_given_is_heard_by_who_waits() -> None:

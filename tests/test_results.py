@@ -14,9 +14,11 @@ import pytest
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import Link, RankContext
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultFolder, ResultPathError
+
+MIB = 1 << 20
 
 
 def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0) -> None:
@@ -55,19 +57,16 @@ def num_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], i
     return count
 
 
-def test_big_things_are_spooled_to_a_file_that_ends_with_the_last_of_them(num_files: Callable[[], int]) -> None:
-    kept_in = ResultBuffer()
-    small = kept_in.put(b"small")
-    big = [kept_in.put(bytes([n]) * MAX_IN_MEMORY) for n in range(3)]
-    assert small == b"small"
-    assert not any(isinstance(kept, bytes) for kept in big)
+def test_pieces_are_in_a_file_that_ends_with_the_last_of_them(num_files: Callable[[], int]) -> None:
+    buffer = ResultBuffer()
+    stored = [buffer.put(bytes([n]) * MIB) for n in range(3)]
     assert num_files() == 1
-    assert [kept_in.get(kept)[:1] for kept in big] == [b"\0", b"\1", b"\2"]
-    kept_in.drop([*big, small])
+    assert [buffer.get(each)[:1] for each in stored] == [b"\0", b"\1", b"\2"]
+    buffer.drop(stored)
     assert num_files() == 0
-    again = kept_in.put(b"again" * MAX_IN_MEMORY)
-    assert again == (0, 5 * MAX_IN_MEMORY)
-    assert kept_in.get(again)[:5] == b"again"
+    again = buffer.put(b"again" * MIB)
+    assert again == (0, 5 * MIB)
+    assert buffer.get(again)[:5] == b"again"
 
 
 def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
@@ -86,9 +85,9 @@ def test_a_full_disk_sends_things_to_memory(monkeypatch: pytest.MonkeyPatch, tmp
     received = ReceivedResults()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        submit(received, "a", b"x" * (2 * MAX_IN_MEMORY))
+        submit(received, "a", b"x" * (2 * MIB))
     DaskResultsHandler().process_results(tmp_path, [ended(received)])
-    assert len(files(tmp_path)["a"]) == 2 * MAX_IN_MEMORY
+    assert len(files(tmp_path)["a"]) == 2 * MIB
 
 
 # ---- From the received to files

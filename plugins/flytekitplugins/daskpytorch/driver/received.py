@@ -14,13 +14,8 @@ from typing import IO, Any
 
 from flytekitplugins.daskpytorch.protocol.payload import Piece, Segment, mapped
 
-MAX_IN_MEMORY = 1 << 20
-"""Maximum number of bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few
-descriptors."""
-
-
 Stored = bytes | Segment | list[memoryview]
-"""Data of a piece: its bytes, their place in the buffer's file, or the parts of a return value in a mapped file."""
+"""Data of a piece: its place in the buffer's file, its bytes if the disk is full, or a return value's mapped parts."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +156,10 @@ def _kept_for_user(parts: Sequence[Any]) -> str:
 
 
 class ResultBuffer:
-    """Stores results up to 1 MiB (`MAX_IN_MEMORY`) in memory, further bytes in an unnamed temporary file.
+    """Stores pieces in an unnamed temporary file, which has a gang's pieces alone.
 
     Any thread may put, get and drop. A slow disk blocks only the thread that puts. The kernel removes the file when the
-    driver ends. `tempfile.SpooledTemporaryFile` serves only one thread, and loses its content on a full disk.
+    driver ends.
     """
 
     def __init__(self) -> None:
@@ -172,15 +167,11 @@ class ResultBuffer:
         self._file: IO[bytes] | None = None
         self._end = 0
         self._num_in_file = 0
-        self._in_memory = 0
 
     def put(self, data: bytes) -> Stored:
-        """Keep bytes in memory or in the file. On a disk error, keep them in memory beyond the limit."""
-        if self._in_memory + len(data) > MAX_IN_MEMORY:
-            with contextlib.suppress(OSError):
-                return self._put_in_file(data)
-        with self._lock:
-            self._in_memory += len(data)
+        """Keep bytes in the file, or on a disk error in memory."""
+        with contextlib.suppress(OSError):
+            return self._put_in_file(data)
         return data
 
     def get(self, stored: Stored) -> bytes:
@@ -195,11 +186,7 @@ class ResultBuffer:
     def drop(self, several: Iterable[Stored]) -> None:
         """Free the space of pieces. An empty file is closed, which removes the file."""
         with self._lock:
-            for stored in several:
-                if isinstance(stored, bytes):
-                    self._in_memory -= len(stored)
-                elif isinstance(stored, tuple):
-                    self._num_in_file -= 1
+            self._num_in_file -= sum(isinstance(stored, tuple) for stored in several)
             if self._num_in_file == 0 and self._file is not None:
                 self._file.close()
                 self._file, self._end = None, 0
