@@ -1,18 +1,28 @@
-"""`daskpytorch attach` lists the ranks of its user on a machine, and opens the debugger of one that waits."""
+"""`daskpytorch attach` lists the ranks of its user on a machine, and opens the debugger of one that waits.
+
+`Gang(on_error="hold")` keeps a rank in post-mortem mode after its exception, and the gang still, for a set time.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pexpect
 import pytest
+import torch
+import torch.distributed as dist
 
-from processes import Cluster, dask_cluster, end, nothing_left_behind, until
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from gangs import Notes, on_this_machine
+from processes import end, nothing_left_behind, until
 from test_debugger_integration import interrupt
 
 COMMAND = ("-m", "flytekitplugins.daskpytorch")
@@ -33,15 +43,13 @@ STOPS = """
 """
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two workers, whose agents are all that use their folder for temporary files."""
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    with nothing_left_behind(), dask_cluster(tmp_path, hosts=["127.0.0.2", "127.0.0.3"], is_warm=False) as running:
-        yield running
+    monkeypatch.setenv("TMPDIR", str(temporary))  # this test's gangs alone
+    with nothing_left_behind():
+        yield
 
 
 def start(text: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
@@ -79,9 +87,9 @@ def said(terminal: pexpect.spawn, line: str) -> str:
     return str(terminal.before)
 
 
-def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster, tmp_path: Path) -> None:
+def test_rank_without_a_terminal_waits_until_one_attaches(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    run, log = start(STOPS, "--scheduler", cluster.address, "--hang-timeout", "5", "--log-dir", str(logs))
+    run, log = start(STOPS, "--nproc", "2", "--hang-timeout", "5", "--log-dir", str(logs))
     try:
         until(lambda: ": daskpytorch attach 1" in log.read_text(), log.read_text)
         listed = attach().stdout
@@ -126,3 +134,113 @@ def test_rank_without_a_terminal_waits_until_one_attaches(cluster: Cluster, tmp_
     assert "[rank 1] total 2" in log.read_text()
     assert [folder.name for folder in logs.iterdir()] == [id_]
     assert "no rank of this user runs on this machine" in attach().stderr
+
+
+# ---- Ranks that are held
+
+
+HELD = "rank 1 .* raised ValueError: bad value 31, and waits up to .* The gang holds its 2 ranks meanwhile"
+RAISES = """
+    import torch
+    import torch.distributed as dist
+    from flytekitplugins.daskpytorch import current_rank
+
+    def step(number, rank):
+        value = 10 * number + rank
+        if value == 31:
+            raise ValueError(f"bad value {value}")
+
+    dist.init_process_group()
+    for number in range(5):
+        step(number, current_rank().rank)
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+def fail(folder: str) -> None:
+    Path(folder, str(current_rank().rank)).write_text(str(os.getpid()))
+    for number in range(5):
+        value = 10 * number + current_rank().rank
+        if value == 31:
+            raise ValueError(f"bad value {value}")
+        dist.all_reduce(torch.ones(1))
+
+
+def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
+    options = ["--nproc", "2", "--on-error", "hold", "--hang-timeout", "2.5", "--max-restarts", "0"]
+    run, log = start(RAISES, *options)
+    try:
+        until(lambda: ": daskpytorch attach 1" in log.read_text(), log.read_text)
+        attached = terminal("1")
+        attached.expect_exact("raised ValueError: bad value 31")
+        attached.expect_exact("(Pdb rank 1) ")
+        attached.sendline("p value * 2")
+        attached.expect_exact("\r\n62\r\n(Pdb rank 1) ")
+        attached.sendline("q")
+        attached.expect_exact("the rank has ended")
+        attached.expect(pexpect.EOF)
+        assert run.wait(100) == 1
+    finally:
+        end(run)
+    assert "\nValueError: bad value 31" in log.read_text()
+
+
+def test_rank_to_which_nobody_attaches_is_held_for_the_stated_time(tmp_path: Path) -> None:
+    notes = Notes()
+    settings = {"on_error": "hold", "attach_timeout": 10.0, "hang_timeout": 2.0, "max_restarts": 0}
+    begun_at = time.monotonic()
+    futures = on_this_machine(fail, str(tmp_path), observers=[notes], **settings)
+    with pytest.raises(ValueError, match="bad value 31"):
+        futures.result(timeout=200)
+    assert time.monotonic() - begun_at >= settings["attach_timeout"]
+    assert len(notes.told(HELD)) == 1
+
+
+def test_error_of_a_held_rank_is_the_cause_of_what_comes_later(tmp_path: Path) -> None:
+    notes = Notes()
+    futures = on_this_machine(fail, str(tmp_path), observers=[notes], on_error="hold", max_restarts=0)
+    until(lambda: notes.told(HELD), lambda: str(notes.texts))
+    os.kill(int((tmp_path / "0").read_text()), 9)
+    with pytest.raises(ValueError, match="bad value 31"):
+        futures.result(timeout=200)
+
+
+def test_gang_that_stays_goes_on_after_a_held_call() -> None:
+    def call(rank: int) -> int:
+        if current_rank().rank == rank:
+            raise ValueError("bad value")
+        return current_rank().rank
+
+    with dispatch.gang(nproc=2, gang=Gang(on_error="hold", attach_timeout=4.0, hang_timeout=2.0)) as gang:
+        with pytest.raises(TypeError, match="cannot be called with the arguments given"):  # holds no rank
+            gang.call(call)
+        with pytest.raises(ValueError, match="bad value"):
+            gang.call(call, 1).result(timeout=200)
+        assert gang.call(call, 7).result(timeout=200) == [0, 1]
+
+
+def raise_alone() -> None:
+    raise ValueError("bad value")
+
+
+def stop_alone() -> None:
+    breakpoint()  # noqa: T100
+
+
+@pytest.mark.parametrize("function", [raise_alone, stop_alone])
+def test_cancel_ends_a_call_in_which_a_rank_waits_for_a_terminal(
+    capfd: pytest.CaptureFixture[str], function: Callable[[], None]
+) -> None:
+    said: list[str] = []
+
+    def is_waiting() -> bool:
+        said.append(capfd.readouterr().err)
+        return ": daskpytorch attach 0" in "".join(said)
+
+    with dispatch.gang(nproc=1, gang=Gang(on_error="hold", attach_timeout=600.0)) as gang:
+        futures = gang.call(function)
+        until(is_waiting, lambda: "".join(said))
+        assert futures.cancel()
+        with pytest.raises(CancelledError):
+            futures.result(timeout=200)
+        assert gang.call(os.getpid).result(timeout=200)

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.parts import debugger as module
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
@@ -106,6 +108,18 @@ def test_what_is_no_rank_and_port_is_refused(monkeypatch: pytest.MonkeyPatch, te
     monkeypatch.setenv(PORTS_VARIABLE, text)
     with pytest.raises(ValueError, match="DASKPYTORCH_DEBUGPY="):
         Debugging.here()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Gang(), None),
+        (Gang(attach_timeout=60), None),
+        (Gang(on_error="hold", attach_timeout=60), timedelta(hours=1, seconds=60)),
+    ],
+)
+def test_collectives_wait_longer_than_a_rank_is_held(settings: Gang, expected: timedelta | None) -> None:
+    assert Debugging().patience(settings) == expected
 
 
 # ---- The driver's terminal

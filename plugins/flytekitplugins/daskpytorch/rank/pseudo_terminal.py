@@ -94,8 +94,8 @@ class PseudoTerminal:
             attached = [self._attached] if self._attached is not None else []
             ready = wait([self._listener, self._master, *attached], min(LOOK_INTERVAL, self._timeout))
             with self._lock:
-                if self._attached in ready:
-                    self._take_keys()
+                if self._attached is not None and self._attached in ready:
+                    self._take_keys(self._attached)
                 if self._listener in ready:
                     self._welcome()
                 if self._master in ready:
@@ -125,11 +125,10 @@ class PseudoTerminal:
         tail, self._tail = self._tail, b""
         self._show(tail)
 
-    def _take_keys(self) -> None:
+    def _take_keys(self, attached: socket.socket) -> None:
         keys = b""
-        if self._attached is not None:
-            with contextlib.suppress(OSError):
-                keys = self._attached.recv(READ_SIZE)
+        with contextlib.suppress(OSError):
+            keys = attached.recv(READ_SIZE)
         if not keys or (INTERRUPT in keys and not self.is_at_prompt):
             self._detach()
             return
