@@ -1,10 +1,27 @@
-"""The workflows' Decks, made from numbers without a training."""
+"""The workflows' Decks, charts, pictures and files, made from numbers without a training."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
 from flytekitplugins.daskpytorch.report.pieces import shared
+from made_outcomes import outcome
 from tasks import quality
+from tasks.curves import experiments_table, time_chart, times_table
+from tasks.pictures import Picture, confusion_matrix, picture_grid
+from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve, read_records
 from tasks.registry import Promotion
+from tasks.sweeps import TimeToLoss, grid, time_to_loss
 from test_challenger import CARD
 from test_report import Parts, chart_data, rows_of
 from workflows import retrain
@@ -40,3 +57,146 @@ def test_a_retraining_is_beside_its_champion() -> None:
     rows = rows_of(page)
     assert rows.index(["2", "v2", "", "2026-01-31", "better"]) < rows.index(["1", "v1", "", "2026-01-31", "better"])
     assert "Model card of v2" in page
+
+
+# ---- Charts and tables of a sweep
+
+
+def lines_of(html: str) -> list[dict[str, list[tuple[float, float]]]]:
+    """The points of each line of each chart."""
+    return [
+        {line["name"]: list(zip(line["x"], line["y"], strict=True)) for line in data["lines"]}
+        for data in chart_data(html)
+    ]
+
+
+def test_a_failed_experiment_has_a_line_in_the_table() -> None:
+    outcomes = [outcome(3.0, 2.0, lr=0.1), outcome(lr=0.2), outcome(1.5, 1.8, lr=0.3)]
+    assert rows_of(experiments_table(outcomes))[1:] == [
+        ["1", "8", "0.3", "2", "1.8000", "1.5000", "2.0", ""],
+        ["1", "8", "0.1", "2", "2.0000", "2.0000", "2.0", ""],
+        ["1", "8", "0.2", "0", "", "", "", "failed: RuntimeError: no memory"],
+    ]
+
+
+def scaling() -> list[TimeToLoss]:
+    """Ranks 1 and 2, batches of 8 and 16: 1 x 16 and 2 x 8 compare."""
+    return time_to_loss(
+        [
+            outcome(3.0, 2.0, ranks=one.ranks, batch_size=one.batch_size, lr=one.lr, seconds=4.0 / one.ranks)
+            for one in grid([8, 16], [0.1, 0.2], [1, 2])
+        ],
+        2.0,
+    )
+
+
+def test_only_equal_global_batches_are_joined() -> None:
+    html = time_chart(scaling(), 2.0)
+    assert lines_of(html) == [
+        {
+            **{f"global batch 8, learning rate {lr}": [(1, 8)] for lr in (0.1, 0.2)},
+            **{f"global batch 16, learning rate {lr}": [(1, 8), (2, 4)] for lr in (0.1, 0.2)},
+            **{f"global batch 32, learning rate {lr}": [(2, 4)] for lr in (0.1, 0.2)},
+        }
+    ]
+    assert "Time to a held-out loss of 2.0000 nats per character" in html
+    assert "No other experiment has the global batch of 1 x 8 = 8; 2 x 16 = 32." in html
+    assert "never" not in html.replace(shared(), "")
+
+
+def test_some_or_all_never_come_to_the_loss() -> None:
+    times = scaling()
+    times[0].seconds = None
+    assert "1 of 8 never came to the loss; the table says which." in time_chart(times, 2.0)
+    assert rows_of(times_table(times))[1] == ["8", "0.1", "1", "8", "never"]
+    for time in times:
+        time.seconds = None
+    nobody = time_chart(times, 2.0)
+    assert lines_of(nobody) == []
+    assert "No experiment reached this loss." in nobody
+
+
+# ---- Pictures that show predictions
+
+
+NUM_TEST = 25
+IMAGES = torch.randint(256, (NUM_TEST, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_confusion_matrix() -> None:
+    html = confusion_matrix(torch.tensor([0, 0, 0, 1, 9]), torch.tensor([0, 0, 7, 1, 4]))
+    rows = [re.findall(r"<td[^>]*>(\d*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)][1:]
+    counts = [[int(cell or 0) for cell in row] for row in rows]
+    assert len(counts) == 10
+    assert {(t, g): n for t, row in enumerate(counts) for g, n in enumerate(row) if n} == {
+        (0, 0): 2,
+        (0, 7): 1,
+        (1, 1): 1,
+        (9, 4): 1,
+    }
+    assert "nan" not in html
+
+
+def test_picture_grid() -> None:
+    html = picture_grid(
+        [
+            Picture(image=IMAGES[0], caption="guess 3, truth 3", is_wrong=False),
+            Picture(image=IMAGES[1], caption="<b>", is_wrong=True),
+        ]
+    )
+    pngs = [base64.b64decode(data) for data in re.findall(r'base64,([^"]*)"', html)]
+    for png, image in zip(pngs, IMAGES[:2], strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), image.numpy())
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", html) == ["guess 3, truth 3", "&lt;b&gt;"]
+    assert re.findall(r'<figure(?: class="(.*?)")?>', html) == ["", "dpt-bad"]
+    assert re.findall(r'alt="(.*?)"', html) == ["guess 3, truth 3", "&lt;b&gt;"]
+
+
+# ---- Statistics of a training, as files and as curves
+
+
+def record(**changes: Any) -> Record:
+    usual = {"step": 1, "loss": 2.0, "lr": 0.1, "correct": 1, "epoch": 1, "count": 4, "worker": 0, "sample": 4}
+    return Record(**{**usual, "phase": TRAINING, **changes})
+
+
+RECORDS = [
+    record(),
+    record(worker=1, loss=1.0, correct=1, count=1, sample=1),
+    record(step=2, correct=4, sample=8),
+    record(step=2, phase=EVALUATION, loss=3.0),
+    record(step=2, phase=EVALUATION, loss=1.0, correct=3, sample=8),
+    record(step=3, epoch=2, count=0),  # of a rank that had no image
+    record(step=4, epoch=11),
+]
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    for path, text in as_files(RECORDS).items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert sorted(read_records(tmp_path), key=repr) == sorted(RECORDS, key=repr)
+    assert [record.epoch for record in read_records(tmp_path) if record.phase == TRAINING] == [1, 1, 1, 2, 11]
+
+
+def test_files_are_json_by_epoch_phase_and_rank() -> None:
+    files = as_files(RECORDS)
+    assert list(files)[:3] == [
+        "epoch-001/train-rank-0.json",
+        "epoch-001/train-rank-1.json",
+        "epoch-001/eval-rank-0.json",
+    ]
+    assert [row["step"] for row in json.loads(files["epoch-001/train-rank-0.json"])] == [1, 2]
+    assert set(json.loads(files["epoch-011/train-rank-0.json"])[0]) == {
+        *("loss", "lr", "correct", "epoch", "count", "worker", "sample", "phase", "step")
+    }
+
+
+def test_a_curve_is_of_all_ranks_together() -> None:
+    assert curve(RECORDS, TRAINING) == [
+        Point(step=1, loss=pytest.approx(9 / 5), accuracy=pytest.approx(2 / 5)),
+        Point(step=2, loss=2.0, accuracy=1.0),
+        Point(step=4, loss=2.0, accuracy=0.25),
+    ]
+    assert curve(RECORDS, EVALUATION) == [Point(step=2, loss=2.0, accuracy=0.5)]
+    assert curve([], TRAINING) == []
