@@ -25,11 +25,11 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.function import arguments_of
+from flytekitplugins.daskpytorch.protocol.function import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
 from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
-from flytekitplugins.daskpytorch.rank.evaluation import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, MoodyFiles, World
 

@@ -13,14 +13,13 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.function import check_function, name_of, pack_call
+from flytekitplugins.daskpytorch.protocol.function import check_function, evaluate, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
-from flytekitplugins.daskpytorch.rank.evaluation import evaluate
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 
 

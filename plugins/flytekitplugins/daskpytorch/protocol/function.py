@@ -1,6 +1,7 @@
 """The user's function with its arguments: checks, names, and the pickle that travels to the ranks.
 
-The driver packs a call, and a rank unpacks it. Scheduler and Dask workers never do.
+The driver packs a call, and a rank unpacks it. Scheduler and Dask workers never do. `evaluate` calls the function of an
+evaluation in a rank.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import pickling
+from flytekitplugins.daskpytorch.records import numbers
 
 MAX_NAME = 100
 """Maximum length of a function's name in a key, in characters. Longer names lose their beginning."""
@@ -198,3 +200,28 @@ def _find(module: str, qualname: str) -> Callable[..., Any]:
     for name in qualname.split("."):
         found = getattr(found, name)
     return function_of(found)
+
+
+# ---- Of an evaluation
+
+
+class Metrics(dict[str, float]):
+    """Metrics by name. As a rank's return value, they go to the driver as they are, and not as a task's outputs."""
+
+
+def evaluate(function: Callable[..., Any], names: Sequence[str], **inputs: Any) -> Metrics:
+    """Call a user's function, and return its metrics as floats by name.
+
+    Args:
+        function: Function of `Evaluate`.
+        names: Names of the inputs that the function gets.
+        inputs: All inputs of the training, or those of `names` alone.
+
+    Raises:
+        TypeError: The function has not returned a dictionary of names and numbers.
+    """
+    metrics = function(**{name: inputs[name] for name in names})
+    call = f"{name_of(function)} returned ("
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"{call}{metrics!r:.200}): must be a dictionary of names and numbers, the metrics")
+    return Metrics(numbers(metrics, call=call))

@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
-from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
+from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
@@ -38,7 +38,6 @@ from flytekitplugins.daskpytorch.rank import (
     process_group,
     sources,
 )
-from flytekitplugins.daskpytorch.rank.evaluation import Metrics
 from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
