@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 
 GONE = "gone"
 TOKEN = b"t" * 32

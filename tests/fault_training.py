@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol.function import pack_call
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL
+from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL
 from processes import until
 
 STEPS = 10

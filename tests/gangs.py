@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
+from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding

@@ -35,8 +35,7 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure
+from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.orders import Arrived, Kept, Leave, OrderToAll, Release, Settled
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place

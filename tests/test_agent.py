@@ -33,15 +33,9 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.function import pack_call
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import (
-    DUMP_SIGNAL,
-    Arrived,
-    Brought,
-    Job,
-    Leave,
-    ShowStacks,
-)
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
+from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, Job
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought, Leave
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
@@ -371,7 +365,7 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
     group = "the default group (gloo)"
     driver.send(messages.Tell(Ask(Question.COLLECTIVES, 2)))
     assert driver.next(Answer).value == Recalled(groups=[group], collectives=[])
-    driver.send(messages.Tell(ShowStacks()))
+    driver.send(messages.Tell(Ask(Question.STACKS, 3, True)))
     tail = ""
     while "wait_for_ever" not in tail:
         tail += "\n".join(driver.next(messages.Lines).lines)

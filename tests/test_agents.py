@@ -15,7 +15,8 @@ from flytekitplugins.daskpytorch.driver.agents import (
     Agents,
     Call,
 )
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
+from flytekitplugins.daskpytorch.protocol.messages import Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from simulated_gang import Agent, Cluster
 

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.dask import agents as agents_on_dask
 from flytekitplugins.daskpytorch.dask import cluster
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from processes import until
 
 

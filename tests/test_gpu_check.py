@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
-from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import gpu_check, nvml
 from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
 from gangs import order_for

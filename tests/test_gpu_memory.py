@@ -18,7 +18,7 @@ import torch
 import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import gpu_memory
 from gangs import order_for
 from processes import SCRIPTS, nothing_left_behind, run_program

@@ -26,15 +26,8 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import (
-    AgentOrder,
-    Hello,
-    Leaving,
-    Lines,
-    OnFailure,
-    Reported,
-    Upload,
-)
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
+from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported, Upload
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until

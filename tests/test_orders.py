@@ -12,7 +12,7 @@ import pytest
 import torch  # noqa: F401 - as in a fork server
 
 from flytekitplugins.daskpytorch.protocol import start_variables
-from flytekitplugins.daskpytorch.protocol.orders import Job, environment
+from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.start_variables import NANNYS_SETTINGS, needs_fresh_interpreter
 from flytekitplugins.daskpytorch.settings import Gang

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import init_process_group  # what a module imports ahead of its ranks
 
 from flytekitplugins.daskpytorch import Gang, current_rank
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group
 from gangs import JOB, on_this_machine

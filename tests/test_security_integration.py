@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 from flytekitplugins.daskpytorch.display.training import plain_inputs
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from processes import SCRIPTS, nothing_left_behind, run_program
 

@@ -49,7 +49,7 @@ from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.staying import StayingGang
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 
 __all__ = ["gang", "map", "run"]

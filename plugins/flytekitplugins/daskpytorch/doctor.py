@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 if TYPE_CHECKING:
     from distributed import Client
 
-    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
 
 Verdict = Literal["ok", "warning", "problem"]
 

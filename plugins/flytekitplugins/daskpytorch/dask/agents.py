@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.dask.on_worker import serve
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.protocol import placement
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.placement import title_of, worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.protocol.orders import Key, WorkerData
+from flytekitplugins.daskpytorch.protocol.job import Key, WorkerData
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker

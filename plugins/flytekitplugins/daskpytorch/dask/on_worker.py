@@ -15,7 +15,7 @@ from distributed.core import Status
 
 from flytekitplugins.daskpytorch.dask import in_rank
 from flytekitplugins.daskpytorch.node import agent
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 
 NANNYS_TIME = 2.0
 """Seconds that a worker waits, after SIGTERM, for its nanny's order to close. Without the order, the worker ends."""

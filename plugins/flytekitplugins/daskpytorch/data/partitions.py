@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-    from flytekitplugins.daskpytorch.protocol.orders import Key, WorkerData
+    from flytekitplugins.daskpytorch.protocol.job import Key, WorkerData
 
 
 TOLERANCE = 1.1

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Close, Hello, Start, ToAgent
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder
+from flytekitplugins.daskpytorch.protocol.job import Job
+from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, Start, ToAgent
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
 MAX_BROKEN = 2

@@ -8,8 +8,8 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import placement
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.job import Job, log_folder
 from flytekitplugins.daskpytorch.protocol.observer import Shape
-from flytekitplugins.daskpytorch.protocol.orders import Job, log_folder
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 

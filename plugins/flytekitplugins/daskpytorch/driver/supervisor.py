@@ -28,12 +28,11 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import host, messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.host import current_execution, running
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 
@@ -195,7 +194,7 @@ class Supervisor:
         agents = Agents(
             launcher=launcher,
             num_ranks=request.ranks_per_worker,
-            order=messages.AgentOrder(driver=listener.address, token=token, num_gpus=request.num_gpus, folder=folder),
+            order=host.AgentOrder(driver=listener.address, token=token, num_gpus=request.num_gpus, folder=folder),
             post=self._calls.put,
             num_least=request.settings.min_workers or launcher.num_wanted,
         )

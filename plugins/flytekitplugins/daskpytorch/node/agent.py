@@ -29,12 +29,12 @@ from flytekitplugins.daskpytorch.node.ranks import Output, Rank, open_pipes
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
-from flytekitplugins.daskpytorch.protocol import framing, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol import framing, job, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.orders import RankOrder, WorkerData
+from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure
+from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
@@ -210,13 +210,13 @@ class _Agent:
         self._num_kills_for_memory, self._stays = num_kills_for_memory(), order.job.call is None
         self._archive = order.code.archive or self._archive
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
-        if self._logs is None and (folder := orders.log_folder(order.job.settings, order.job.gang)) is not None:
+        if self._logs is None and (folder := job.log_folder(order.job.settings, order.job.gang)) is not None:
             self._logs = LogFiles(folder, functools.partial(self._say_line, order.places[0].rank))
         self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         for place in order.places:
             rank = self._fork(place, order.job.attempt)
-            environment = orders.environment(os.environ, place, order.job, self._interface, self._scratch)
+            environment = job.environment(os.environ, place, order.job, self._interface, self._scratch)
             asked = RankOrder(
                 place=place,
                 job=order.job,
@@ -302,7 +302,7 @@ class _Agent:
         self._silent = [rank for rank in self._ranks.values() if rank.place.rank in ranks]
         for rank in self._silent:
             rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
-            self._server.signal(rank.place.local_rank, orders.DUMP_SIGNAL)
+            self._server.signal(rank.place.local_rank, job.DUMP_SIGNAL)
         self._stacks_at = time.monotonic() + DUMP_TIME
 
     def _send_stacks(self) -> None:
@@ -366,7 +366,7 @@ class _Agent:
             messages.Exited(
                 rank=rank.place.rank,
                 exitcode=exitcode,
-                stopped=rank.kill_at is not None and exitcode in (orders.STOPPED, -signal.SIGKILL),
+                stopped=rank.kill_at is not None and exitcode in (job.STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail=rank.log_tail,
                 log_folder=self._logs.place(rank.attempt, rank.place.rank) if self._logs is not None else "",

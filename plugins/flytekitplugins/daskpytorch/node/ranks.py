@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.node.log_files import Copy
-from flytekitplugins.daskpytorch.protocol import orders
+from flytekitplugins.daskpytorch.protocol import job
 from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
@@ -154,9 +154,9 @@ class Rank:
 
         "" if the rank has written none.
         """
-        path = orders.stacks_path(scratch, self.place)
+        path = job.stacks_path(scratch, self.place)
         with contextlib.suppress(OSError):  # a starting rank has no file yet
-            if text := path.read_text(errors="replace")[: orders.MAX_STACKS]:
+            if text := path.read_text(errors="replace")[: job.MAX_STACKS]:
                 os.truncate(path, 0)
                 return text
         return ""

@@ -15,7 +15,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 

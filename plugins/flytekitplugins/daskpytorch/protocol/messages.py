@@ -1,95 +1,12 @@
 """Messages between driver and agents, with one connection per agent. Imports neither Dask nor torch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Job, OrderToAll
+from flytekitplugins.daskpytorch.protocol.job import Job
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentOrder:
-    """Settings with which an agent starts and finds its driver."""
-
-    worker: str = ""
-    """Name of the agent's worker for users: the worker's address, except for local workers. Empty before the launch."""
-    driver: tuple[str, int]
-    """Host and port of the driver."""
-    token: bytes = field(repr=False)
-    """Secret of the gang, by which agent and driver authenticate each other."""
-    num_gpus: int = 0
-    """Number of GPUs in the worker's resource limits. 0 if unknown."""
-    folder: Path | None = None
-    """The driver's folder for checkpoints. An agent that can reach the folder puts checkpoints there instead of sending
-    them. None: no folder."""
-
-
-OnFailure = Callable[[str, Exception], None]
-"""Callback for an agent that did not start or raised an error. Arguments: worker and error."""
-
-
-class AgentLauncher(Protocol):
-    """Starts agents, one per worker, on a Dask cluster or another kind of workers.
-
-    The methods' defaults fit workers that are always present.
-    """
-
-    workers: Sequence[str]
-    """Workers of the first attempt (names for users), in rank order."""
-    num_wanted: int
-    """Number of workers that the gang should have."""
-    host: str
-    """IP address at which the workers can reach the driver."""
-
-    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start an agent for each order, and return without waiting for the agents.
-
-        Args:
-            orders: One order per agent.
-            on_failure: Callback for each agent that fails to start or raises an error.
-        """
-
-    def present(self) -> Sequence[str]:
-        """Return all present workers (names for users), including workers outside the gang.
-
-        Raises:
-            OSError: The scheduler does not answer.
-        """
-        return self.workers
-
-    @property
-    def scheduler(self) -> str | None:
-        """Address of the workers' Dask scheduler. None without Dask workers."""
-        return None
-
-    def is_connected(self) -> bool:
-        """Return True while the Dask scheduler is connected. Always True on one node, which has no scheduler."""
-        return True
-
-    def beside(self) -> "AgentLauncher | None":
-        """Return a launcher for a gang that evaluates beside this launcher's gang. None: no worker is there for it.
-
-        Raises:
-            OSError: The scheduler does not answer.
-        """
-        return self
-
-    def title(self, worker: str) -> str:
-        """Return the name of a worker for messages, also of a worker whose agent has not reported its host."""
-        return worker
-
-    def hindrance(self) -> str:
-        """Return the reason for missing workers, as text to append to a message. Return an empty text if unknown."""
-        return ""
-
-    def close(self) -> None:
-        """Release the launched agents. Each agent ends when its connection to the driver closes."""
-        return
-
 
 # ---- From the agent ...
 

@@ -13,7 +13,7 @@ class Question(enum.Enum):
     """Kind of a question. In brackets: what it is about, and the type of the answer."""
 
     STACKS = enum.auto()
-    """Of the driver: stacks and progress (None, `Located`)."""
+    """Of the driver: stacks and progress (True if the rank also writes them to its log; `Located`)."""
     COLLECTIVES = enum.auto()
     """Of the driver: newest collectives (None, `Recalled`, or None if torch does not record them)."""
     HOLD = enum.auto()

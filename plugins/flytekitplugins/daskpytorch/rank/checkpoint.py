@@ -20,7 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
-from flytekitplugins.daskpytorch.protocol.orders import Brought, RankOrder
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
+from flytekitplugins.daskpytorch.protocol.orders import Brought
 from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes

@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.failure import Failure
-    from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+    from flytekitplugins.daskpytorch.protocol.job import RankOrder
 
 
 MAX_SAID = 200

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, with_causes
-from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml
 from flytekitplugins.daskpytorch.rank.gpu_check import THREAD
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import orders, payload, reports
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
@@ -106,7 +107,7 @@ class GangLink(Link):
 
     takes_results = True
 
-    def __init__(self, channel: Connection, order: orders.RankOrder) -> None:
+    def __init__(self, channel: Connection, order: RankOrder) -> None:
         place, job = order.place, order.job
         self.worker_data = order.data
         self.progress = Progress()

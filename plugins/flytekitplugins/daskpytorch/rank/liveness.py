@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, RankOrder
+from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, MAX_STACKS, RankOrder
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 

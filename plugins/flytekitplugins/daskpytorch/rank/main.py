@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.protocol import orders, program, reports, scrip
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
-from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, WorkerData, stacks_path
+from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import (
     debugger,

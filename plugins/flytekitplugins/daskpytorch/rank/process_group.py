@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from flytekitplugins.daskpytorch.process.system import allow_files, show_as
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.process import signals
 from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_variables
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
 from flytekitplugins.daskpytorch.rank import (
     ending,
@@ -136,8 +136,6 @@ class Session:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
             case orders.Settled(number):
                 self.checkpoint.sharded.settle(number)
-            case orders.ShowStacks():
-                liveness.show_stacks()
             case orders.Kept(checkpoints):
                 link.kept = checkpoints
             case orders.Arrived() | Answer() | orders.Evaluated():
@@ -162,6 +160,8 @@ class Session:
         value: object = None
         match asked.question:
             case Question.STACKS:
+                if asked.about:
+                    liveness.show_stacks()
                 progress, num_collectives = self._link.progress, process_group.num_collectives()
                 value = Located(num_collectives, liveness.stacks(), progress.num_moves)
             case Question.COLLECTIVES:

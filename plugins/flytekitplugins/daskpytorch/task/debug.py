@@ -29,9 +29,10 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol import orders, payload
+from flytekitplugins.daskpytorch.protocol import payload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
+from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
@@ -129,7 +130,7 @@ def _become_rank(
     """Make this process the rank: environment, process group and `current_rank()`. `stack` restores all three."""
     begun_at, node = time.monotonic(), describe_node(socket.gethostname(), None)
     [[place]] = places = place_ranks([node], 1)
-    job = orders.Job(
+    job = Job(
         gang=name,
         attempt=ATTEMPT,
         call=None,
@@ -139,7 +140,7 @@ def _become_rank(
         environment=settings.environment,
     )
     stack.callback(_set_environment, dict(os.environ))
-    changed = orders.environment(os.environ, place, job, None, checkpoint.folder)
+    changed = environment(os.environ, place, job, None, checkpoint.folder)
     os.environ.update({name: value for name, value in changed.items() if name != DEVICES})
     stack.callback(process_group.leave)
     stack.callback(context.enter, context.current_rank())

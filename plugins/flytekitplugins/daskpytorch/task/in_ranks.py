@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
     from flytekitplugins.daskpytorch.task.shown import ShownTask

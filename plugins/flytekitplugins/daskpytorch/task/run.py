@@ -39,7 +39,7 @@ from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.shown import Shown
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.records import SavedCheckpoint
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.logged import Log
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.code import Code
-    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
 
 

@@ -15,7 +15,8 @@ from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought, Job, Kept, Settled
+from flytekitplugins.daskpytorch.protocol.job import Job
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought, Kept, Settled
 from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.records import SavedCheckpoint

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, connect, has_terminal, talk
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
 
 END_TIME = 1.0

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import host, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -140,7 +140,7 @@ class EvaluationGang(Protocol):
         """End the gang."""
 
 
-MakeGang = Callable[[Request, messages.AgentLauncher, Sequence[Observer]], EvaluationGang]
+MakeGang = Callable[[Request, host.AgentLauncher, Sequence[Observer]], EvaluationGang]
 
 
 class Evaluator(Part):

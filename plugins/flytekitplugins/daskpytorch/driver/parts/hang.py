@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
 )
 from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.protocol import messages, orders
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.questions import Question
 from flytekitplugins.daskpytorch.protocol.reports import Remembered
@@ -220,7 +220,7 @@ class HangWatch(Part):
             self._hangs_at = attempt.clock() + (LEFT_PAUSE if attempt.survived else next_look(states))
             return False
         attempt.hang = report_hang(states, self._timeout or "auto")
-        attempt.tell(messages.Tell(orders.ShowStacks()))
+        attempt.ask(Question.STACKS, True)  # also for the log
         return True
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
