@@ -189,18 +189,20 @@ from flytekitplugins.daskpytorch.protocol import program
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.rank import sources as rank_sources
 
-source, name, folder = sys.argv[1:]
+source, folder, *names = sys.argv[1:]
 code, calls = pickle.loads(Path(source).read_bytes())
 sources = code_module.place_code(code, Path(folder))
 rank_sources.import_first_from(sources)
 program.set_up(code.program, sources.script)
-call = unpack_call(calls[name])
-try:
-    result = call.function(*call.args, **call.kwargs)
-except Exception as error:
-    rank_sources.explain(error, sources)
-    result = [type(error).__name__, *getattr(error, "__notes__", ())]
-Path(folder, "result").write_bytes(pickle.dumps(result))
+results = {}
+for name in names:
+    call = unpack_call(calls[name])
+    try:
+        results[name] = call.function(*call.args, **call.kwargs)
+    except Exception as error:
+        rank_sources.explain(error, sources)
+        results[name] = [type(error).__name__, *getattr(error, "__notes__", ())]
+Path(folder, "results").write_bytes(pickle.dumps(results))
 """
 
 
@@ -218,27 +220,27 @@ class Script:
         subprocess.run(command, cwd=self.project, env={"DESTINATION": str(self.packed)}, check=True)
         self.code, _ = pickle.loads(self.packed.read_bytes())
 
-    def call(self, name: str, place: str) -> tuple[Any, str]:
-        """What a function of it returns in a rank on this machine or on another one, and what it writes."""
-        where = self._folder / f"{name}-{place}"
+    def call(self, place: str, *names: str) -> tuple[dict[str, Any], str]:
+        """Return what functions of it return in a rank on this machine or on another one, and what they write."""
+        where = self._folder / f"{names[0]}-{place}"
         where.mkdir(exist_ok=True)
         elsewhere = self.project.with_name("away")
         if place == "elsewhere":
             self.project.rename(elsewhere)
         try:
-            return called(self.packed, name, where)
+            return called(self.packed, where, *names)
         finally:
             if place == "elsewhere":
                 elsewhere.rename(self.project)
 
 
-def called(packed: Path, name: str, folder: Path) -> tuple[Any, str]:
-    """What a function that was packed returns in a rank, and what it writes."""
-    command = [sys.executable, "-P", "-c", RANK, str(packed), name, str(folder)]
+def called(packed: Path, folder: Path, *names: str) -> tuple[dict[str, Any], str]:
+    """Return what functions that were packed return in a rank, and what they write."""
+    command = [sys.executable, "-P", "-c", RANK, str(packed), str(folder), *names]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=env, check=False)
     assert done.returncode == 0, done.stderr
-    return pickle.loads((folder / "result").read_bytes()), done.stderr
+    return pickle.loads((folder / "results").read_bytes()), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -262,9 +264,8 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_a_rank_finds_what_the_script_would_find(script: Script, place: str, name: str) -> None:
-    assert script.call(name, place)[0] == FOUND[name]
+def test_a_rank_finds_what_the_script_would_find(script: Script, place: str) -> None:
+    assert script.call(place, *FOUND)[0] == FOUND
 
 
 def test_what_nothing_names_does_not_travel_with_large_values(script: Script) -> None:
@@ -273,19 +274,17 @@ def test_what_nothing_names_does_not_travel_with_large_values(script: Script) ->
 
 
 def test_ranks_on_this_machine_use_the_users_own_folder(script: Script) -> None:
-    assert script.call("folder", "here")[0] == str(script.project)
-    assert script.call("missing_file", "here")[0] == bytes(3 << 20)
+    found, _ = script.call("here", "folder", "missing_file")
+    assert found == {"folder": str(script.project), "missing_file": bytes(3 << 20)}
 
 
 def test_the_error_for_a_file_that_did_not_travel_says_so(script: Script) -> None:
-    name, note = script.call("missing_file", "elsewhere")[0]
+    found, _ = script.call("elsewhere", "missing_file", "run_by_path")
+    name, note = found["missing_file"]
     assert name == "FileNotFoundError"
     assert "are copies of those on the driver's" in note
     assert "weights.bin has 3,145,728 bytes there" in note
-
-
-def test_the_error_for_a_script_that_is_run_by_a_path_of_the_drivers_host_says_so(script: Script) -> None:
-    name, note = script.call("run_by_path", "elsewhere")[0]
+    name, note = found["run_by_path"]
     assert name == "FileNotFoundError"
     assert note.startswith(
         f"/home/somebody/train.py is not on this rank's host, {socket.gethostname()}, which has copies"
@@ -294,8 +293,8 @@ def test_the_error_for_a_script_that_is_run_by_a_path_of_the_drivers_host_says_s
 
 
 def test_warnings_and_tracebacks_name_the_users_own_files_and_lines(script: Script, place: str) -> None:
-    script.call("paths", place)
-    warned, text, source = script.call("paths", place)[0]  # the second rank there, which may find bytecode
+    script.call(place, "paths")
+    warned, text, source = script.call(place, "paths")[0]["paths"]  # the second rank there, which may find bytecode
     original = str(script.project / "options.py")
     assert warned == original
     assert f'File "{original}", line' in text
@@ -305,7 +304,7 @@ def test_warnings_and_tracebacks_name_the_users_own_files_and_lines(script: Scri
 
 
 def test_records_come_out_as_the_drivers_logging_is_set_up(script: Script, place: str) -> None:
-    assert script.call("record", place)[1] == "INFO of mine: an INFO record\n"
+    assert script.call(place, "record")[1] == "INFO of mine: an INFO record\n"
 
 
 CELL = """
@@ -339,7 +338,7 @@ Path(destination).write_bytes(pickle.dumps((code.pack_code(), {"train": function
 
 def test_a_notebook_which_has_no_file_is_main_too(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", NOTEBOOK, str(tmp_path / "packed"), CELL], cwd=tmp_path, check=True)
-    assert called(tmp_path / "packed", "train", tmp_path)[0] == (4, "def train():")
+    assert called(tmp_path / "packed", tmp_path, "train")[0]["train"] == (4, "def train():")
 
 
 def test_commands_of_installed_programs_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,8 @@ def _become_rank(
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
-    os.environ.clear()
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
     os.environ.update(environment)
 
 
