@@ -27,14 +27,12 @@ from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgen
 from flytekitplugins.daskpytorch.driver.request import (
     request_for,
     request_for_calls,
-    request_of_evaluation,
 )
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.function import (
-    arguments_of,
     check_arguments,
     check_function,
     function_of,
@@ -135,7 +133,6 @@ def run(
     with contextlib.ExitStack() as undo:
         launcher, settings = _launcher(client, settings, undo)
         request = request_for(function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-        request = replace(request, evaluation=request_of_evaluation(request, arguments_of(function, args, kwargs)))
         num_ranks = launcher.num_wanted * request.ranks_per_worker
         futures = Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
         undo.pop_all()

@@ -13,7 +13,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.function import check_function, evaluate, name_of, pack_call
+from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_function, evaluate, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
@@ -87,7 +87,7 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    """Return the request for one gang that calls a function, without key, storage and training.
+    """Return the request for one gang that calls a function, and for its evaluation, without key, storage and training.
 
     Args:
         function: The function that each rank calls.
@@ -99,15 +99,15 @@ def request_for(
         execution: Flyte execution in which the user asked for the gang. None uses this thread's execution.
     """
     call, memory = packed(function, args, kwargs)
-    request = _request(settings, execution or current_execution(), name=name_of(function), call=call)
-    return replace(
-        request,
+    request = replace(
+        _request(settings, execution or current_execution(), name=name_of(function), call=call),
         large=memory,
         pass_local_rank=pass_local_rank,
         code=code,
         script=function if isinstance(function, Script) else None,
         keep=(function, args, kwargs),
     )
+    return replace(request, evaluation=request_of_evaluation(request, arguments_of(function, args, kwargs)))
 
 
 def request_for_calls(settings: Gang) -> Request:
