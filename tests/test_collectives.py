@@ -7,7 +7,7 @@ import pytest
 from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named, users_frames
 from flytekitplugins.daskpytorch.driver.hang_detector import explain_failure
 from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Recalled
-from flytekitplugins.daskpytorch.rank.cells import FILE as CELL
+from flytekitplugins.daskpytorch.rank.calls import CELL
 
 ALL = "the default group (gloo)"
 ROW, COLUMN = "group 1 (gloo)", "group 2 (gloo)"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib
+import linecache
 import queue
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -25,6 +27,8 @@ from flytekitplugins.daskpytorch.rank.link import GangLink
 
 SHARED = (bool, int, float, str, bytes, tuple, type, ModuleType, FunctionType)
 """Types of values that Python or several names may share. No name is known to be bound to such a value by a call."""
+CELL = "<cell of all ranks>"
+"""File name of the cell in tracebacks."""
 
 
 class Server:
@@ -151,3 +155,36 @@ def _wait_for_gpu() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+# ---- Cells of a notebook, run by calls of `cell`
+
+
+def remember(source: str) -> None:
+    """Have tracebacks of this process show the lines of a cell. `linecache` keeps the newest cell."""
+    linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
+
+
+def cell(source: str, kept: Mapping[str, Any]) -> str | None:
+    """Run a cell in this rank's `__main__`, and return its last expression's value as text.
+
+    Args:
+        source: Python code of the cell.
+        kept: Values that the rank keeps, by the name of their reference in the notebook. The cell sees them by name.
+
+    Returns:
+        The `repr` of the value. None if the cell does not end with an expression, or the value is None.
+    """
+    main = vars(sys.modules["__main__"])
+    remember(source)
+    tree = ast.parse(source, CELL)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    main.update(kept)
+    try:
+        exec(compile(tree, CELL, "exec"), main)  # noqa: S102 - the user's own cell
+        value = eval(compile(ast.Expression(last.value), CELL, "eval"), main) if isinstance(last, ast.Expr) else None  # noqa: S307
+        return None if value is None else repr(value)
+    finally:
+        for name, each in kept.items():
+            if main.get(name) is each:  # else the value would stay here without its reference
+                del main[name]

@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.protocol.function import check_arguments, check
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
-from flytekitplugins.daskpytorch.rank.cells import cell, remember
+from flytekitplugins.daskpytorch.rank.calls import cell, remember
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.shown import CallRow, Shown
