@@ -16,7 +16,7 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, Search, dispatch
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 
@@ -62,6 +62,30 @@ def test_ctrl_c_in_result_ends_the_gang_and_is_raised_after_that() -> None:
         futures.result()
     assert futures[0].done()
     assert unfinished == ["PreemptedError"]
+
+
+def test_signal_that_another_thread_was_given_is_heard_by_who_waits() -> None:
+    future = GangFuture(ReceivedResults())
+    before = signal.signal(signal.SIGUSR1, lambda *_: future.set_result("heard"))
+    other = threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    try:
+        other.start()
+        assert future.result() == "heard"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        other.join()
+
+
+def test_waiting_has_the_limits_that_are_asked_for() -> None:
+    future = GangFuture(ReceivedResults())
+    for wait in (future.result, future.exception):
+        with pytest.raises(TimeoutError):
+            wait(0.01)
+    error = TimeoutError("the gang's own")
+    future.set_exception(error)
+    assert future.exception() is error
+    with pytest.raises(TimeoutError, match="the gang's own"):
+        future.result(10)
 
 
 @pytest.fixture

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import string
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flytekitplugins.daskpytorch.driver import request
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol import payload
 from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
-from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, pieces_of_returned
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, cut, pieces_of_returned
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
-from flytekitplugins.daskpytorch.rank.returned import pickled
+from flytekitplugins.daskpytorch.rank.returned import pickled, unwrapped
 from flytekitplugins.daskpytorch.settings import Gang
 
 # ---- A call's arguments in shared memory
@@ -124,8 +130,7 @@ def sent(value: Any, folder: Path | None = None) -> list[Piece]:
 
 def received(pieces: list[Piece]) -> Any:
     results = ReceivedResults()
-    for piece in pieces:
-        results.add(results.keep(0, piece))
+    add(results, 0, pieces)
     return results.load_returned(0, None)
 
 
@@ -170,3 +175,105 @@ def test_a_value_that_the_disk_does_not_take_goes_in_pieces_and_leaves_nothing(
     pieces = sent(b"x" * LARGE, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert received(pieces) == b"x" * LARGE
+
+
+# ---- What the driver has of them
+
+
+BIG = 3 * PIECE_SIZE
+
+
+def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        received.add(received.keep(rank, piece))
+
+
+def num_kept(received: ReceivedResults) -> int:
+    """Pieces on disk."""
+    return received._buffer._num_in_file
+
+
+def test_a_dropped_piece_is_an_error_and_not_empty() -> None:
+    buffer = ResultBuffer()
+    piece = buffer.put(b"weights")
+    assert buffer.get(piece) == b"weights"
+    buffer.drop([piece])
+    with pytest.raises(ValueError, match="dropped"):
+        buffer.get(piece)
+
+
+def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards() -> None:
+    received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]
+    for pieces in zip(*map(sent, data), strict=True):  # the ranks' pieces mix
+        for rank, piece in enumerate(pieces):
+            add(received, rank, [piece])
+    assert received.is_empty  # nobody's submission
+    assert [received.load_returned(rank, None) for rank in (1, 0)] == [data[1], data[0]]
+    assert received.load_returned(2, pickle.dumps(b"small")) == b"small"
+    assert num_kept(received) == 0
+
+
+def test_what_an_older_attempt_returned_does_not_count() -> None:
+    received, submission = ReceivedResults(), list(cut("a", b"x" * BIG))
+    files: list[tuple[int, str, bytes]] = []
+    add(received, 0, sent(b"o" * BIG))  # whole; another rank failed then
+    add(received, 1, sent(b"o" * BIG))
+    add(received, 2, sent(b"o" * BIG)[:2])  # cut short
+    add(received, 0, sent(b"n" * BIG))
+    add(received, 2, submission)
+    add(received, 2, sent(b"n" * BIG))
+    assert received.load_returned(0, None) == b"n" * BIG
+    assert received.load_returned(1, pickle.dumps(b"of the newest attempt")) == b"of the newest attempt"
+    assert received.load_returned(2, None) == b"n" * BIG
+    received.write_files(lambda *written: files.append((*written[:2], b"".join(written[2]))))
+    assert files == [(2, "a", b"x" * BIG)]
+    received.drop_returned()
+    assert num_kept(received) == 0
+
+
+# ---- Made ready for a driver without the rank's GPU and process group
+
+
+class Elsewhere:
+    """What a tensor of a GPU does; there is none where this runs."""
+
+    is_cuda = True
+
+    def cpu(self) -> torch.Tensor:
+        return self.detach().clone()  # type: ignore[attr-defined]
+
+
+class ParameterElsewhere(Elsewhere, nn.Parameter):
+    """A parameter on a GPU."""
+
+
+class Trained(NamedTuple):
+    model: nn.Module
+    loss: float
+
+
+@pytest.fixture
+def wrapped() -> Iterator[DistributedDataParallel]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(nn.Linear(2, 1))
+    dist.destroy_process_group()
+
+
+def test_a_parameter_of_a_gpu_stays_a_parameter() -> None:
+    made = received(sent({"weight": ParameterElsewhere(torch.ones(2)), "frozen": nn.Parameter(torch.ones(2), False)}))
+    assert [(type(each), each.requires_grad) for each in made.values()] == [(nn.Parameter, True), (nn.Parameter, False)]
+    nn.Linear(2, 1).bias = made["weight"]  # a plain tensor is refused there
+
+
+def test_wherever_a_wrapped_model_is_its_own_module_is_returned(wrapped: DistributedDataParallel) -> None:
+    for value in ([wrapped], {"model": wrapped}, (wrapped, 0.5), Trained(wrapped, 0.5)):
+        for made in (unwrapped(value), received(sent(value))):
+            model = made["model"] if isinstance(made, dict) else made[0]
+            assert (type(made), type(model)) == (type(value), nn.Linear)
+            assert torch.equal(model.weight, wrapped.module.weight)
+    assert type(received(sent(SimpleNamespace(model=wrapped))).model) is nn.Linear
+
+
+def test_other_values_are_returned_as_they_are() -> None:
+    value = [nn.Linear(2, 1), {"a": 1}, "text"]
+    assert unwrapped(value) == value
