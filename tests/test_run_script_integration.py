@@ -199,10 +199,12 @@ def test_what_git_ignores_does_not_travel(project: Path) -> None:
     sent = Project()
     sent.add_script(script_of("tools/train.py"))
     assert set(sent.files) == {"train.py", "models/__init__.py", "models/net.py", "conf/main.yaml", "best.ckpt"}
-    (project / "tools/data/raw").mkdir(parents=True)
-    (project / "tools/data/raw/new.txt").touch()
+    for name in ("data/raw/new.txt", "inner/module.py"):
+        (project / "tools" / name).parent.mkdir(parents=True)
+        (project / "tools" / name).touch()
+    subprocess.run(["git", "init", "-q", str(project / "tools/inner")], check=True)  # as a submodule
     sent.add_script(script_of("tools/train.py"))
-    assert "data/raw/new.txt" in sent.files  # neither added nor ignored
+    assert {"data/raw/new.txt", "inner/module.py"} < set(sent.files)  # neither added nor ignored
     assert sent.folders() == [str(project / "tools")]
 
 

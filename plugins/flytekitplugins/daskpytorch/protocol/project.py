@@ -218,8 +218,11 @@ def _known_to_git(root: Path) -> list[Path]:
     except (OSError, subprocess.CalledProcessError):  # there may be no git
         return []
     names = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
-    visible = (name for name in names if not any(part[0] == "." or part in SKIPPED_FOLDERS for part in name.parts))
-    return [path for name in visible if (path := root / name).is_file()]
+    visible = [
+        root / name for name in names if not any(part[0] == "." or part in SKIPPED_FOLDERS for part in name.parts)
+    ]
+    inner = (path for folder in visible if folder.is_dir() for path in _files_below(folder))  # repositories in this one
+    return [*filter(Path.is_file, visible), *inner]
 
 
 def _modules_first(paths: Iterable[Path]) -> list[Path]:
