@@ -65,25 +65,16 @@ def test_nccl_needs_a_gpu() -> None:
 # Evaluation
 
 
-def test_evaluation_counts_every_image_once() -> None:
-    model = _untrained()
-    logits = model(DIGITS.test.images)
-    found = evaluate(model, DIGITS.test, batch_size=100)
-    assert found.num_images == NUM_TEST
-    assert found.loss == pytest.approx(F.cross_entropy(logits, DIGITS.test.labels).item(), rel=1e-5)
-    assert found.accuracy == (logits.argmax(dim=1) == DIGITS.test.labels).double().mean().item()
-    assert torch.equal(found.guesses, logits.argmax(dim=1))
-    torch.testing.assert_close(found.scores, logits.softmax(dim=1))
-
-
-def test_a_gang_counts_every_image_once(gang: list[dict[str, Any]]) -> None:
-    expected = evaluate(_untrained(), DIGITS.test, batch_size=100)
-    for rank in gang:
-        for found in (rank["untrained"], rank["other_group"]):
-            assert found.num_images == NUM_TEST
-            assert found.accuracy == expected.accuracy
-            torch.testing.assert_close(found.scores, expected.scores)
-        assert rank["few"].num_images == 2  # one rank has none
+def test_alone_and_in_a_gang_every_image_counts_once(gang: list[dict[str, Any]]) -> None:
+    logits = _untrained()(DIGITS.test.images)
+    of_ranks = [rank[group] for rank in gang for group in ("untrained", "other_group")]
+    for found in (evaluate(_untrained(), DIGITS.test, batch_size=100), *of_ranks):
+        assert found.num_images == NUM_TEST
+        assert found.loss == pytest.approx(F.cross_entropy(logits, DIGITS.test.labels).item(), rel=1e-5)
+        assert found.accuracy == (logits.argmax(dim=1) == DIGITS.test.labels).double().mean().item()
+        assert torch.equal(found.guesses, logits.argmax(dim=1))
+        torch.testing.assert_close(found.scores, logits.softmax(dim=1))
+    assert [rank["few"].num_images for rank in gang] == [2] * 3  # one rank has none
 
 
 # Training

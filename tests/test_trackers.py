@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
 from flytekitplugins.daskpytorch.display import feeder, tracker
 from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import training as trainings
+from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.host import Execution
@@ -464,3 +465,63 @@ def test_settings_that_make_no_sense_are_refused_all_at_once(make: Callable[[], 
     with pytest.raises(ValueError, match="must be") as caught:
         make()
     assert [part.partition("=")[0].partition("(")[2] for part in str(caught.value).split("; ")] == names
+
+
+# ---- The thread that feeds a tracker
+
+
+def test_the_end_does_not_wait_for_a_run_that_could_not_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    may_fail, closed = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        may_fail.wait(60)
+        raise ValueError("no such project")
+
+    feeding = Feeder("Tracker")
+    feeding.start(begin)
+    ending = threading.Thread(target=feeding.end, args=(closed.set, 120.0), daemon=True)
+    ending.start()
+    until(lambda: feeding._worker.is_urgent, "the end's wait")
+    may_fail.set()
+    ending.join(30)
+    assert not ending.is_alive()
+    assert not closed.is_set()
+    assert capsys.readouterr().err == (
+        "Tracker: ValueError: no such project. Nothing is recorded. The training goes on.\n"
+    )
+
+
+@pytest.mark.parametrize("has_flush", [True, False])
+@pytest.mark.parametrize("is_down", [True, False])
+def test_only_records_and_notes_count_as_missing(
+    has_flush: bool, is_down: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(feeder, "STALL", 0.2)
+    monkeypatch.setattr(feeder, "INTERVAL", 0.0)  # each record is followed by a flush
+
+    def fail() -> None:
+        raise ConnectionError("the server does not answer")
+
+    def send() -> None:
+        if is_down:
+            fail()
+
+    def take() -> None:
+        """Stands for MLflow's, which only fills a batch."""
+
+    feeding = Feeder("Tracker", send if has_flush else None)
+    feeding.start(lambda: None)
+    for _ in range(20):
+        feeding.offer(take if has_flush else send)
+    feeding.put(take)
+    feeding.end(fail, 60.0)
+    lost = (
+        "the last 20 records and notes could not be written in time, and are missing"
+        if is_down
+        else "the run's end could not be recorded in time"
+    )
+    advice = "Check the address and the access to it. Records wait, and the training goes on."
+    assert capsys.readouterr().err.splitlines() == [
+        f"Tracker: the server does not answer. {advice}",
+        f"Tracker: {lost}: check that its server or storage answers",
+    ]
