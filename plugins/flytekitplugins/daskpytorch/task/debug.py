@@ -242,17 +242,16 @@ class _LocalCheckpoint(Checkpoint):
         if isinstance(said, WrittenShards):
             self._committer.commit([said])
         else:
-            self._note_lost(said.number, said.step, said.reason)
+            self._settle(said.number, said.step, said.reason)
 
     def _note_commit(self, commit: Committed) -> None:
-        if commit.error is not None:
-            self._note_lost(commit.number, commit.step, repr(commit.error))
-            return
-        self._note_kept(commit.step)
-        self._sharded.settle(commit.number)
+        self._settle(commit.number, commit.step, None if commit.error is None else repr(commit.error))
 
-    def _note_lost(self, number: int, step: int, reason: str) -> None:
-        self._told.note(f"the sharded checkpoint of step {step} was not kept ({reason})")
+    def _settle(self, number: int, step: int, problem: str | None) -> None:
+        if problem is None:
+            self._note_kept(step)
+        else:
+            self._told.note(f"the sharded checkpoint of step {step} was not kept ({problem})")
         self._sharded.settle(number)
 
     def _note_kept(self, step: int) -> None:
