@@ -208,7 +208,7 @@ def test_a_gang_grows_back_at_a_checkpoint_when_a_worker_comes(
     until(lambda: len(watched.formed_at) == 2, "the gang to go on with one rank")
     end_worker = start_worker(cluster.address, 0, tmp_path)
     try:
-        until(lambda: len(watched.futures._supervisor._state.agents.nodes()) == 2, "the new worker's agent")
+        until(lambda: len(watched.futures._supervisor._gang.state.agents.nodes()) == 2, "the new worker's agent")
         watched.open(7)
         until(lambda: len(watched.starts(0)) == 3, "the gang to grow")
         watched.open(9)
