@@ -93,20 +93,19 @@ class Execution:
         *,
         previous: str = '""',
         env: Mapping[str, str] | None = None,
-        **rest: Any,
+        meddle: Any = None,
+        **inputs: Any,
     ) -> Attempt:
-        """One attempt; `meddle` and what else is not for `execute` are the task's inputs."""
-        own = {"meddle": rest.pop("meddle", None)}
         return execute(
             task,
-            {"folder": str(self.traces), **rest},
+            {"folder": str(self.traces), **inputs},
             cluster=self.cluster,
             cwd=self.project,
             folder=self.folder / f"attempt-{number}",
             number=number,
             previous=previous,
             env={"WANDB_MODE": "offline", **(env or {})},
-            **own,
+            meddle=meddle,
         )
 
     def attempts(

@@ -122,21 +122,9 @@ def execute(
 ) -> Attempt:
     """Run a task by the command that a backend starts in the job-runner's container.
 
-    Args:
-        task: A task of the sample project.
-        inputs: Its inputs.
-        cluster: The scheduler's address.
-        cwd: Where the sample project is.
-        folder: Where inputs, outputs and all else go.
-        archive: Of a fast registration.
-        raw: Where files that are outputs go.
-        env: Added to the container's environment.
-        number: Of the attempt, from 0.
-        checkpoint: Where the intratask checkpoint goes.
-        previous: Where the attempt before had its own; Flyte passes that on every retry, whatever is there.
-        module: Where the task is.
-        meddle: Called with the process that runs; it is waited for afterwards.
-        words: The container's command as it is registered, of a task that is not in the sample project.
+    `cwd` is where the sample project is, and all that is written goes to `folder`. `meddle` is called with the process,
+    which is waited for afterwards. `words` are the registered command of a task that is elsewhere. `previous` is where
+    the attempt before had its checkpoint: Flyte passes that on every retry, whatever is there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ctx = FlyteContextManager.current_context()
