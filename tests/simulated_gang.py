@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.assembly import assemble
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
-from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
+from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
 from flytekitplugins.daskpytorch.driver.vault import Vault
@@ -600,7 +600,7 @@ class World:
 
     # ---- ranks
 
-    def report(self, agent: Agent, rank: int, report: ShortReport | Part) -> None:
+    def report(self, agent: Agent, rank: int, report: ShortReport | ReceivedPiece) -> None:
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
             self.feed(self.state.hear_of_rank, agent, rank, [report])

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
-from flytekitplugins.daskpytorch.driver.part import Moment
+from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, is_complete, is_late
 from flytekitplugins.daskpytorch.driver.stop_request import StopRequest
@@ -26,8 +26,6 @@ from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.code import Code
 
-ANSWER_TIME = 0.4
-"""Seconds to wait for what the ranks can tell about a failure's cause."""
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0 + program_end.MAX_WAIT

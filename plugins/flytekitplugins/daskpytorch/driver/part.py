@@ -21,6 +21,8 @@ from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.questions import Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
+ANSWER_TIME = 0.4
+"""Timeout, in seconds, for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
 Stage = Literal["gathering", "starting", "training", "stopping", "settling"]
 """Stage of a gang: workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended."""
 

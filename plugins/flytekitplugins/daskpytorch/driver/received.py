@@ -19,7 +19,7 @@ Stored = bytes | Segment | list[memoryview]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReceivedPiece:
     """A buffered piece of a submitted file or return value."""
 
     rank: int
@@ -48,7 +48,7 @@ class ReceivedResults:
         self.folder_is_wanted = False
         """True if any rank has requested the folder of the task's results, by a file without a path."""
 
-    def keep(self, rank: int, piece: Piece) -> Part:
+    def keep(self, rank: int, piece: Piece) -> ReceivedPiece:
         """Put a piece of a result or return value into the buffer, and return the part for `add`.
 
         Runs in the listener's thread, so a slow disk makes ranks wait.
@@ -56,10 +56,10 @@ class ReceivedResults:
         if piece.file is not None:
             with Path(piece.file).open("rb") as file:
                 Path(piece.file).unlink()
-                return Part(rank, piece, mapped(file, piece.segments))
-        return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
+                return ReceivedPiece(rank, piece, mapped(file, piece.segments))
+        return ReceivedPiece(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
-    def add(self, part: Part) -> None:
+    def add(self, part: ReceivedPiece) -> None:
         """Append a part to its rank's current result or return value.
 
         Runs in the gang's thread, which drops parts of ranks that have left the attempt.

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
-from flytekitplugins.daskpytorch.driver.received import Part as Piece
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.stop_request import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.protocol import framing, messages, reports
@@ -257,7 +256,9 @@ class GangState:
                     if (attempt := self._attempt_of(peer, rank)) is not None:
                         self._take_report(peer, attempt, rank, Moves(num_moves))
 
-    def hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Piece]) -> None:
+    def hear_of_rank(
+        self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | ReceivedPiece]
+    ) -> None:
         """Record a rank's reports, in order. Ignore exited ranks and ranks outside the attempt."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
@@ -272,7 +273,7 @@ class GangState:
         return attempt
 
     def _take_report(
-        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Piece | Moves
+        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | ReceivedPiece | Moves
     ) -> None:
         match report:
             case LogRecord(step=step):
@@ -280,7 +281,7 @@ class GangState:
                 self.observers.tell("logged", report)
             case reports.Hint(kind, text):
                 self.observers.hint(kind, f"rank {rank} {text}")
-            case Piece():
+            case ReceivedPiece():
                 self.received.add(report)
             case reports.Ready():
                 self._note_ready(attempt, rank)

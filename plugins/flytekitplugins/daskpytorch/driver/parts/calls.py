@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LEAVE_TIME = 10.0
 """Seconds that all ranks have to leave a call after Ctrl-C or `cancel`. Then the gang ends."""
 
-ANSWER_TIME = 5.0
+COMPARE_TIME = 5.0
 """Timeout, in seconds, for the ranks' newest collectives after a call that has failed or was interrupted."""
 
 
@@ -246,7 +246,7 @@ def _have_told(call: StayingCall, attempt: Attempt) -> bool:
     """Ask the ranks for their newest collectives. Return True once all have answered, or the time for it is over."""
     if call.told is None:
         call.told = attempt.ask(Question.COLLECTIVES)
-        call.compare_by = attempt.clock() + ANSWER_TIME
+        call.compare_by = attempt.clock() + COMPARE_TIME
     return attempt.have_answered(call.told) or attempt.clock() >= call.compare_by
 
 

@@ -17,15 +17,13 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     report_hang,
     waits_of,
 )
-from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
+from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.questions import Question
 from flytekitplugins.daskpytorch.protocol.reports import Remembered
 
-ANSWER_TIME = 0.4
-"""Timeout, in seconds, for ranks that may hang to report their stacks. Then silent ranks get a signal."""
 STACKS_WAIT = 1.5
 """Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME` of these seconds, ranks without an
 answer get a signal that makes them write their stacks."""
