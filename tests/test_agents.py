@@ -12,8 +12,8 @@ from flytekitplugins.daskpytorch.driver.agents import (
     BUSY_SCHEDULER_TIMEOUT,
     RECRUIT_INTERVAL,
     SCHEDULER_TIMEOUT,
+    Action,
     Agents,
-    Call,
 )
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.messages import Hello
@@ -29,13 +29,13 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def calls() -> list[Call]:
+def calls() -> list[Action]:
     """The calls that wait for the gang's thread."""
     return []
 
 
 @pytest.fixture
-def agents(cluster: Cluster, calls: list[Call]) -> Agents:
+def agents(cluster: Cluster, calls: list[Action]) -> Agents:
     return Agents(
         launcher=cluster,
         num_ranks=4,
@@ -117,7 +117,7 @@ def test_failure_of_an_earlier_launch_does_not_refuse_a_worker_that_was_asked_ag
 
 
 def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
-    agents: Agents, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    agents: Agents, calls: list[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("the client is closed")

@@ -64,7 +64,7 @@ def state(
 def test_silence_that_is_explained_is_none_but_what_was_slow_before_stays_so() -> None:
     stillness = Stillness([0], now=10.0)
     stillness.note(0, 1, now=60.0)
-    stillness.restart(now=900.0)
+    stillness.excuse(900.0)
     assert stillness.still_for(0, now=901.0) == 1.0
     stillness.note(0, 2, now=910.0)
     assert stillness.hangs_at([0], "auto") == 910.0 + 10 * 50.0

@@ -66,8 +66,8 @@ def test_an_unfinished_file_goes_once_its_writer_must_have_ended(tmp_path: Path)
     cache.put("b", listed(), BODY)
     shelf = cache._path("b", listed()).parent
     young, old = (shelf / f".{letter * 64}-tmp" for letter in "ab")
-    for file in (young, old):
-        file.write_bytes(b"x" * 1_000)
+    young.write_bytes(b"x" * 1_000)
+    old.write_bytes(b"x" * 2_500)  # more than the cache has to free
     os.utime(old, (0, 0))
     for number in range(5):
         cache.put("b", listed(number), BODY)

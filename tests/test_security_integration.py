@@ -103,7 +103,7 @@ def test_no_other_reader_of_pickles_is_used() -> None:
     unsafe += ("yaml.load", "marshal.loads", "shelve.open", "eval", "exec", "dill.loads", "dill.load")
     found = [(path.name, name) for path in SOURCES for name, _ in calls(path) if name in unsafe]
     program = ("script.py", "exec")  # that the user has named
-    assert sorted(found) == [("cells.py", "eval"), ("cells.py", "exec"), program]  # the cell of %%ranks
+    assert sorted(found) == [("calls.py", "eval"), ("calls.py", "exec"), program]  # the cell of %%ranks
 
 
 # ---- Sockets

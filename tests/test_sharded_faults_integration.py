@@ -153,7 +153,7 @@ def test_gang_that_fails_waits_for_its_newest_checkpoint_to_reach_slow_storage(
     uri = bucket(endpoint=proxy.endpoint)
     proxy.fail(late(1.0), methods=("PUT",))
     with pytest.raises(LookupError, match="no such label"):
-        on_this_machine(save_and_fail, checkpoint_uri=uri, max_restarts=0).result()
+        on_this_machine(save_and_fail, checkpoint_uri=uri, max_restarts=0, grace_period=100.0).result()
     assert S3FileSystem().exists(f"{uri}/gang/manifest.json")
 
 

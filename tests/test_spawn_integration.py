@@ -25,10 +25,10 @@ from test_task_integration import (
     SYSTEM,
     Attempt,
     Meddle,
-    Process,
     execute,
 )
 from wandb_file import read_run
+from warm import Program
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -164,7 +164,7 @@ def test_the_run_of_weights_and_biases_is_there_in_rank_0s_first_line(
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_48_sigterm_to_all_processes_of_the_pod(project: Path, method: str) -> None:
-    def meddle(driver: Process) -> None:
+    def meddle(driver: Program) -> None:
         trains = [project / f"trains-{rank}" for rank in range(2)]
         until(lambda: all(path.exists() for path in trains) or driver.poll() is not None, "the training")
         pod = psutil.Process(driver.pid)

@@ -55,10 +55,10 @@ def stacks() -> str:
     return text
 
 
-def show_stacks() -> None:
-    """Write the stacks of all threads to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
+def show(stacks: str) -> None:
+    """Write stacks to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
     with contextlib.suppress(OSError):  # standard error may be closed
-        os.write(2, f"\n{stacks()}".encode())
+        os.write(2, f"\n{stacks}".encode())
 
 
 _stacks_file: IO[str] | None = None

@@ -160,10 +160,11 @@ class Session:
         value: object = None
         match asked.question:
             case Question.STACKS:
+                num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
+                stacks = liveness.stacks()
                 if asked.about:
-                    liveness.show_stacks()
-                progress, num_collectives = self._link.progress, process_group.num_collectives()
-                value = Located(num_collectives, liveness.stacks(), progress.num_moves)
+                    liveness.show(stacks)
+                value = Located(num_collectives, stacks, num_moves)
             case Question.COLLECTIVES:
                 value = flight_recorder.recall()
             case Question.HOLD:
