@@ -43,6 +43,7 @@ import os
 import resource
 import sys
 import time
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.messages import *
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)

@@ -34,7 +34,7 @@ SMALL = Digits(
 
 @pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a gang of three brought back from `_run_cases`."""
+    """Return values of `_run_cases` from each rank of a gang of three."""
     return run_ranks(_run_cases, 3, tmp_path_factory.mktemp("gang"))
 
 

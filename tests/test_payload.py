@@ -235,7 +235,7 @@ def test_what_an_older_attempt_returned_does_not_count() -> None:
 
 
 class Elsewhere:
-    """What a tensor of a GPU does; there is none where this runs."""
+    """Stand-in for a tensor of a GPU: this machine may have none."""
 
     is_cuda = True
 

@@ -344,8 +344,7 @@ class Brain:
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._state.blocks(Moment.RESTART) and self._waits_for_checkpoints(limit):
             return None
-        for part in self._state.parts:
-            part.give_up()
+        self._state.enter("settled")
         return self._go_on()
 
     def _go_on(self) -> Phase:

@@ -23,8 +23,9 @@ from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
 ANSWER_TIME = 0.4
 """Timeout, in seconds, for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
-Stage = Literal["gathering", "starting", "training", "stopping", "settling"]
-"""Stage of a gang: workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended."""
+Stage = Literal["gathering", "starting", "training", "stopping", "settling", "settled"]
+"""Stage of a gang: workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended, and
+nothing of the attempt is awaited any more."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,6 @@ class Part:
 
     def begin(self, attempt: Attempt) -> None:
         """Called when the ranks of an attempt were told to start."""
-
-    def ready(self, attempt: Attempt, rank: int) -> None:
-        """Called when a rank has joined the process group."""
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         """Record the report of a rank of the present attempt, of a type in `takes`."""
@@ -111,9 +109,6 @@ class Part:
 
     def settle(self, *, is_last: bool) -> None:
         """Called when all ranks of an attempt have ended. `is_last`: True if no other attempt seems to follow."""
-
-    def give_up(self) -> None:
-        """Wait no longer for what belongs to the ended attempt."""
 
     def restart(self, number: int) -> None:
         """Called when the gang goes on with attempt `number`."""

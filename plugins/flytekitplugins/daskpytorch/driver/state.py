@@ -250,11 +250,13 @@ class GangState:
 
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
         """Record the ranks' signs of life from their agents' newest heartbeats."""
+        if (part := self._takers.get(Moves)) is None:
+            return
         for connection, beat in newest.items():
             if (peer := self.agents.find(connection)) is not None:
                 for rank, num_moves in framing.moves_in(beat):
                     if (attempt := self._attempt_of(peer, rank)) is not None:
-                        self._take_report(peer, attempt, rank, Moves(num_moves))
+                        part.take(peer, attempt, rank, Moves(num_moves))
 
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | ReceivedPiece]
@@ -273,7 +275,7 @@ class GangState:
         return attempt
 
     def _take_report(
-        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | ReceivedPiece | Moves
+        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | ReceivedPiece
     ) -> None:
         match report:
             case LogRecord(step=step):
@@ -292,8 +294,6 @@ class GangState:
                 attempt.has_stopped_early |= stopped_early
             case Failure():
                 attempt.note_failure(rank, report)
-            case _:  # a part takes it, or nobody does
-                pass
         key = report.question if isinstance(report, Ask) else type(report)
         if (part := self._takers.get(key)) is not None:
             part.take(peer, attempt, rank, report)
@@ -302,8 +302,6 @@ class GangState:
         attempt.note_ready(rank)
         if rank == 0:
             self.enter("training")
-        for part in self.parts:
-            part.ready(attempt, rank)
         if attempt.is_formed:
             began_at = self.asked_at if attempt.number == 0 else attempt.began_at
             self.observers.tell("formed", self.now() - began_at)

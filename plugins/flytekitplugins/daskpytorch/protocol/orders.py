@@ -58,7 +58,7 @@ class Leave:
 
 
 class Brought(enum.Enum):
-    """What an agent brings to its node."""
+    """Kind of object that an agent brings to its node."""
 
     START = "the checkpoint from which an attempt starts"
     ARGUMENTS = "the large arguments of a call"

@@ -10,21 +10,23 @@ from typing import Any
 
 
 class Question(enum.Enum):
-    """Kind of a question. In brackets: what it is about, and the type of the answer."""
+    """Kind of a question. `about` and the answer are None if the kind names none."""
 
     STACKS = enum.auto()
-    """Of the driver: stacks and progress (True if the rank also writes them to its log; `Located`)."""
+    """Stacks and progress of a rank, for the driver. `about`: True if the rank also writes its stacks to its log.
+    Answer: `Located`."""
     COLLECTIVES = enum.auto()
-    """Of the driver: newest collectives (None, `Recalled`, or None if torch does not record them)."""
+    """Newest collectives of a rank, for the driver. Answer: `Recalled`, or None if torch does not record them."""
     HOLD = enum.auto()
-    """Of the driver: block the next call of `should_stop` (signal that the driver may pass to the rank's program, or
-    None; number of calls so far, and whether the program handles the signal)."""
+    """Order of the driver to block the next call of `should_stop`. `about`: signal that the driver may pass to the
+    rank's program, or None. Answer: number of calls so far, and whether the program handles the signal."""
     HALT = enum.auto()
-    """Of the driver: halt in a call of a gang that stays (number of the call; number of the newest collective)."""
+    """Order of the driver to halt in a call of a gang that stays. `about`: number of the call. Answer: number of the
+    collective after which the rank can leave the call, or 0 if unknown."""
     GOODPUT = enum.auto()
-    """Of a rank: the account of the gang's time (None, `Goodput`)."""
+    """Account of the gang's time, for a rank. Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
-    """Of a rank: a checkpoint on its node (`Wanted`; the agent tells by `Arrived`)."""
+    """Checkpoint that a rank needs on its node. `about`: `Wanted`. The agent answers by `Arrived`."""
 
 
 @dataclass(frozen=True)

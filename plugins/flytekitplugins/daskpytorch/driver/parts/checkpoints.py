@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, retained
-from flytekitplugins.daskpytorch.driver.part import Moment, Part
+from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -31,8 +31,8 @@ GOES_ON = "the training goes on, and until the next checkpoint a restart begins 
 class Checkpoints(Part):
     """Fetches, commits and hands out the checkpoints of one gang, across all attempts."""
 
-    _best_wanted_since: float | None = None
-    """Time since which a question for the best checkpoint waits for evaluations. None: none waits."""
+    _awaits_evaluations = False
+    """True while a question for the best checkpoint waits for evaluations."""
     takes = (CheckpointFile, WrittenShards, reports.ShardsNotWritten, Question.CHECKPOINT, messages.Sent)
 
     def __init__(self, state: GangState, committer: Committer) -> None:
@@ -54,7 +54,7 @@ class Checkpoints(Part):
         """Unanswered questions for checkpoints: agent, rank, number and what the rank wants."""
         self._chosen: dict[int, Arrived] = {}
         """Checkpoint that rank 0 got to load, by the number of its question. Other ranks receive the same."""
-        self._best_wanted_since = None
+        self._awaits_evaluations = False
         self._shards: dict[int, dict[int, WrittenShards | reports.ShardsNotWritten]] = {}
         """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
 
@@ -169,7 +169,7 @@ class Checkpoints(Part):
         """Wait for checkpoints on their way, and excuse ranks that wait for them."""
         match moment:
             case Moment.HUNG:  # before its last save, a rank may wait for a commit
-                return bool(self.commits) or self._best_wanted_since is not None
+                return bool(self.commits) or self._awaits_evaluations
             case Moment.RESTART:
                 return self.fetches.is_busy or bool(self.commits)
             case Moment.RESULT:  # only for what stays after the gang
@@ -206,11 +206,9 @@ class Checkpoints(Part):
         if attempt is None or not self._wanted or self.blocks(Moment.RESTART) or self._shards:
             return
         if any(rank == 0 and wanted.step is None for _, rank, _, wanted in self._wanted):
-            if self._best_wanted_since is None:
-                self._best_wanted_since = now
-            if self._state.blocks(Moment.CHOICE):
+            self._awaits_evaluations = self._state.blocks(Moment.CHOICE)
+            if self._awaits_evaluations:
                 return
-            self._best_wanted_since = None
             attempt.excuse()  # ranks that have waited do not count as hung
         waiting, self._wanted = self._wanted, []
         for _, rank, number, wanted in waiting:
@@ -235,9 +233,10 @@ class Checkpoints(Part):
         if is_last:
             self.vault.worker.shorten_pauses()
 
-    def give_up(self) -> None:
-        """Fetch no more checkpoints of the ended attempt."""
-        self.fetches.clear()
+    def enter(self, stage: Stage) -> None:
+        """Fetch no more checkpoints of a settled attempt."""
+        if stage == "settled":
+            self.fetches.clear()
 
     def restart(self, number: int) -> None:
         """Accept no checkpoints that earlier attempts than `number` have written."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.part import Moment, Part
+from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
@@ -198,9 +198,9 @@ class Evaluator(Part):
         """Count the waits of a new attempt."""
         self._delivered_at = self._wanted_at = None
 
-    def ready(self, attempt: Attempt, rank: int) -> None:
-        """Tell rank 0 the metrics that came before it was ready."""
-        if rank == 0:
+    def enter(self, stage: Stage) -> None:
+        """Tell rank 0 the metrics that came before it had joined the process group."""
+        if stage == "training":
             self._tell_trackers()
 
     def note_kept(self, entry: Entry) -> None:

@@ -179,7 +179,7 @@ class Accounting(Part):
     def begin(self, attempt: Attempt) -> None:
         """Forget the questions of earlier attempts."""
         self._answers: dict[int, Goodput] = {}
-        """What ranks were told, by number of the question. All ranks are told the same."""
+        """Goodput that ranks were told, by number of the question. All ranks are told the same."""
         self._waiting: list[tuple[Peer, int]] = []
         """Agent and number of questions of ranks other than 0, which are answered after rank 0's next report."""
 

@@ -93,11 +93,6 @@ class HangWatch(Part):
 
     # ---- what happens
 
-    def ready(self, attempt: Attempt, rank: int) -> None:
-        """Count the ranks' silence once all have joined the process group."""
-        if attempt.is_formed:
-            self._stillness = Stillness(attempt.places, attempt.clock())
-
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         """Record a rank's signs of life, or the collectives that it reports before it ends."""
         if isinstance(report, Moves):
@@ -134,8 +129,13 @@ class HangWatch(Part):
     # ---- after a failure
 
     def orders(self, now: float) -> None:
-        """Ask all ranks for their collectives, shortly before the ranks of a failed attempt are stopped."""
+        """Count the ranks' silence once all have joined the process group.
+
+        Ask all ranks for their collectives shortly before the ranks of a failed attempt are stopped.
+        """
         attempt = self._state.training
+        if attempt is not None and attempt.is_formed and self._stillness is None:
+            self._stillness = Stillness(attempt.places, now)
         if attempt is not None and self._search is None and self._search_at(attempt) <= now:
             self._search = Look(attempt, self._final)
 
