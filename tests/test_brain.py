@@ -38,9 +38,9 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.orders import Settled
+from flytekitplugins.daskpytorch.protocol.orders import Release, Settled
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question, Wanted
-from flytekitplugins.daskpytorch.protocol.reports import Hint, Ready, Remembered, Returned
+from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, Hint, LeftPrompt, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -127,6 +127,18 @@ def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld)
     world.form()
     assert world.watcher.reasons.count("more workers have come") == 1
     assert sum(len(agent.ranks) for agent in world.connected()) == 2
+
+
+def test_gang_grows_right_after_a_checkpoint_and_at_no_other_time(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    shrunk(world)
+    world.train()
+    world.join(world.new_worker())
+    world.wait(60.0)
+    assert "more workers have come" not in world.watcher.reasons
+    world.train()
+    world.obey_all()
+    assert "more workers have come" in world.watcher.reasons
 
 
 def test_newcomer_that_is_taken_away_again_does_not_stop_the_smaller_gang(world_of: MakeWorld) -> None:
@@ -419,6 +431,26 @@ def test_upload_whose_connection_broke_is_asked_for_again(gang_of: MakeWorld) ->
     assert world.starts[1].job.checkpoint is not None
 
 
+def test_upload_of_an_earlier_attempt_comes_too_late_and_holds_up_no_other(gang_of: MakeWorld) -> None:
+    world = gang_of(start_timeout=60.0)
+    agent = world.agent(W1)
+    world.step(agent)
+    world.fail(world.agent(W2), 1, RuntimeError("gloo: Connection reset by peer"))
+    world.kill_worker(W2)
+    let_pass(world, 65)  # the upload is awaited for a minute
+    world.new_worker()
+    world.wait(1.0)
+    world.form()
+    assert [start.job.attempt for start in world.starts] == [0, 1]
+    world.step(agent)
+    world.obey_all()
+    assert [file.attempt for file in agent.uploads] == [0, 1]
+    world.upload(agent)
+    assert world.saving.saved() == ()
+    world.upload(agent)
+    assert [saved.step for saved in world.saving.saved()] == [1]
+
+
 def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.train()
@@ -652,6 +684,15 @@ def test_agent_that_dials_in_again_has_lost_its_ranks(gang_of: MakeWorld) -> Non
     assert "its worker was lost" in world.watcher.reasons[0]
     world.finish()
     assert world.results == [0, 1]
+
+
+def test_all_ranks_stop_at_the_foremost_ranks_call(gang_of: MakeWorld) -> None:
+    world = gang_of()
+    world.feed(world.state.request_stop, REASON)
+    for worker, rank, num_calls, told in ((W1, 0, 5, []), (W2, 1, 3, [Release(5)])):
+        world.report(world.agent(worker), rank, Answer(Question.HOLD, 1, (num_calls, False)))
+        orders = [getattr(order, "order", None) for order in world.agent(W1).orders]
+        assert [order for order in orders if isinstance(order, Release)] == told
 
 
 def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(gang_of: MakeWorld) -> None:
@@ -1013,9 +1054,9 @@ def test_failed_ranks_answer_does_not_displace_the_collectives_of_its_failure(ga
     world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False)))
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
     failure = Failure.of(RuntimeError("gloo: Connection reset by peer"), world.clock())
-    located = Answer(Question.STACKS, world.brain._attempt._num_asked - 1, Located(1, "stack", -1))
-    for report in (replace(failure, recalled=recalled(1)), located):
-        world.report(world.agent(W2), 1, report)
+    world.report(world.agent(W2), 1, replace(failure, recalled=recalled(1)))
+    world.recalled = {}
+    locate(world, W2, 1, "stack", -1)
     world.leave(world.agent(W2), 1, 1)
     world.obey_all()
     assert "rank 1 has not called collective 2 of the default group (gloo)" in str(raised(world))
@@ -1233,6 +1274,19 @@ def test_last_rank_at_work_is_left_alone(world_of: MakeWorld) -> None:
     world.deliver(world.agent(W2))
     watch(world, 5 * 3600)
     assert not world.is_over
+
+
+def test_time_at_a_prompt_does_not_count_as_a_slow_step(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0, hang_timeout="auto"))
+    world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
+    for rank, worker in enumerate((W1, W2)):
+        world.report(world.agent(worker), rank, AtPrompt("stops", 1e6, None, is_attached=True))
+    world.wait(10_000.0)
+    world.report(world.agent(W1), 0, LeftPrompt(steps=False))
+    world.beat(world.agent(W1), {0: 9})
+    world.report(world.agent(W2), 1, LeftPrompt(steps=False))
+    let_pass(world, 400)
+    assert isinstance(raised(world), GangHungError)
 
 
 def test_looks_become_rare_as_silence_grows(world_of: MakeWorld) -> None:
