@@ -40,7 +40,7 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Release, Settled
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question, Wanted
-from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, Hint, LeftPrompt, Ready, Remembered, Returned
+from flytekitplugins.daskpytorch.protocol.reports import Debugged, Hint, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -1280,11 +1280,11 @@ def test_time_at_a_prompt_does_not_count_as_a_slow_step(world_of: MakeWorld) -> 
     world = formed(world_of(max_restarts=0, hang_timeout="auto"))
     world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
     for rank, worker in enumerate((W1, W2)):
-        world.report(world.agent(worker), rank, AtPrompt("stops", 1e6, None, is_attached=True))
+        world.report(world.agent(worker), rank, Debugged("stops"))
     world.wait(10_000.0)
-    world.report(world.agent(W1), 0, LeftPrompt(steps=False))
+    world.report(world.agent(W1), 0, Debugged())
     world.beat(world.agent(W1), {0: 9})
-    world.report(world.agent(W2), 1, LeftPrompt(steps=False))
+    world.report(world.agent(W2), 1, Debugged())
     let_pass(world, 400)
     assert isinstance(raised(world), GangHungError)
 

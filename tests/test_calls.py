@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.questions import Ask
-from flytekitplugins.daskpytorch.protocol.reports import AtPrompt
+from flytekitplugins.daskpytorch.protocol.reports import Debugged
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 
 W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
@@ -245,7 +245,7 @@ def test_a_prompt_that_its_call_has_ended_excuses_no_other_rank(tmp_path: Path) 
     world = Staying(tmp_path, hang_timeout=5.0).begin()
     world.ask()
     world.obey_all()
-    world.report(world.agent(W2), 1, AtPrompt("stops", 300.0, None, is_attached=True))
+    world.report(world.agent(W2), 1, Debugged("stops"))
     world.end_call(1)
     for _ in range(10):
         world.wait(1.0)

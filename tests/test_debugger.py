@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -19,20 +19,12 @@ from flytekitplugins.daskpytorch.driver.parts import debugger as module
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.debugging import (
-    DRIVER,
-    PORTS_VARIABLE,
-    Debugging,
-    RankFile,
-    connect,
-    find_ranks,
-    listen,
-)
-from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
+from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging, RankFile, find_ranks, listen
+from flytekitplugins.daskpytorch.protocol.reports import Debugged, Noted
 from processes import until
 from simulated_gang import World, raised
 
-STOPS = AtPrompt("stops at train.py:31 (step)", 300.0, None, is_attached=False)
+STOPS = Debugged("stops at train.py:31 (step)", needs_terminal=True)
 
 
 @pytest.fixture
@@ -45,7 +37,7 @@ def world(tmp_path: Path) -> World:
     return world
 
 
-def say(world: World, rank: int, report: AtPrompt | LeftPrompt | Noted) -> None:
+def say(world: World, rank: int, report: Debugged | Noted) -> None:
     world.report(world.connected()[rank], rank, report)
 
 
@@ -64,10 +56,10 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     [note] = how_to_attach(world)
     assert note.startswith("train: rank 1 (tcp://10.0.0.2:1) stops at train.py:31 (step), and waits up to 300 s")
     assert note.endswith(": daskpytorch attach 1")
-    say(world, 1, LeftPrompt(steps=True))
-    say(world, 1, replace(STOPS, is_attached=True))
+    say(world, 1, Debugged(steps=True))
+    say(world, 1, replace(STOPS, needs_terminal=False))
     assert how_to_attach(world) == [note]
-    say(world, 1, LeftPrompt(steps=False))
+    say(world, 1, Debugged())
     world.wait(29.0)
     assert not stopped(world)
     world.wait(10.0)
@@ -75,10 +67,9 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
 
 
 def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
-    say(world, 0, Noted("waits for a debugger", is_debugged=True))
+    say(world, 0, Debugged("waits for a debugger"))
     world.wait(1_000.0)
     assert not stopped(world)
-    assert any("rank 0 waits for a debugger" in note for note in world.watcher.notes)
 
 
 def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
@@ -88,7 +79,7 @@ def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
     say(world, 0, STOPS)
     world.wait(1_000.0)
     assert not stopped(world)
-    say(world, 0, LeftPrompt(steps=False))
+    say(world, 0, Debugged())
     world.wait(59.0)
     assert not stopped(world)
     world.wait(2.0)
@@ -133,23 +124,18 @@ class Desk:
         self.folder = folder
         self.shown: list[int | None] = []
         """The ranks that had the terminal, as observers have heard."""
-        self.leaves = False
-        """The user presses Ctrl-]."""
-        self.ranks = [listen(folder, rank) for rank in range(2)]
-        self.attached: dict[int, socket.socket] = {}
-        """The ranks' ends of the driver's connections."""
+        self.leaves = [threading.Event(), threading.Event()]
+        """For each rank, set once it gives the terminal back."""
 
-    def talk(self, connection: socket.socket) -> bool:
-        with contextlib.suppress(ConnectionResetError):  # the test has not read the first byte
-            connection.recv(1)
-        return self.leaves
+    def talk(self, folder: Path, rank: int, _: bytes) -> bool:
+        assert folder == self.folder
+        assert self.leaves[rank].wait(60)
+        return False
 
     def stop(self, rank: int) -> None:
-        """A rank of this machine stops at a prompt."""
-        is_new = rank not in self.attached
+        """A rank of this machine stops at a prompt, and waits for a terminal."""
+        self.leaves[rank].clear()
         say(self.world, rank, replace(STOPS, folder=str(self.folder)))
-        if is_new:
-            self.attached[rank] = self.ranks[rank].accept()[0]
 
     def is_shown(self, *ranks: int | None) -> None:
         """Wait until these ranks have had the terminal."""
@@ -163,53 +149,43 @@ class Desk:
 
 @pytest.fixture
 def desk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    (folder := tmp_path / "agent").mkdir(mode=0o700)
-    desk = Desk(world, folder)
+    desk = Desk(world, tmp_path)
     monkeypatch.setattr(module, "has_terminal", lambda: True)
     monkeypatch.setattr(module, "talk", desk.talk)
     monkeypatch.setattr(world.watcher, "debugging", desk.shown.append)
     yield desk
+    for leaves in desk.leaves:
+        leaves.set()
     world.debugger.end()
-    for each in (*desk.ranks, *desk.attached.values()):
-        each.close()
 
 
 def test_one_rank_after_the_other_has_the_terminal(desk: Desk) -> None:
     desk.stop(1)
+    desk.is_shown(1)
     desk.stop(0)
-    desk.is_shown(1)
-    say(desk.world, 1, LeftPrompt(steps=True))
-    say(desk.world, 1, replace(STOPS, is_attached=True))
-    desk.is_shown(1)
-    say(desk.world, 1, LeftPrompt(steps=True))
-    desk.attached.pop(1).close()  # the step takes long
+    say(desk.world, 1, replace(STOPS, needs_terminal=False))  # after a step
+    desk.leaves[1].set()
     desk.is_shown(1, None, 0)
     desk.stop(1)
-    desk.attached[0].close()
+    desk.leaves[0].set()
     desk.is_shown(1, None, 0, None, 1)
     assert not how_to_attach(desk.world)
 
 
-def test_the_terminal_is_free_after_the_end_of_its_rank(desk: Desk) -> None:
+@pytest.mark.parametrize("report", [Debugged(), replace(STOPS, needs_terminal=False), None])
+def test_rank_that_needs_no_terminal_any_more_gets_none(desk: Desk, report: Debugged | None) -> None:
     desk.stop(1)
     desk.is_shown(1)
-    desk.attached[1].close()
-    desk.world.leave(desk.world.connected()[1], 1, -9)
-    desk.world.wait(1.0)
-    assert stopped(desk.world)
+    desk.stop(0)
+    if report is None:
+        desk.world.leave(desk.world.connected()[0], 0, -9)
+    else:
+        say(desk.world, 0, report)  # a user has attached another terminal
+    desk.leaves[1].set()
     desk.is_shown(1, None)
 
 
-def test_a_user_who_leaves_a_rank_learns_how_to_attach_again(desk: Desk) -> None:
-    desk.stop(1)
-    desk.is_shown(1)
-    desk.leaves = True
-    desk.attached[1].close()
-    desk.is_shown(1, None)
-    assert len(how_to_attach(desk.world)) == 1
-
-
-def test_a_held_rank_does_not_take_the_terminal(desk: Desk) -> None:
+def test_held_rank_does_not_take_the_terminal(desk: Desk) -> None:
     say(desk.world, 1, STOPS)
     assert len(how_to_attach(desk.world)) == 1
     assert desk.shown == []
@@ -229,7 +205,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def is_closed(folder: Path) -> bool:
     with pytest.raises(OSError, match=r"not this user's alone|Not a directory|Too many levels"):
-        connect(folder, 1, DRIVER)
+        listen(folder, 2)
     return not find_ranks()
 
 

@@ -12,15 +12,16 @@ import pytest
 RANK = """
     import os
     import signal
+    import socket
     import sys
     import threading
     import time
+    from multiprocessing.connection import wait
     from pathlib import Path
     from types import SimpleNamespace
 
-    from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, connect
+    from flytekitplugins.daskpytorch.protocol.debugging import DRIVER
     from flytekitplugins.daskpytorch.protocol.failure import Failure
-    from flytekitplugins.daskpytorch.protocol.reports import AtPrompt
     from flytekitplugins.daskpytorch.rank.debugger import Prompt, watch_pdb
 
     folder = Path(sys.argv[1])
@@ -30,12 +31,15 @@ RANK = """
     def attend():
         "Do the next thing at each prompt of the rank."
         shown = b""
-        with connect(folder, 0, DRIVER) as terminal:
-            while output := terminal.recv(1000):
-                shown += output
-                if todo and b"(Pdb rank 0) " in shown:
-                    shown = b""
-                    todo.pop(0)(terminal)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(f"{folder}/debugger-0")
+        connection.send(DRIVER)
+        _, [keyboard], *_ = socket.recv_fds(connection, 1, 1)
+        while wait([keyboard, connection]) == [keyboard]:
+            shown += os.read(keyboard, 1000)
+            if todo and b"(Pdb rank 0) " in shown:
+                shown = b""
+                todo.pop(0)(keyboard)
 
 
     def look():
@@ -59,7 +63,7 @@ RANK = """
 
 
     def send(report):
-        if isinstance(report, AtPrompt):
+        if report.needs_terminal:
             threading.Thread(target=attend, daemon=True).start()
 
 
@@ -84,10 +88,10 @@ RANK = """
 @pytest.mark.parametrize(
     ("things", "expected"),
     [
-        (r"[lambda terminal: (os.kill(os.getpid(), signal.SIGALRM), terminal.sendall(b'\r'))]", "left []"),
+        (r"[lambda terminal: (os.kill(os.getpid(), signal.SIGALRM), os.write(terminal, b'\r'))]", "left []"),
         ("[lambda terminal: end_call()]", "left []"),
         ("[lambda terminal: (fork(), end_call())]", "left []"),
-        (r"[lambda terminal: (look(), terminal.sendall(b'q\r'))]", "SIGINT raises KeyboardInterrupt left []"),
+        (r"[lambda terminal: (look(), os.write(terminal, b'q\r'))]", "SIGINT raises KeyboardInterrupt left []"),
     ],
     ids=["exception of a signal", "end of the call", "end of the call with a child", "Ctrl-C"],
 )

@@ -3,11 +3,9 @@
 Runs in the user's terminal. The rank itself answers, at a socket that only its user can reach.
 """
 
-import contextlib
-
 import click
 
-from flytekitplugins.daskpytorch.protocol.debugging import USER, connect, find_ranks, has_terminal, talk
+from flytekitplugins.daskpytorch.protocol.debugging import USER, find_ranks, has_terminal, talk
 
 
 @click.command(short_help="Open the debugger of a rank on this machine, or list the ranks.")
@@ -50,9 +48,7 @@ def attach(gang: str, rank: int | None) -> None:
         flush=True,
     )
     try:
-        connection = connect(folder, rank, USER)
+        has_left = talk(folder, rank, USER)
     except OSError as error:
         raise click.ClickException(f"rank {rank} has left its debugger: {error}") from error
-    with contextlib.closing(connection):
-        has_left = talk(connection)
-    print("\ndetached" if has_left else "\nthe rank has ended, or another terminal was attached to it")
+    print("\ndetached" if has_left else "\nthe rank has ended or goes on, or another terminal was attached to it")

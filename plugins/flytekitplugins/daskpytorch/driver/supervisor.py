@@ -155,7 +155,6 @@ class Supervisor:
                 self._gang = gang = self._listen(committer, folder, stack)
                 stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
                 stack.callback(gang.evaluator.end)
-                stack.callback(gang.debugger.end)
                 ends = gang.state.deadlines
                 try:
                     results = self._see_through(gang, committer)
@@ -210,6 +209,7 @@ class Supervisor:
             running_clock=RunningClock(),
         )
         listener.listen(gang.state)
+        stack.callback(gang.debugger.end)
         stack.callback(listener.end)
         stack.callback(listener.dismiss, messages.Close(), gang.state.deadlines.dismiss)
         return gang

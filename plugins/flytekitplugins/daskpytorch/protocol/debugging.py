@@ -1,15 +1,18 @@
-"""Debuggers in ranks: the driver's settings for them, and the socket at which a terminal attaches to a rank's debugger.
+"""Debuggers in ranks: the driver's settings for them, and the way from a terminal to a rank's debugger.
 
 A terminal is the driver's own, or one with the command `daskpytorch attach`. It is on the rank's machine.
 
-    terminal                                  rank, in the folder of its agent, which only this user can open
-      │ ─── connection ─────────────────────▶ │ socket `debugger-1`
-      │ ─── who it is, its own descriptor ──▶ │ from which the rank reads the terminal's size
-      │ ─── keys ───────────────────────────▶ │ pseudo-terminal of pdb
-      │ ◀── output ────────────────────────── │
+    terminal                                      rank, in the folder of its agent, which only this user can open
+      │ ─── connection, who it is ──────────────▶ │ socket `debugger-1`
+      │ ◀── pseudo-terminal of pdb ────────────── │
+      │ ─── a byte for each Ctrl-C ─────────────▶ │ SIGINT
+      │ ◀── end of the connection ─────────────── │ goes on, or another terminal was attached
+
+The terminal's process passes keys and output on between terminal and pseudo-terminal.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -17,6 +20,7 @@ import socket
 import stat
 import tempfile
 import termios
+import tty
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -24,12 +28,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Self
 
-from flytekitplugins.daskpytorch.process.folders import remove_abandoned, replacing
+from flytekitplugins.daskpytorch.process.folders import replacing
 from flytekitplugins.daskpytorch.settings import Gang
 
 PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
 """Environment variable with the ranks that wait for an editor's debugger, and their ports: `0:5678,1:5679`."""
-RANK_AND_PORT = re.compile(r"\s*(\d{1,6}):(\d{1,5})\s*", re.ASCII)
+RANKS_AND_PORTS = re.compile(r"(?:^|,)\s*(\d{1,6}):(\d{1,5})\s*(?=,|$)", re.ASCII)
 MAX_PORT = 65_535
 AT_TERMINAL = timedelta(hours=1)
 """Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
@@ -40,6 +44,8 @@ DRIVER, USER = b"d", b"u"
 """First byte of the driver's terminal, which is detached when the rank leaves its prompt, and of other terminals."""
 LEAVE = b"\x1d"
 """Byte that a terminal in raw mode sends for Ctrl-], by which the user leaves a rank at its prompt."""
+INTERRUPT = b"\x03"
+"""Byte that a terminal in raw mode sends for Ctrl-C."""
 READ_SIZE = 1 << 14
 
 
@@ -75,11 +81,9 @@ class Debugging:
 
 
 def _ports(text: str) -> dict[int, int]:
-    if not text.strip():
-        return {}
-    found = [RANK_AND_PORT.fullmatch(part) for part in text.split(",")]
-    ports = {int(match[1]): int(match[2]) for match in found if match is not None}
-    if len(ports) != len(found) or not all(0 < port <= MAX_PORT for port in ports.values()):
+    found = RANKS_AND_PORTS.findall(text)
+    ports = {int(rank): int(port) for rank, port in found if 0 < int(port) <= MAX_PORT}
+    if len(ports) != (text.count(",") + 1 if text.strip() else 0):
         raise ValueError(
             f"{PORTS_VARIABLE}={text!r}: must be a rank and a port from 1 to {MAX_PORT}, such as 1:5678, or several "
             "with commas between them, such as 0:5678,1:5679"
@@ -110,10 +114,8 @@ class RankFile:
 
 def find_ranks() -> list[tuple[Path, RankFile]]:
     """Return the ranks of this user that run on this machine, each with the folder of its agent."""
-    place = tempfile.gettempdir()
-    remove_abandoned(place)  # with the files of killed agents
     found = []
-    for folder in sorted(Path(place).glob("daskpytorch-*")):
+    for folder in sorted(Path(tempfile.gettempdir()).glob("daskpytorch-*")):
         with contextlib.suppress(OSError, ValueError, TypeError), _private(folder) as opened:
             files = [RankFile(**json.loads(path.read_text())) for path in sorted(Path(opened).glob("rank-*.json"))]
             found += [(folder, file) for file in files if Path(f"/proc/{file.pid}").exists()]
@@ -157,57 +159,52 @@ def has_terminal() -> bool:
     return False
 
 
-def connect(folder: Path, rank: int, who: bytes) -> socket.socket:
-    """Attach this process's terminal to the debugger of a rank on this machine.
+def talk(folder: Path, rank: int, who: bytes) -> bool:
+    """Attach this process's terminal to the debugger of a rank on this machine, until the user or the rank ends that.
 
     Args:
         folder: The folder of the rank's agent.
         rank: The rank.
         who: `DRIVER` or `USER`.
 
-    Raises:
-        OSError: The rank has ended, runs on another machine, or has yet to call a debugger.
-    """
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        with _private(folder) as opened:
-            connection.connect(f"{opened}/debugger-{rank}")
-        socket.send_fds(connection, [who], [0])
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def talk(connection: socket.socket) -> bool:
-    """Pass keys to a rank's debugger and show its output, until the user or the rank closes the connection.
-
     Returns:
         True if the user has left by Ctrl-], or the terminal is gone.
+
+    Raises:
+        OSError: The rank has ended, or has yet to call a debugger.
     """
-    with contextlib.suppress(OSError, termios.error), _raw_mode():
-        while True:
-            ready = wait([0, connection])
-            if connection in ready:
-                if not (output := connection.recv(READ_SIZE)):
-                    return False
-                while output:
-                    output = output[os.write(0, output) :]
-            if 0 in ready:
-                if not (keys := os.read(0, READ_SIZE)) or LEAVE in keys:
-                    return True
-                connection.sendall(keys)
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+        with _private(folder) as opened:
+            connection.connect(f"{opened}/debugger-{rank}")
+        connection.send(who)
+        _, keyboards, *_ = socket.recv_fds(connection, 1, 1)
+        if not keyboards:
+            raise ConnectionRefusedError("another terminal is attached")
+        stack.callback(os.close, keyboards[0])
+        modes = termios.tcgetattr(0)
+        tty.setraw(0)
+        stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, modes)
+        with contextlib.suppress(OSError, termios.error):
+            return _pass_on(connection, keyboards[0])
     return not has_terminal()
 
 
-@contextlib.contextmanager
-def _raw_mode() -> Iterator[None]:
-    """Have the terminal pass on each key in the block. The rank's pseudo-terminal does echo and line editing."""
-    modes = termios.tcgetattr(0)
-    raw = [modes[0] & ~(termios.ICRNL | termios.IXON), *modes[1:]]
-    raw[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG | termios.IEXTEN)
-    termios.tcsetattr(0, termios.TCSADRAIN, raw)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, modes)
+def _pass_on(connection: socket.socket, keyboard: int) -> bool:
+    while True:
+        fcntl.ioctl(keyboard, termios.TIOCSWINSZ, fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8)))
+        ready = wait([0, keyboard, connection])
+        if connection in ready:
+            return False
+        if keyboard in ready:
+            output = os.read(keyboard, READ_SIZE)
+            while output:
+                output = output[os.write(0, output) :]
+        if 0 in ready:
+            if not (keys := os.read(0, READ_SIZE)) or LEAVE in keys:
+                return True
+            if INTERRUPT in keys:  # no process group belongs to the pseudo-terminal
+                connection.send(INTERRUPT)
+            else:
+                with contextlib.suppress(BlockingIOError):  # keys beyond the kernel's buffer are lost
+                    os.write(keyboard, keys)

@@ -60,8 +60,6 @@ class Noted:
 
     text: str
     """Text about the rank, which the driver shows after the words `rank N`."""
-    is_debugged: bool = False
-    """True if the rank waits for a debugger, such as an editor, and cannot count as hung."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +71,17 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class AtPrompt:
-    """Report that a rank's debugger shows a prompt. The rank cannot count as hung until it leaves the prompt."""
+class Debugged:
+    """Report that the rank is in a debugger, in which it cannot count as hung, or has left the debugger's prompt."""
 
-    state: str
-    """Reason, which the driver shows after the words `rank N`."""
-    timeout: float
-    """Seconds without a terminal until the rank gives up."""
-    folder: str | None
-    """Folder of the rank's agent, in which the driver may attach its terminal. None: the rank is held."""
-    is_attached: bool
-    """True if a terminal is attached already."""
-
-
-@dataclass(frozen=True)
-class LeftPrompt:
-    """Report that the rank's debugger has left its prompt."""
-
-    steps: bool
-    """True if the debugger will show its next prompt soon, for example after `next`."""
+    state: str = ""
+    """Reason, which the driver shows after the words `rank N`. Empty: the rank has left the prompt."""
+    folder: str | None = None
+    """Folder of the rank's agent, in which the driver may attach its terminal. None: the driver must not."""
+    needs_terminal: bool = False
+    """True if the prompt waits for a terminal."""
+    steps: bool = False
+    """True if the rank that has left the prompt will show its next one soon, for example after `next`."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +107,7 @@ ShortReport = (
     | Hint
     | Noted
     | Remembered
-    | AtPrompt
-    | LeftPrompt
+    | Debugged
     | Returned
     | CallEnded
     | Failure

@@ -1,8 +1,7 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-Ranks have no terminal. A rank that calls pdb makes a pseudo-terminal, and waits until the driver attaches its terminal,
-or a user attaches another one by `daskpytorch attach`. While a prompt is shown, the rank uses the pseudo-terminal as
-standard input, output and error.
+Ranks have no terminal. A rank that calls pdb waits until the driver attaches its terminal, or a user attaches another
+one by `daskpytorch attach`. While a prompt is shown, a pseudo-terminal is its standard input, output and error.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import bdb
 import contextlib
 import functools
-import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import reports
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, RankFile
 from flytekitplugins.daskpytorch.rank.libraries import after_import
-from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal, wait_until_read
+from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
 if TYPE_CHECKING:
@@ -48,10 +46,10 @@ class Prompt:
         self._timeout = order.job.settings.attach_timeout
         self._send = send
         self._terminal: PseudoTerminal | None = None
-        """This rank's pseudo-terminal. None before the first prompt, and after one that no terminal has attended."""
-        self._pid = os.getpid()
+        """This rank's pseudo-terminal. None before the first prompt."""
         self.is_call_ending = False
         """True if the driver ends the present call of a gang that stays. Prompts then end within a second."""
+        self._pid = os.getpid()
         self.failure: Failure | None = None
         """Report of the exception for which the rank is held. None: the rank is not held."""
         self._describe()
@@ -71,70 +69,50 @@ class Prompt:
         import pdb  # noqa: T100
 
         self.failure = failure
-        debugger = pdb.Pdb(nosigint=True)
-        debugger.reset()
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # between calls, SIGINT has no effect
         try:
             # NoDebuggerError, or a signal's exception, as torch's for a lost worker of a loader: `error` is the news.
             with contextlib.suppress(Exception, KeyboardInterrupt):
-                debugger.interaction(None, error.__traceback__)
+                pdb.post_mortem(error.__traceback__)
         finally:
             signal.signal(signal.SIGINT, usual)
             self.failure = None
 
-    def check(self) -> None:
-        """Check that this process can have a debugger.
+    def show(self, where: str, interact: Callable[[], bool]) -> None:
+        """Call `interact` with this rank's pseudo-terminal as standard input, output and error.
+
+        Args:
+            where: Text about the rank for users, such as `stops at train.py:12 (train)`.
+            interact: Shows prompts until the user lets the rank go on, or until the end of the input. Returns True if
+                the rank will show its next prompt soon.
 
         Raises:
-            NoDebuggerError: The rank has forked this process.
+            KeyboardInterrupt: The driver ends the call.
+            NoDebuggerError: No terminal was attached in time, or this process was forked by the rank.
         """
         if os.getpid() != self._pid:
             raise NoDebuggerError(
                 f"a debugger was called for in a process that rank {self.rank} has started, as a DataLoader's worker: "
                 "no terminal reaches it. Load in the rank itself, with num_workers=0."
             )
-
-    @contextlib.contextmanager
-    def shown(self, where: str) -> Iterator[None]:
-        """Wait for a terminal, and use it as standard input, output and error in the block.
-
-        Args:
-            where: Text about the rank for users, such as `stops at train.py:12 (train)`.
-
-        Raises:
-            KeyboardInterrupt: The driver ends the call.
-            NoDebuggerError: No terminal was attached in time, or this process was forked by the rank.
-        """
-        self.check()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
         terminal = self._terminal = self._terminal or PseudoTerminal(
             self._folder, self.rank, self._timeout, lambda: self.is_call_ending
         )
         self._describe(where)
         # Nobody may sit at the driver's terminal when a rank fails.
         folder = str(self._folder) if self.failure is None else None
-        with terminal.prompt() as is_attached:
-            self._send(reports.AtPrompt(where, self._timeout, folder, is_attached=is_attached))
-            try:
-                with _in_place(terminal.slave):
-                    yield
-            except OSError:
-                if not terminal.is_given_up:
-                    raise
-        if terminal.is_given_up:
-            os.close(terminal.slave)
-            self._terminal = None
-            raise KeyboardInterrupt if self.is_call_ending else self._no_debugger(where)
-
-    def leave(self, *, steps: bool) -> None:
-        """Tell the driver that the debugger's prompt is over. `steps`: True if this rank shows its next prompt soon."""
-        if not steps:
-            self._describe()
-            if self._terminal is not None:
-                self._terminal.leave()
-        self._send(reports.LeftPrompt(steps))
+        steps = False
+        try:
+            with terminal.prompt():
+                self._send(reports.Debugged(where, folder, needs_terminal=not terminal.is_attached))
+                steps = interact()
+            if terminal.is_given_up:
+                raise KeyboardInterrupt if self.is_call_ending else self._no_debugger(where)
+        finally:
+            if not steps:
+                self._describe()
+                terminal.leave()
+            self._send(reports.Debugged(steps=steps))
 
     def _describe(self, prompt: str = "") -> None:
         RankFile(gang=self._gang, rank=self.rank, pid=self._pid, prompt=prompt).write(self._folder)
@@ -149,23 +127,6 @@ class Prompt:
         )
 
 
-@contextlib.contextmanager
-def _in_place(terminal: int) -> Iterator[None]:
-    """Use a terminal as standard input, output and error in the block."""
-    kept = [os.dup(number) for number in range(3)]
-    for number in range(3):
-        os.dup2(terminal, number)
-    try:
-        yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # a pseudo-terminal that has hung up
-                stream.flush()
-        for number, descriptor in enumerate(kept):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-
-
 def watch_pdb(prompt: Prompt) -> None:
     """Show each prompt of pdb, also that of `breakpoint()`, at the terminal that attaches."""
     after_import("pdb", "Pdb", functools.partial(_at_terminal, prompt))
@@ -178,24 +139,15 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
     def interaction(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
         if self.prompt == "(Pdb) ":
             self.prompt = f"(Pdb rank {prompt.rank}) "
-        steps = False
-        try:
-            with prompt.shown(_place_of(frame, prompt.failure)):
-                usual(self, frame, *args, **kwargs)
-            steps = _is_stepping(self)
-        finally:
-            prompt.leave(steps=steps)
+        self.nosigint = True  # the terminal handles Ctrl-C
 
-    def set_trace(*, header: str | None = None) -> None:
-        prompt.check()  # here, so that the traceback ends at the user's call
-        debugger = pdb.Pdb(nosigint=True)  # the terminal handles Ctrl-C
-        if header is not None:
-            debugger.message(header)
-        here = inspect.currentframe()
-        debugger.set_trace(here and here.f_back)
+        def interact() -> bool:
+            usual(self, frame, *args, **kwargs)
+            return _is_stepping(self)
+
+        prompt.show(_place_of(frame, prompt.failure), interact)
 
     pdb.Pdb.interaction = interaction
-    pdb.set_trace = set_trace
 
 
 def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
@@ -214,12 +166,10 @@ def _is_stepping(debugger: Any) -> bool:
 
 
 def explain(error: BaseException, rank: int) -> None:
-    """Name the rank in the error of a debugger that the user has quit, and cut pdb's frames from the traceback.
-
-    Other errors stay as they are.
-    """
+    """Name the rank in the error of a debugger that the user has quit, and cut pdb's frames from a debugger's error."""
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
+    if isinstance(error, (bdb.BdbQuit, NoDebuggerError)):
         here = error.__traceback__
         while here is not None and here.tb_next is not None:
             if here.tb_next.tb_frame.f_code.co_filename == bdb.__file__:
@@ -245,5 +195,6 @@ def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None
     debugpy.listen((HOST, port))  # noqa: T100
     host = os.uname().nodename
     text = f"waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"
-    send(reports.Noted(text, is_debugged=True))
+    send(reports.Noted(text))
+    send(reports.Debugged(text))
     debugpy.wait_for_client()  # noqa: T100

@@ -1,6 +1,7 @@
-"""Pseudo-terminal of a rank's debugger, and the socket at which terminals attach to it. Runs in a rank.
+"""Pseudo-terminal of a rank's debugger, to which terminals attach, one at a time. Runs in a rank.
 
-pdb, readline and the user's own `input()` work as at any terminal. One terminal is attached at a time.
+pdb, readline and the user's own `input()` work as at any terminal. The attached terminal's process serves the
+pseudo-terminal: it passes keys and output on, and can come and go without the rank's notice.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import fcntl
 import os
 import signal
 import socket
+import sys
 import termios
 import threading
 import time
@@ -15,161 +17,143 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, READ_SIZE, listen
+from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, INTERRUPT, listen
 
-INTERRUPT = b"\x03"
-"""Byte that a terminal in raw mode sends for Ctrl-C."""
-MAX_TAIL = 1 << 14
-"""Number of bytes of a prompt's newest output that are kept."""
 KEPT_FOR = 1.0
 """Seconds that a rank whose debugger steps keeps the driver's terminal. A step over a collective may need another
 rank."""
-LOOK_INTERVAL = 1.0
+LOOK_INTERVAL = 0.5
 """Seconds between two checks whether a terminal is attached."""
+GREET_TIME = 1.0
+"""Timeout, in seconds, for a process to say which terminal it attaches."""
 MAX_STALL = 1.0
-"""Seconds after which a terminal that does not read is dropped, and for which a prompt's end waits for its output."""
+"""Maximum number of seconds for which a prompt's begin and end wait until output was read."""
+END_INPUT = b"\x15\x04"
+"""Keys Ctrl-U and Ctrl-D, by which a prompt reads the end of the file."""
 
 
 class PseudoTerminal:
-    """Terminal without a screen, which a thread serves to the terminal that is attached."""
+    """Terminal without a screen, which the process of the attached terminal serves."""
 
-    is_at_prompt = False
     is_given_up = False
-    """True once this terminal has hung up: no terminal was attached in time, or the driver ends the call. Reads then
-    get the end of the file, and writes fail."""
+    """True if the prompt was ended: no terminal was attached in time, or the driver ends the call."""
 
     def __init__(self, folder: Path, rank: int, timeout: float, is_call_ending: Callable[[], bool]) -> None:
-        """Open the terminal, and wait for terminals.
+        """Wait for terminals, in a thread.
 
         Args:
             folder: The folder of the rank's agent.
             rank: The rank.
-            timeout: Seconds at a prompt without an attached terminal after which this terminal hangs up.
+            timeout: Seconds at a prompt without an attached terminal after which the prompt is ended.
             is_call_ending: Returns True if the driver ends the present call, with its prompts.
         """
+        self._rank = rank
         self._timeout = timeout
         self._is_call_ending = is_call_ending
-        self._master, self.slave = os.openpty()
+        self._master, self._slave = os.openpty()
         os.set_blocking(self._master, False)  # keys beyond the kernel's buffer are lost
-        modes = termios.tcgetattr(self.slave)
-        modes[1] &= ~termios.OPOST  # the attached terminal does it
-        modes[3] |= termios.NOFLSH  # else Ctrl-C also discards output, at times that of the next prompt
-        termios.tcsetattr(self.slave, termios.TCSANOW, modes)
         self._listener = listen(folder, rank)
         self._attached: socket.socket | None = None
-        self._screen = -1
-        """Descriptor of the attached terminal, from which its size is read."""
         self._is_drivers = False
-        self._tail = b""
-        """Newest output of the present prompt, which a terminal gets when it attaches."""
+        self._is_at_prompt = False
+        self._is_read = False
+        """True if a terminal has shown the present prompt. A terminal that takes its place gets the prompt anew."""
         self._since = 0.0
         """Time of the prompt's begin or end, or at which a terminal was last seen attached."""
-        self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._close)  # a child must not keep the terminal open
         threading.Thread(target=self._serve, name="daskpytorch-terminal", daemon=True).start()
 
+    @property
+    def is_attached(self) -> bool:
+        """True if a terminal is attached."""
+        return self._attached is not None
+
     @contextlib.contextmanager
-    def prompt(self) -> Iterator[bool]:
-        """In the block, wait for a terminal. Yield True if one is attached. After the block, wait for its output."""
-        with self._lock:
-            self.is_at_prompt, self._since, self._tail = True, time.monotonic(), b""
-            is_attached = self._attached is not None
+    def prompt(self) -> Iterator[None]:
+        """Use this terminal as standard input, output and error in the block."""
+        _flush_output()
+        _wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
+        kept = [os.dup(number) for number in range(3)]
+        for number in range(3):
+            os.dup2(self._slave, number)
+        self.is_given_up, self._is_read = False, self.is_attached
+        self._since, self._is_at_prompt = time.monotonic(), True
         try:
-            yield is_attached
+            yield
         finally:
-            self.is_at_prompt, self._since = False, time.monotonic()
-            if not self.is_given_up:
-                wait_until_read(self._master)
+            self._is_at_prompt, self._since = False, time.monotonic()
+            _flush_output()
+            if self.is_attached:
+                _wait_until_read(self._master)
+            for number, descriptor in enumerate(kept):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
 
     def leave(self) -> None:
         """Detach the driver's terminal, as the next prompt may take long."""
-        with self._lock:
-            if self._is_drivers:
-                self._detach()
+        if self._is_drivers:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            with contextlib.suppress(OSError):  # the terminal's process has ended
+                attached.shutdown(socket.SHUT_RDWR)
 
     # ---- in the thread of this terminal
 
     def _serve(self) -> None:
-        while not self.is_given_up:
-            attached = [self._attached] if self._attached is not None else []
-            ready = wait([self._listener, self._master, *attached], min(LOOK_INTERVAL, self._timeout))
-            with self._lock:
-                if self._attached is not None and self._attached in ready:
-                    self._take_keys(self._attached)
-                if self._listener in ready:
-                    self._welcome()
-                if self._master in ready:
-                    self._show(os.read(self._master, READ_SIZE))
-                self._keep_time(time.monotonic())
-        self._detach()
-        self._close()
-
-    def _keep_time(self, now: float) -> None:
-        if self.is_at_prompt:
-            self._since = now if self._attached is not None else self._since
-            self.is_given_up = self._is_call_ending() or now >= self._since + self._timeout
-        elif self._is_drivers and now >= self._since + KEPT_FOR:
-            self._detach()
+        while True:
+            attached = self._attached
+            ready = wait([self._listener, *([attached] if attached is not None else [])], LOOK_INTERVAL)
+            if self._listener in ready:
+                self._welcome()
+            elif attached is not None and attached in ready:
+                self._heed(attached)
+            self._keep_time(time.monotonic())
 
     def _welcome(self) -> None:
         attaching, _ = self._listener.accept()
-        attaching.settimeout(MAX_STALL)
-        try:
-            who, [screen], *_ = socket.recv_fds(attaching, 1, 1)
-        except (OSError, ValueError):
-            attaching.close()
-            return
-        self._detach()
-        self._attached, self._screen, self._is_drivers = attaching, screen, who == DRIVER
-        self._resize()
-        tail, self._tail = self._tail, b""
-        self._show(tail)
+        attaching.settimeout(GREET_TIME)
+        with contextlib.suppress(OSError):
+            is_drivers = attaching.recv(1) == DRIVER
+            if is_drivers and self.is_attached:  # a user was faster
+                attaching.close()
+                return
+            self._hang_up()
+            socket.send_fds(attaching, [DRIVER], [self._master])
+            if self._is_read:
+                os.write(self._slave, f"(Pdb rank {self._rank}) ".encode())
+            self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
 
-    def _take_keys(self, attached: socket.socket) -> None:
-        keys = b""
+    def _heed(self, attached: socket.socket) -> None:
+        """Interrupt the main thread at Ctrl-C. Detach a terminal that has left, or a running rank's at Ctrl-C."""
+        key = b""
         with contextlib.suppress(OSError):
-            keys = attached.recv(READ_SIZE)
-        if not keys or (INTERRUPT in keys and not self.is_at_prompt):
-            self._detach()
-            return
-        self._resize()
-        with contextlib.suppress(OSError):
-            os.write(self._master, keys)
-        if INTERRUPT in keys:  # no process group belongs to this terminal
+            key = attached.recv(1)
+        if key == INTERRUPT and self._is_at_prompt:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            self._hang_up()
 
-    def _show(self, output: bytes) -> None:
-        self._tail = (self._tail + output)[-MAX_TAIL:]
-        if self._attached is not None:
-            try:
-                self._attached.sendall(output)
-            except OSError:
-                self._detach()
-
-    def _resize(self) -> None:
-        with contextlib.suppress(OSError):  # the attached terminal is gone
-            size = fcntl.ioctl(self._screen, termios.TIOCGWINSZ, bytes(8))
-            fcntl.ioctl(self._master, termios.TIOCSWINSZ, size)
-
-    def _detach(self) -> None:
-        """Hang up on the attached terminal. Its socket is closed once no thread waits for its keys."""
-        if self._attached is not None:
-            with contextlib.suppress(OSError):
-                self._attached.shutdown(socket.SHUT_RDWR)
-            os.close(self._screen)
-            self._attached, self._is_drivers = None, False
-
-    def _close(self) -> None:
-        """Close what this process has open, and leave the attached terminal to the rank, if this process is a fork."""
-        if self._attached is not None:
-            self._attached.close()
-        self._listener.close()
-        if self._master >= 0:
-            os.close(self._master)
-            self._master = -1
+    def _keep_time(self, now: float) -> None:
+        if not self._is_at_prompt:
+            if self._is_drivers and now >= self._since + KEPT_FOR:
+                self._hang_up()
+            return
+        self._since = now if self.is_attached else self._since
+        if self._is_call_ending() or now >= self._since + self._timeout:
+            self.is_given_up = True
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._master, END_INPUT)
 
 
-def wait_until_read(descriptor: int) -> None:
+def _flush_output() -> None:
+    """Flush `sys.stdout` and `sys.stderr`."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _wait_until_read(descriptor: int) -> None:
     """Wait until the reader has taken what was written to this pipe or terminal, for at most `MAX_STALL` seconds."""
     deadline = time.monotonic() + MAX_STALL
     with contextlib.suppress(OSError):

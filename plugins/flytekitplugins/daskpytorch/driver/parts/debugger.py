@@ -5,7 +5,7 @@ attaches its terminal there, as the command `daskpytorch attach` does with anoth
 """
 
 import contextlib
-import socket
+import termios
 import threading
 from dataclasses import replace
 from functools import partial
@@ -15,10 +15,10 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, connect, has_terminal, talk
+from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, has_terminal, talk
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Noted
+from flytekitplugins.daskpytorch.protocol.reports import Debugged, Noted
 
 END_TIME = 1.0
 """Timeout, in seconds, for the terminal to be given back at the gang's end."""
@@ -29,20 +29,19 @@ _terminal = threading.Lock()
 class Debugger(Part):
     """The debugged ranks of one gang."""
 
-    takes = (AtPrompt, LeftPrompt, Noted)
+    takes = (Debugged, Noted)
     _attempt: Attempt
     """The current attempt. Unset until the first one begins."""
 
     def __init__(self, state: GangState, debugging: Debugging) -> None:
         self._debugging = debugging
+        self._attach_timeout = state.request.settings.attach_timeout
         self._observers = state.observers
         self._post = state.agents.post
-        self._debugged: dict[int, AtPrompt | None] = {}
-        """Ranks in a debugger, with their newest prompt. None: the rank waits for an editor, or has one."""
-        self._waiting: dict[int, socket.socket] = {}
-        """Connections to ranks that wait until the driver's terminal is free."""
-        self._talking: tuple[socket.socket, threading.Thread] | None = None
-        """Connection to the rank that has the terminal, and the thread that serves it."""
+        self._debugged: dict[int, Debugged] = {}
+        """Ranks in a debugger, with their newest reports."""
+        self._is_talking = False
+        """True while a rank of this gang has the terminal."""
 
     def equip(self, job: Job) -> Job:
         """Give ranks the settings for debuggers."""
@@ -52,23 +51,20 @@ class Debugger(Part):
         """Forget the debuggers of earlier attempts."""
         self._attempt = attempt
         self._debugged.clear()
-        self._close_waiting()
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record that a rank's debugger shows a prompt or has left it, or that the rank waits for an editor."""
+        """Record that a rank is in a debugger or has left it, or show a rank's note."""
         match report:
-            case AtPrompt(is_attached=is_attached):
-                self._debugged[rank] = report
-                if not is_attached and not self._attach(rank, report):
-                    self._tell_user(rank, report)
-            case LeftPrompt(steps):
+            case Noted(text):
+                self._observers.note(f"rank {rank} {text}")
+            case Debugged(state="", steps=steps):
                 attempt.excuse()
                 if not steps:
                     self._debugged.pop(rank, None)
-            case Noted(text, is_debugged):
-                if is_debugged:
-                    self._debugged[rank] = None
-                self._observers.note(f"rank {rank} {text}")
+            case Debugged():
+                self._debugged[rank] = report
+                if report.needs_terminal:
+                    self._open(rank, report)
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
         """Forget the rank's debugger."""
@@ -78,65 +74,50 @@ class Debugger(Part):
         """Count no rank as hung or late while one is debugged."""
         return moment in (Moment.LATE, Moment.HUNG) and bool(self._debugged)
 
-    def orders(self, now: float) -> None:
-        """Give the terminal to the next rank, if it is free."""
-        if self._talking is None and self._waiting and has_terminal() and _terminal.acquire(blocking=False):
-            rank = next(iter(self._waiting))
-            connection = self._waiting.pop(rank)
-            thread = threading.Thread(
-                target=self._talk, args=(connection, rank), name="daskpytorch-terminal", daemon=True
-            )
-            self._talking = connection, thread
-            self._observers.tell("debugging", rank)
-            thread.start()
-
     def end(self) -> None:
-        """Take the terminal from the ranks, at the gang's end."""
-        self._close_waiting()
-        if self._talking is not None:
-            connection, thread = self._talking
-            with contextlib.suppress(OSError):  # the thread has closed it
-                connection.shutdown(socket.SHUT_RDWR)
-            thread.join(END_TIME)
-            self._free(connection)
+        """Wait until the terminal is as it was, after the ranks' ends."""
+        self._debugged.clear()
+        if self._is_talking and _terminal.acquire(timeout=END_TIME):
+            _terminal.release()
 
-    def _close_waiting(self) -> None:
-        for connection in self._waiting.values():
-            connection.close()
-        self._waiting.clear()
+    def _open(self, rank: int, prompt: Debugged) -> None:
+        """Attach the driver's terminal to a rank on this machine. Tell the user how to attach to a rank elsewhere."""
+        if self._debugging.has_terminal and prompt.folder is not None and Path(prompt.folder).exists():
+            threading.Thread(
+                target=self._talk, args=(rank, prompt, prompt.folder), name="daskpytorch-terminal", daemon=True
+            ).start()
+        else:
+            self._tell_user(rank, prompt)
 
-    def _attach(self, rank: int, prompt: AtPrompt) -> bool:
-        """Connect the driver's terminal to a rank on this machine, and return True. False: the rank runs elsewhere."""
-        if self._debugging.has_terminal and prompt.folder is not None:
-            with contextlib.suppress(OSError):
-                self._waiting[rank] = connect(Path(prompt.folder), rank, DRIVER)
-                return True
-        return False
+    def _talk(self, rank: int, prompt: Debugged, folder: str) -> None:
+        """Attach the terminal to a rank once other ranks have left it, and serve it. In a thread of its own."""
+        with _terminal:
+            if self._debugged.get(rank) is not prompt:
+                return
+            if not has_terminal():
+                self._post(partial(self._tell_user, rank, prompt))
+                return
+            self._is_talking, is_shown = True, threading.Event()
+            self._post(partial(self._show, rank, is_shown))
+            is_shown.wait(END_TIME)  # other lines must not mix with pdb's
+            has_left = False
+            with contextlib.suppress(OSError, termios.error):  # the rank has ended, or has another terminal
+                has_left = talk(Path(folder), rank, DRIVER)
+            self._is_talking = False
+            self._post(partial(self._show, None))
+        if has_left:
+            self._post(partial(self._tell_user, rank, prompt))
 
-    def _talk(self, connection: socket.socket, rank: int) -> None:
-        """Serve the terminal to a rank, in a thread of its own."""
-        has_left = True
-        try:
-            has_left = talk(connection)
-        finally:
-            connection.close()
-            self._post(partial(self._free, connection, rank if has_left else None))
+    def _show(self, rank: int | None, is_shown: threading.Event | None = None) -> None:
+        self._observers.tell("debugging", rank)
+        if is_shown is not None:
+            is_shown.set()
 
-    def _free(self, connection: socket.socket, left: int | None = None) -> None:
-        """Record that the terminal is free. `left`: the rank that the user has left at its prompt, by Ctrl-]."""
-        if self._talking is None or self._talking[0] is not connection:
-            return
-        self._talking = None
-        self._observers.tell("debugging", None)
-        _terminal.release()
-        if left is not None and (prompt := self._debugged.get(left)) is not None:
-            self._tell_user(left, prompt)
-
-    def _tell_user(self, rank: int, prompt: AtPrompt) -> None:
+    def _tell_user(self, rank: int, prompt: Debugged) -> None:
         places = self._attempt.places
         num_gpus = sum(place.gpu is not None for place, _ in places.values())
         held = f"{len(places)} ranks" + (f" and {num_gpus} GPUs" if num_gpus else "")
         self._observers.note(
-            f"rank {rank} ({places[rank][1].host}) {prompt.state}, and waits up to {prompt.timeout:g} s for a "
+            f"rank {rank} ({places[rank][1].host}) {prompt.state}, and waits up to {self._attach_timeout:g} s for a "
             f"terminal. The gang holds its {held} meanwhile. Attach on that machine by: daskpytorch attach {rank}"
         )
