@@ -39,8 +39,7 @@ from flytekitplugins.daskpytorch.protocol.function import (
     key_of,
 )
 from flytekitplugins.daskpytorch.protocol.script import as_script
-from flytekitplugins.daskpytorch.settings import Gang, Wandb, is_debugging
-from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.config import rules_of_own_node
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.errors import GangStartError as GangStartError
 from flytekitplugins.daskpytorch.errors import PreemptedError as PreemptedError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError as StoppedEarlyError
 from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostError
-from flytekitplugins.daskpytorch.evaluation import Evaluate as Evaluate
 from flytekitplugins.daskpytorch.media import Histogram as Histogram
 from flytekitplugins.daskpytorch.media import Picture as Picture
 from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs
@@ -32,10 +31,11 @@ from flytekitplugins.daskpytorch.records import Goodput as Goodput
 from flytekitplugins.daskpytorch.records import LogRecord as LogRecord
 from flytekitplugins.daskpytorch.records import RankUsage as RankUsage
 from flytekitplugins.daskpytorch.records import SavedCheckpoint as SavedCheckpoint
+from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping
+from flytekitplugins.daskpytorch.settings import Evaluate as Evaluate
 from flytekitplugins.daskpytorch.settings import Gang as Gang
 from flytekitplugins.daskpytorch.settings import Keep as Keep
 from flytekitplugins.daskpytorch.settings import Profile as Profile
+from flytekitplugins.daskpytorch.settings import Search as Search
 from flytekitplugins.daskpytorch.settings import Wandb as Wandb
-from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping as EarlyStopping
-from flytekitplugins.daskpytorch.sweep.settings import Search as Search
 from flytekitplugins.daskpytorch.task.inputs import StrictInputs as StrictInputs

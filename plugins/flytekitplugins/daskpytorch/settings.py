@@ -1,21 +1,24 @@
-"""Settings of gangs and trackers, with their checks. Imports little, since every rank and agent loads it."""
+"""Settings of gangs, evaluations, sweeps and trackers, with their checks.
+
+Imports little, since every rank and agent loads it.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.evaluation import Evaluate, check_workers
 from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
+    import optuna
     from flytekit import Secret
 
-__all__ = ["Gang", "Keep", "Profile", "Wandb"]
+__all__ = ["EarlyStopping", "Evaluate", "Gang", "Keep", "Profile", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Environment variable with the Dask scheduler's address. The Dask operator sets it in the job-runner's pod."""
@@ -112,6 +115,64 @@ class Profile:
             "folder": checks.optional(checks.uri),
         }
         checks.Problems("Profile", self, rules).raise_any()
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluation of a gang's checkpoints by a gang of its own, beside the training: `Gang(evaluate=...)`.
+
+    One checkpoint is evaluated at a time. Of the checkpoints that arrive meanwhile, only the newest is evaluated next.
+    The others are skipped, and counted at the end. A failed evaluation, or the loss of its workers, costs this
+    evaluation alone: a notice names the rank and the cause, and the training goes on.
+
+    The metrics go to trackers, displays, the Deck and `records`, under the checkpoint's step. The checkpoint gets the
+    metrics, too, as if it had been saved with them, so that `Gang(keep=Keep(best=..., metric=...))` ranks it.
+
+    Raises:
+        ValueError: A field's value is invalid.
+
+    Examples:
+        Train on one of two workers, and evaluate on the other:
+
+        >>> from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, current_rank, dispatch
+        >>> def evaluate(target: int) -> dict[str, float]:
+        ...     state = current_rank().checkpoint.load()
+        ...     return {"held_out_loss": (state["weight"] - target) ** 2}
+        >>> def train(target: int) -> int:
+        ...     checkpoint = current_rank().checkpoint
+        ...     for step in (1, 2):
+        ...         checkpoint.save({"weight": 3 - step}, step)
+        ...         checkpoint.flush()  # since these steps take no time
+        ...     checkpoint.load(best=True)  # waits for the evaluations
+        ...     return checkpoint.loaded.step
+        >>> gang = Gang(evaluate=Evaluate(evaluate), keep=Keep(best=1, metric="held_out_loss"))
+        >>> dispatch.run(client, train, target=2, gang=gang).result()
+        [1]
+    """
+
+    function: Callable[..., Mapping[str, Any]]
+    """Function that every rank of the evaluation's gang calls. `current_rank().checkpoint.load()` or `load_sharded`
+    gives the checkpoint. Arguments have the names of the task's inputs, or of the arguments of the function of
+    `dispatch.run`, and get their values. Rank 0 returns the metrics: numbers or one-element tensors by name."""
+    _: KW_ONLY
+    workers: int = 1
+    """Number of the cluster's workers that are kept for evaluations, each with as many ranks as a worker of the
+    training. 0: one rank beside the ranks of the training, on their node or on one of their workers."""
+    every: int = 1
+    """Number of kept checkpoints from one evaluation to the next. 1: each checkpoint is due. Each attempt of a task
+    counts anew, and also evaluates the checkpoint from which it starts, unless that one was evaluated before."""
+    timeout: float = 1800.0
+    """Longest time of one evaluation, in seconds. After the training's end, the gang waits at most this long for
+    unfinished evaluations. `load(best=True)` waits at most this long, too."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "function": checks.must_be("a function", callable),
+            "workers": checks.whole(0),
+            "every": checks.COUNT,
+            "timeout": checks.SECONDS,
+        }
+        checks.Problems("Evaluate", self, rules).raise_any()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +351,102 @@ class Gang:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Rule by which `dispatch.map` stops models early: asynchronous successive halving (Li et al. 2018).
+
+    A model is compared at its rungs: the epochs `grace_period`, `grace_period * reduction_factor`, `grace_period *
+    reduction_factor**2`, and so on. At a rung, the best `1 / reduction_factor` of the models that have reached the rung
+    go on. With fewer than twice `reduction_factor` models there, only the best one goes on. Models do not wait for each
+    other, so the first model at a rung always goes on.
+
+    Raises:
+        ImportError: The extra `sweep` is not installed.
+        ValueError: A field's value is invalid.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import EarlyStopping, current_rank, dispatch
+        >>> def train(rate: float) -> float:
+        ...     for epoch in range(1, 10):
+        ...         current_rank().log({"epoch": epoch, "loss": rate / epoch})
+        ...     return rate
+        >>> models = dispatch.map(client, train, [0.1, 0.2, 0.4], stop_early=EarlyStopping(metric="loss"))
+        >>> models.best("loss").experiment
+        0.1
+    """
+
+    metric: str
+    """Name of the metric that is compared at the rungs. Rank 0 must log the metric together with `epoch`, which should
+    count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN
+    at a rung is stopped."""
+    mode: Literal["min", "max"] | None = None
+    """Direction of the metric: `min` if low values are best, `max` if high values are best. None: by the words of the
+    metric's name, as in `Keep`."""
+    reduction_factor: int = 4
+    """Divisor, from 2 up, of the number of compared models: one in `reduction_factor` models goes on."""
+    grace_period: int = 1
+    """Number of epochs, from 1 up, that every model trains before its first comparison."""
+
+    def __post_init__(self) -> None:
+        require_extra("sweep", "EarlyStopping(...)")
+        rules = {
+            "metric": NAME,
+            "mode": checks.MODE,
+            "reduction_factor": checks.whole(2),
+            "grace_period": checks.COUNT,
+        }
+        problems = checks.Problems("EarlyStopping", self, rules)
+        checks.check_direction(problems, self.metric, self.mode)
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as workers are free.
+
+    At each suggestion, the study's sampler knows the results of all models that have ended. The study's pruner, by
+    default a `MedianPruner`, stops models early. The pruner sees the records of rank 0 that have both `epoch` and the
+    metric. The first record of an epoch counts.
+
+    Raises:
+        ValueError: A field's value is invalid.
+
+    Examples:
+        >>> import optuna
+        >>> from flytekitplugins.daskpytorch import Search, dispatch
+        >>> def suggest(trial: optuna.Trial) -> float:
+        ...     return trial.suggest_float("rate", 0.01, 1.0, log=True)
+        >>> def train(rate: float) -> float:
+        ...     return (rate - 0.3) ** 2  # stands for a held-out loss
+        >>> study = optuna.create_study(direction="minimize")
+        >>> models = dispatch.map(client, train, Search(study=study, suggest=suggest, num_models=4))
+        >>> min(models.result()) == study.best_value
+        True
+    """
+
+    study: optuna.Study
+    """Study from `optuna.create_study`, possibly with a storage. Each trial gets the index of its model as
+    `user_attrs["model"]`."""
+    suggest: Callable[[optuna.Trial], Any]
+    """Function that returns a trial's experiment, the argument of the trained function, by calls such as
+    `trial.suggest_float`. Called only in the process that calls `dispatch.map`."""
+    num_models: int
+    """Number of models to train, and so of trials in the study, from 1 up."""
+    metric: str | None = None
+    """Name of the metric whose newest value, as logged by rank 0, is the result of a finished model. None: the result
+    is the return value of rank 0, and no model is stopped early. Rank 0 returns a number, or several for a study with
+    several directions."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "study": checks.must_be("an optuna.Study", lambda study: hasattr(study, "ask") and hasattr(study, "tell")),
+            "suggest": checks.must_be("a function that makes an experiment of a trial", callable),
+            "num_models": checks.COUNT,
+            "metric": checks.optional(NAME),
+        }
+        checks.Problems("Search", self, rules).raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wandb:
     """Settings of the Weights & Biases run that rank 0 writes for the whole gang.
 
@@ -353,6 +510,28 @@ class Wandb:
             "dir": checks.optional(checks.path_or("a folder's path")),
         }
         checks.Problems("Wandb", self, rules).raise_any()
+
+
+def check_workers(
+    problems: checks.Problems, evaluate: Evaluate | None, least: int | None, number: int, name: str, prefix: str = ""
+) -> None:
+    """Note problems if there are too few workers for a gang's `evaluate` and `min_workers`.
+
+    Args:
+        problems: Problems of the owner, which has the gang's settings as attributes.
+        evaluate: The gang's evaluation, or None.
+        least: The gang's `min_workers`.
+        number: Number of workers, from 1 up.
+        name: Name of the setting with this number.
+        prefix: Text before the names of the gang's settings, such as `gang.`.
+    """
+    num_kept = evaluate.workers if evaluate is not None else 0
+    if num_kept >= number:
+        problems.unless(False, f"{prefix}evaluate.workers", f"less than {name}, which is {number}")
+    else:
+        less = f" less the {num_kept} of evaluate" if num_kept else ""
+        is_few = (least or 1) <= number - num_kept
+        problems.unless(is_few, f"{prefix}min_workers", f"at most {name}{less}, which is {number - num_kept}")
 
 
 def is_local() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ NUM_READERS = 16
 MAX_COMPARED = 1 << 16
 """Maximum size, in bytes, of a pickled argument of a partial function. If a `dispatch.map` is repeated, larger
 arguments are not compared with those that the storage names."""
-RETRY_AFTER = (1.0, 2.0, 4.0)
-"""Pauses, in seconds, before the retries to write a model's result to storage."""
 MAX_TOLD = 3
 """Maximum number of differences from the earlier call of `dispatch.map` that an error names."""
 ABSENT = object()
@@ -81,21 +78,22 @@ class SweepStorage:
             raise unusable("dispatch.map(storage=...)", self.folder, error) from error
 
     def _open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, KeptModel]:
-        mine = {"function": name_of(function), "arguments": _bound(function)}
         there = self.files.below(self.folder)
         found = self._read_all(sorted(path for path in there if path.rpartition("/")[2] in (CALL, BEGUN, OUTCOME)))
         kept = dict(_kept(found))
-        call = found.get(CALL)
-        differences = list(_call_differences(call, mine)) if call is not None else []
-        differences += _experiment_differences(kept, experiments) if experiments is not None else []
-        if differences:
+        mine = _described(function)
+        was, is_ = found.get(CALL) or mine, mine
+        for index in kept if experiments is not None else ():
+            if index < len(experiments):
+                was, is_ = was | _inputs(index, kept[index].experiment), is_ | _inputs(index, experiments[index])
+        if differences := list(_differences(was, is_)):
             raise ValueError(
                 f"dispatch.map(storage=...): the models in {self.folder} are of another call: "
                 f"{'; '.join(differences[:MAX_TOLD])}. Experiments "
                 "whose models have begun must stay the same, in the same order; new ones may follow. Give this call a "
                 "name of its own, or remove that folder."
             )
-        if call is None:
+        if found.get(CALL) is None:
             self.files.write(f"{self.folder}/{CALL}", _pickled(mine))
         return kept
 
@@ -144,19 +142,16 @@ class ModelStorage:
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
     def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
-        """Write the model's result or early stopping to `outcome.pkl`. Failures are retried and reported by `say`."""
-        outcome = {**self.about(), "result": result, "stopped": stopped}
-        for wait_for in (*RETRY_AFTER, None):
-            try:
-                return self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a store's client and the pickling of a result may raise anything
-                again = f"trying again in {wait_for:g} s" if wait_for else "a repeated call trains the model again"
-                failed = f"the model's outcome could not be written to {self.folder}"
-                say(f"{failed} ({type(error).__name__}: {error}); {again}")
-                time.sleep(wait_for or 0.0)
-        return None
+        """Write the model's result or early stopping to `outcome.pkl`. A failure is reported by `say`."""
+        try:
+            self.files.write(
+                f"{self.folder}/{OUTCOME}", _pickled({**self.about(), "result": result, "stopped": stopped})
+            )
+        except Exception as error:  # a store's client and the pickling of a result may raise anything
+            say(
+                f"the model's outcome could not be written to {self.folder} ({type(error).__name__}: {error}); a "
+                "repeated call trains the model again"
+            )
 
 
 def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, KeptModel]]:
@@ -182,8 +177,8 @@ def _pickled(value: Any) -> bytes:
 # ---- Differences between two calls
 
 
-def _bound(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments that `functools.partial` has bound to a function, by name or position.
+def _described(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the function's name, and the arguments that `functools.partial` has bound to it, by their descriptions.
 
     Large and unpicklable arguments are left out.
     """
@@ -191,7 +186,12 @@ def _bound(function: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         here = {str(place): value for place, value in enumerate(function.args)} | function.keywords
         bound, function = here | bound, function.func
-    return {name: value for name, value in bound.items() if _is_small(value)}
+    arguments = {f"the function's argument {name}": value for name, value in bound.items() if _is_small(value)}
+    return {"the function": name_of(function)} | arguments
+
+
+def _inputs(index: int, experiment: Any) -> dict[str, Any]:
+    return {f"experiment {index}: {name}": value for name, value in inputs_of(experiment).items()}
 
 
 def _is_small(value: Any) -> bool:
@@ -201,30 +201,16 @@ def _is_small(value: Any) -> bool:
         return False
 
 
-def _call_differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[str]:
-    if kept["function"] != mine["function"]:
-        yield f"the function was {kept['function']}, and is {mine['function']}"
-    else:
-        yield from _field_differences("the function's argument ", kept["arguments"], mine["arguments"])
+def _differences(was: Mapping[str, Any], is_: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*was, *is_]):
+        values = [each.get(name, ABSENT) for each in (was, is_)]
+        if not _are_equal(*values):
+            yield f"{name} was {_told(name, values[0])}, and is {_told(name, values[1])}"
 
 
-def _experiment_differences(kept: Mapping[int, KeptModel], experiments: Sequence[Any]) -> Iterator[str]:
-    for index in sorted(kept):
-        if index < len(experiments) and not _are_equal(kept[index].experiment, experiments[index]):
-            was, is_ = inputs_of(kept[index].experiment), inputs_of(experiments[index])
-            yield next(_field_differences(f"experiment {index}: ", was, is_), f"experiment {index} is another")
-
-
-def _field_differences(where: str, kept: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys([*kept, *mine]):
-        was, is_ = ({name: fields.get(name, ABSENT)} for fields in (kept, mine))
-        if not _are_equal(was[name], is_[name]):
-            yield f"{where}{name} was {_told(was)}, and is {_told(is_)}"
-
-
-def _told(field_: dict[str, Any]) -> str:
-    [value] = without_secrets(field_).values()
-    return "not there" if value is ABSENT else shown(value)
+def _told(name: str, value: Any) -> str:
+    [plain] = without_secrets({name.rpartition(" ")[2]: value}).values()
+    return "not there" if value is ABSENT else shown(plain)
 
 
 def _are_equal(kept: Any, mine: Any) -> bool:

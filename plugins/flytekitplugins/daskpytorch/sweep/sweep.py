@@ -26,10 +26,9 @@ from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
-from flytekitplugins.daskpytorch.settings import Gang, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Model
-from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 
@@ -92,7 +91,7 @@ class Sweep:
                     "stored folder of this name."
                 )
             if not self.is_over(model):
-                self.trials.attach(index, kept)
+                self.trials.resume(index, kept.trial)
         return model
 
     def size(self, index: int, experiment: Any) -> int:

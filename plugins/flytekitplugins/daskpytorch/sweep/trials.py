@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.sweep.settings import EarlyStopping, Search
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ MAX_NAMES = 20
 """Maximum number of logged metrics that the notice of a missing metric names."""
 MODEL = "model"
 """Name of the user attribute in which an Optuna trial has its model's index."""
-TAG = "daskpytorch"
-"""Name of the user attribute by which an Optuna trial that was just added to the study is found again."""
 
 
 class Trials:
@@ -50,8 +47,6 @@ class Trials:
         """Lock of the study and the trials. No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
         """Optuna trials of the models that have begun, by model index."""
-        self._last_epochs: dict[int, int] = {}
-        """Newest epoch that the study knows of models that began in an earlier call, by model index."""
         self.is_metric_known = self.suggests
         """False while a notice of a missing metric may be needed: in early stopping, until a model logs the metric."""
 
@@ -64,37 +59,39 @@ class Trials:
             trial.set_user_attr(MODEL, index)
         return self.asked.suggest(trial)
 
-    def attach(self, index: int, kept: KeptModel) -> None:
-        """Resume the Optuna trial of a model that began in an earlier call.
-
-        If this trial has ended or is missing in the study, add a copy.
-        """
-        from optuna import Trial
+    def resume(self, index: int, before: optuna.trial.FrozenTrial) -> None:
+        """Give a model that began in an earlier call its trial again, or a new trial with the same parameters."""
+        from optuna.trial import Trial, TrialState, create_trial
 
         with self._lock:
-            trial = self._find(kept.trial)
-            if trial is None or trial.state.is_finished():
-                trial = self._add(kept.trial)
-            self._trials[index] = Trial(self.study, trial._trial_id)  # noqa: SLF001 - there is no other way
-            self._last_epochs[index] = -1 if trial.last_step is None else trial.last_step
+            found = self._find(before)
+            if found is None or found.state.is_finished():
+                self.study.add_trial(
+                    create_trial(
+                        state=TrialState.RUNNING,
+                        params=before.params,
+                        distributions=before.distributions,
+                        intermediate_values=before.intermediate_values,
+                        user_attrs=before.user_attrs,
+                    )
+                )
+                is_own = (trial for trial in reversed(self._all()) if trial.user_attrs.get(MODEL) == index)
+                found = next(is_own)
+            self._trials[index] = Trial(self.study, found._trial_id)  # noqa: SLF001 - there is no other way
 
     def recall(self, index: int, kept: KeptModel) -> None:
-        """Report the result of a model that ended in an earlier call of `dispatch.map` to the study."""
+        """Report a model that ended in an earlier call of `dispatch.map` to a study that does not know of its end."""
         if not self.suggests:
             self.watch(index, lambda _: None, kept.records).take_before(math.inf)
             return
         with self._lock:
-            trial = self._find(kept.trial)
-            if trial is None:
+            if self._find(kept.trial) is None:
                 self.study.add_trial(kept.trial)
-            elif not trial.state.is_finished():
-                metrics = {name: value for record in kept.records for name, value in record.metrics.items()}
-                self._tell(trial.number, kept.stopped, kept.result, metrics)
 
     def trial(self, index: int) -> optuna.trial.FrozenTrial:
         """Return a model's Optuna trial in its present state."""
         with self._lock:
-            return self.study.get_trials(deepcopy=False)[self._trials[index].number]
+            return self._all()[self._trials[index].number]
 
     def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> _Judge:
         """Return the observer of one model's gang, whose `logged` raises `StoppedEarlyError` to stop the model.
@@ -108,7 +105,8 @@ class Trials:
         if not self.suggests:  # a search has asked for the trial already
             with self._lock:
                 self._trials[index] = self.study.ask()
-        return _Judge(self, self._trials[index], index, say, before, self._last_epochs.get(index, -1))
+        last = self.trial(index).last_step
+        return _Judge(self, self._trials[index], index, say, before, -1 if last is None else last)
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
         """Report a model's value of the metric to the study, and return True if the study's pruner stops the model."""
@@ -136,44 +134,28 @@ class Trials:
 
         Models that have not begun are ignored.
         """
-        with self._lock:
-            if index not in self._trials:
-                return
-            if self.suggests:
-                self._tell(self._trials[index].number, error, result, metrics)
-            elif error is not None and not isinstance(error, StoppedEarlyError):
-                # The pruner has each trial's values at its rungs here. A study in memory hands out its own trials.
-                self.study.get_trials(deepcopy=False)[self._trials[index].number].system_attrs.clear()
-
-    def _tell(self, number: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
         from optuna.trial import TrialState
 
-        if error is not None:
-            state = TrialState.PRUNED if isinstance(error, StoppedEarlyError) else TrialState.FAIL
-            self.study.tell(number, state=state, skip_if_finished=True)
-        else:
-            value = result if self.asked.metric is None else metrics.get(self.asked.metric)
-            self.study.tell(number, value, skip_if_finished=True)  # Optuna warns if the value is not a number
+        with self._lock:
+            if (trial := self._trials.get(index)) is None:
+                return
+            if not self.suggests:
+                if error is not None and not isinstance(error, StoppedEarlyError):
+                    # The pruner has each trial's values at its rungs here. A study in memory hands out its own trials.
+                    self._all()[trial.number].system_attrs.clear()
+            elif error is not None:
+                state = TrialState.PRUNED if isinstance(error, StoppedEarlyError) else TrialState.FAIL
+                self.study.tell(trial, state=state, skip_if_finished=True)
+            else:
+                value = result if self.asked.metric is None else metrics.get(self.asked.metric)
+                self.study.tell(trial, value, skip_if_finished=True)  # Optuna warns if the value is not a number
+
+    def _all(self) -> list[optuna.trial.FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
 
     def _find(self, wanted: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial | None:
-        trials = self.study.get_trials(deepcopy=False)
-        found = trials[wanted.number] if wanted.number < len(trials) else None
+        found = next(iter(self._all()[wanted.number :]), None)
         return found if found is not None and found.params == wanted.params else None
-
-    def _add(self, like: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial:
-        from optuna.trial import TrialState, create_trial
-
-        tag = uuid.uuid4().hex
-        added = create_trial(
-            state=TrialState.RUNNING,
-            params=like.params,
-            distributions=like.distributions,
-            intermediate_values=like.intermediate_values,
-            user_attrs={**like.user_attrs, TAG: tag},
-        )
-        self.study.add_trial(added)
-        trials = self.study.get_trials(deepcopy=False)
-        return next(trial for trial in reversed(trials) if trial.user_attrs.get(TAG) == tag)
 
 
 @dataclass(eq=False)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, Rule
-from flytekitplugins.daskpytorch.evaluation import check_workers
-from flytekitplugins.daskpytorch.settings import Gang, Wandb
+from flytekitplugins.daskpytorch.settings import Gang, Wandb, check_workers
 
 OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.instance_of(Wandb))}
 
