@@ -241,26 +241,6 @@ def test_a_module_that_asks_at_its_top_is_told_of_the_gang(tmp_path: Path, monke
     assert gang(module.place, start_timeout=30.0) == [(0, 2, True), (1, 2, True)]
 
 
-def torch_here() -> tuple[object, ...]:
-    precision, warns = torch.get_float32_matmul_precision(), torch.is_deterministic_algorithms_warn_only_enabled()
-    compiled = torch._inductor.config.deterministic
-    return str(torch.tensor(1.0).dtype), precision, warns, compiled, torch.backends.cudnn.benchmark
-
-
-def test_what_the_program_has_set_in_torch_is_set_in_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    torch.set_default_dtype(torch.float64)
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        expected = torch_here()
-        assert gang(torch_here) == [expected] * 2
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
-        torch.use_deterministic_algorithms(False)
-
-
 def test_a_gang_with_nccl_is_called_so_and_exchanges_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "ON_GPUS", "cpu:gloo,cuda:gloo")  # as far as a machine without GPUs goes
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={})

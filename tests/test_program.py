@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol import program
-from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.code import pack_code, set_up_program
 
 SCRIPT = """
 import inspect
@@ -185,7 +184,6 @@ from pathlib import Path
 
 sys.modules.pop("flytekitplugins", None)  # as the fork server does
 from flytekitplugins.daskpytorch.protocol import code as code_module
-from flytekitplugins.daskpytorch.protocol import program
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.rank import sources as rank_sources
 
@@ -193,7 +191,7 @@ source, folder, *names = sys.argv[1:]
 code, calls = pickle.loads(Path(source).read_bytes())
 sources = code_module.place_code(code, Path(folder))
 rank_sources.import_first_from(sources)
-program.set_up(code.program, sources.script)
+code_module.set_up_program(code.program, sources.script)
 results = {}
 for name in names:
     call = unpack_call(calls[name])
@@ -357,8 +355,8 @@ def test_a_logger_that_was_asked_before_heeds_the_level_that_the_driver_has(monk
     outer, inner = (logging.getLogger(f"asked_before{rest}") for rest in ("", ".inner"))
     assert not inner.isEnabledFor(logging.DEBUG)
     outer.setLevel(logging.DEBUG)
-    found = program.taken(is_users=False)
+    found = pack_code().program
     outer.setLevel(logging.WARNING)
     assert not inner.isEnabledFor(logging.DEBUG)
-    program.set_up(found, None)
+    set_up_program(found, None)
     assert inner.isEnabledFor(logging.DEBUG)

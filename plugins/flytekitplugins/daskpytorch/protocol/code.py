@@ -1,4 +1,4 @@
-"""The project's sources and the program's state, packed in the driver and unpacked beside the ranks.
+"""The project's sources and the program's state, packed in the driver, and used beside the ranks and in them.
 
 The sources are for the ranks alone. Scheduler and Dask workers never import a user's module, since their copies may be
 old or missing.
@@ -7,22 +7,48 @@ old or missing.
 import contextlib
 import hashlib
 import io
+import linecache
+import logging
 import os
 import sys
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.system import running_kernel
-from flytekitplugins.daskpytorch.protocol import program
-from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.project import Project, is_code
 from flytekitplugins.daskpytorch.protocol.script import Script
 
+MAX_SPARE_PART = 256 << 10
+"""Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
+out."""
 MAX_LEFT = 1000
 """Maximum number of files listed in `Code.left`: files that are too large to send to ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """State of the driver's program for the ranks: `__main__`, command line, logging. The user's objects are bytes."""
+
+    arguments: Sequence[str] | None = field(default=None, repr=False)
+    """Command-line arguments of the user's script. None if the program is not the user's, such as pyflyte."""
+    module: str | None = None
+    """Name of the user's module that `python -m` ran. None for a script."""
+    package: str | None = None
+    spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Name -> pickled class of `__main__`, for ranks that load files with objects of the class."""
+    cells: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Name -> text of source code without a file, such as a notebook's cells."""
+    levels: Mapping[str, int] = field(default_factory=dict)
+    """Name of a logger -> its level. The root logger's name is empty."""
+    handlers: Sequence[bytes] = field(default=(), repr=False)
+    """Pickled stream, level and formatter of each handler of the root logger that writes to a standard stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +101,7 @@ def pack_code(script: Script | None = None) -> Code:
     project = Project.loaded()
     if script is not None:
         project.add_script(script)
+    is_users = project.script is not None or not hasattr(sys.modules["__main__"], "__file__")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, path in sorted(project.files.items()):
@@ -92,10 +119,60 @@ def pack_code(script: Script | None = None) -> Code:
         },
         machine=running_kernel(),
         left=dict(sorted(project.left.items())[:MAX_LEFT]),
-        program=program.of_script(script.args, script.given if script.is_module else None)
-        if script is not None
-        else program.taken(is_users=project.script is not None or not hasattr(sys.modules["__main__"], "__file__")),
+        program=_program(script, is_users=is_users),
     )
+
+
+def _program(script: Script | None, *, is_users: bool) -> Program:
+    """Return the state of this process's program, or of the script that ranks run.
+
+    Args:
+        script: Script or module that ranks run. None: they call a function.
+        is_users: True if this process's program is the user's own. Its command line and `__main__` are left out
+            otherwise.
+    """
+    levels, handlers = dict(_levels()), tuple(_handlers())
+    if script is not None:
+        module = script.given if script.is_module else None
+        return Program(arguments=script.args, module=module, levels=levels, handlers=handlers)
+    if not is_users:
+        return Program(levels=levels, handlers=handlers)
+    main = sys.modules["__main__"]
+    return Program(
+        arguments=tuple(sys.argv[1:]),
+        module=getattr(getattr(main, "__spec__", None), "name", None),
+        package=getattr(main, "__package__", None),
+        spare_parts=pickling.spare_parts(MAX_SPARE_PART),
+        cells={
+            name: "".join(lines)
+            for name in _places()
+            if not Path(name).exists() and (lines := linecache.getlines(name))
+        },
+        levels=levels,
+        handlers=handlers,
+    )
+
+
+def _places() -> set[str]:
+    """Return the names of the files that define the functions and methods of `__main__`."""
+    functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]
+    classes = [value for value in pickling.definitions().values() if isinstance(value, type)]
+    functions += [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
+    return {function.__code__.co_filename for function in functions}
+
+
+def _levels() -> Iterator[tuple[str, int]]:
+    for name, logger in [("", logging.root), *logging.Logger.manager.loggerDict.copy().items()]:
+        if isinstance(logger, logging.Logger) and logger.level and name.partition(".")[0] != "torch":  # see TORCH_LOGS
+            yield name, logger.level
+
+
+def _handlers() -> Iterator[bytes]:
+    for handler in logging.root.handlers:
+        stream = getattr(handler, "stream", None)
+        if stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(Exception):  # a user's own formatter may hold objects of any kind
+                yield pickling.dumps((stream, handler.level, handler.formatter))
 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
@@ -153,3 +230,50 @@ def _unpacked(code: Code, folder: Path) -> Path:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(target)  # noqa: S202 - our own archive
     return target
+
+
+# ---- In a rank ------------------------------------------------------------------------------------------------------
+
+
+def set_up_program(program: Program, script: Path | None) -> None:
+    """Set this process's `__main__`, command line and logging to the program's, without a run of the script.
+
+    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`. Objects from processes
+    that this process spawns have that module name.
+
+    Args:
+        program: The state of the driver's program.
+        script: The script's path on this node. None without a script.
+    """
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+    main.__package__ = program.package
+    main.__spec__ = ModuleSpec(program.module, None) if program.module else None
+    if script is not None:
+        main.__file__ = str(script)
+    main.__dict__["__getattr__"] = _SpareParts(program.spare_parts)
+    sys.argv[:] = [str(script or sys.argv[0]), *(program.arguments or ())]
+    for name, text in program.cells.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    for name, log_level in program.levels.items():
+        logging.getLogger(name).setLevel(log_level)
+    for pickled in program.handlers if not logging.root.handlers else ():
+        stream, level, formatter = pickling.loads(pickled)
+        handler = logging.StreamHandler(stream)
+        handler.setLevel(level)
+        handler.setFormatter(formatter)
+        logging.root.addHandler(handler)
+
+
+@dataclass(frozen=True)
+class _SpareParts:
+    """`__getattr__` of a rank's `__main__`: unpickles a class at the first lookup of its name."""
+
+    parts: Mapping[str, bytes]
+
+    def __call__(self, name: str) -> Any:
+        if name not in self.parts:
+            raise AttributeError(
+                f"module '__main__' has no attribute {name!r} in this rank, which does not run the top of the script. "
+                "Define it in a module that the script imports"
+            )
+        return pickling.loads(self.parts[name])
