@@ -55,16 +55,20 @@ class LocalRun:
         self.folder = runs_of_task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.previous = previous
         self._lock: int | None = None
-        self._has_cleaned = False
 
     def paths(self, key: str) -> StoragePaths:
-        """Return the checkpoint folders of the gang `key`: of this run, and of the earlier run to go on from."""
+        """Return the checkpoint folders of the gang `key`: of this run, and of the earlier run to go on from.
+
+        The run's folder stays locked until the run ends.
+        """
+        own = self.folder / key
+        with contextlib.suppress(OSError):  # the first checkpoint reports the error
+            make_private(own)  # before ranks write shards to it
+            if self._lock is None:
+                self._lock = os.open(self.folder, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)  # some file systems have no locks
         previous = str(self.previous / key) if self.previous is not None else None
-        with contextlib.suppress(OSError):  # the first checkpoint tries again, and reports the error
-            self.make_folder()  # before ranks write shards to it
-            make_private(self.folder / key)
-        files, own = Files(LocalFileSystem()), str(self.folder / key)
-        return StoragePaths(files=files, previous=previous, own=own, prepare=self._make_room, resume=HOW_TO_GO_ON)
+        return StoragePaths(files=Files(LocalFileSystem()), previous=previous, own=str(own), resume=HOW_TO_GO_ON)
 
     def newest_step(self) -> int | None:
         """Return the training step of the newest checkpoint in this run's folder. None: there is no checkpoint."""
@@ -79,14 +83,6 @@ class LocalRun:
             return "no checkpoint was kept"
         return f"the checkpoint of step {step} is kept, {HOW_TO_GO_ON} go on from it"
 
-    def make_folder(self) -> None:
-        """Make the run's folder, which stays locked until the run ends."""
-        if self._lock is None:
-            make_private(self.folder)
-            self._lock = os.open(self.folder, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # some file systems have no locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-
     def close(self) -> None:
         """End the run: unlock its folder, and remove its empty folders."""
         if self._lock is not None:
@@ -95,12 +91,6 @@ class LocalRun:
                     Path(folder).rmdir()
             os.close(self._lock)
             self._lock = None
-
-    def _make_room(self) -> None:
-        self.make_folder()
-        if not self._has_cleaned:
-            self._has_cleaned = True
-            clean(self.folder.parent.parent, self.previous)
 
 
 @contextlib.contextmanager
@@ -130,29 +120,29 @@ def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
         ValueError: `DASKPYTORCH_RESUME` names no run's folder.
         PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
     """
-    asked = asked_run()
-    if os.environ.get(FOLDER_VARIABLE) == "":
+    asked, place = asked_run(), os.environ.get(FOLDER_VARIABLE)
+    if place == "":
         if asked:
             _say(task, f"{RESUME_VARIABLE}={asked} has no effect, since {FOLDER_VARIABLE} is set to nothing")
         return None
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "daskpytorch", "checkpoints")
-        runs_of_task = Path(os.environ.get(FOLDER_VARIABLE) or cache).expanduser().resolve() / task
-        make_private(runs_of_task)
+        root = Path(place or cache).expanduser().resolve()
+        make_private(root / task)
     except (OSError, RuntimeError) as error:  # there may be no home
         if asked:
             raise
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
     if attempt_before is not None and attempt_before.exists():
+        previous: Path | None = attempt_before
         _say(task, "going on from the attempt before")
-        return LocalRun(runs_of_task, attempt_before)
-    previous = _asked_folder(runs_of_task, asked) if asked else None
-    if previous is not None:
+    elif (previous := _asked_folder(root / task, asked) if asked else None) is not None:
         _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {previous}")
     elif asked:
-        _say(task, f"{RESUME_VARIABLE} is set, but no run in {runs_of_task} has left a checkpoint: starting afresh")
-    return LocalRun(runs_of_task, previous)
+        _say(task, f"{RESUME_VARIABLE} is set, but no run in {root / task} has left a checkpoint: starting afresh")
+    clean(root, previous)
+    return LocalRun(root / task, previous)
 
 
 def asked_run() -> str | None:
