@@ -72,23 +72,8 @@ def _note_without_meaning(context: click.Context, option: click.Parameter, value
         context.meta.setdefault(IGNORED, []).append(option.opts[0])
 
 
-def _say_without_meaning(options: Sequence[str]) -> None:
-    if options:
-        have = "has" if len(options) == 1 else "have"
-        say(f"{', '.join(options)} of torchrun {have} no effect here. `daskpytorch run --help` lists those with one")
-
-
-def _refuse_other_programs(_: click.Context, __: click.Parameter, value: object) -> None:
-    if value:
-        raise click.UsageError("--no-python of torchrun is refused: ranks run Python scripts and modules alone")
-
-
 def _accepting_torchruns(command: click.Command) -> click.Command:
-    """Add the options of `torchrun` that have no effect here, or are refused, to a command, hidden."""
-    refused = click.Option(
-        ["--no-python"], hidden=True, expose_value=False, is_flag=True, callback=_refuse_other_programs
-    )
-    command.params.append(refused)
+    """Add the options of `torchrun` that have no effect here to a command, hidden."""
     for name in (*WITHOUT_MEANING, *FLAGS_WITHOUT_MEANING):
         is_flag = name in FLAGS_WITHOUT_MEANING
         option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_note_without_meaning)
@@ -193,6 +178,8 @@ def run(
     scheduler: str | None,
     workers: int | None,
     deck: str | None,
+    virtual_local_rank: bool,
+    environment: Sequence[tuple[str, str]],
     **settings: Any,
 ) -> int:
     """Run a training script or module in several ranks, as torchrun does, on this node or on a Dask cluster's workers.
@@ -201,12 +188,19 @@ def run(
     current_rank().checkpoint. The exit code is that of the rank that failed. Exit code 2: an option or the program
     cannot be used. 120: the output cannot be written. 130: Ctrl-C. 143: SIGTERM.
     """
-    _say_without_meaning(click.get_current_context().meta.get(IGNORED, ()))
+    if ignored := click.get_current_context().meta.get(IGNORED):
+        text = f"these of torchrun's options have no effect: {', '.join(ignored)}"
+        say(f"{text}. `daskpytorch run --help` lists those with one")
     if arguments[:1] == ("--",):  # torchrun drops a first --, too
         arguments = arguments[1:]
     try:
         script = (module_of if module else script_of)(program, *arguments)
-        gang = _gang_of(workers=workers if scheduler else None, **settings)
+        gang = Gang(
+            workers=workers if scheduler else None,
+            devices="own" if virtual_local_rank else "all",
+            environment=dict(environment),
+            **settings,
+        )
         if deck is not None:
             Path(deck).touch()  # an unwritable file is an error before the training
     except (OSError, SyntaxError, ImportError, ValueError) as error:
@@ -263,10 +257,6 @@ def _code_for(error: BaseException) -> int:
         return 128 + signal.SIGTERM
     code = gang_error.exit_code if isinstance(gang_error, GangError) else None
     return 1 if not code else code if code > 0 else 128 - code
-
-
-def _gang_of(*, virtual_local_rank: bool, environment: Sequence[tuple[str, str]], **settings: Any) -> Gang:
-    return Gang(devices="own" if virtual_local_rank else "all", environment=dict(environment), **settings)
 
 
 @contextlib.contextmanager
