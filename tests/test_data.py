@@ -10,8 +10,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import data
 from flytekitplugins.daskpytorch.data.bucket import Listed
-from flytekitplugins.daskpytorch.data.image_cache import ImageCache
-from flytekitplugins.daskpytorch.data.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.image_index import ImageCache, ImageIndex
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
 NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
-from flytekitplugins.daskpytorch.data.image_cache import ImageCache
+from flytekitplugins.daskpytorch.data.image_index import ImageCache
 from others import give_away
 from warm import warm_python
 
@@ -94,7 +94,7 @@ def test_all_folders_of_the_cache_are_this_users_alone(tmp_path: Path) -> None:
 def test_processes_that_write_at_once_keep_the_bound_and_whole_files(tmp_path: Path) -> None:
     code = """
         import sys
-        from flytekitplugins.daskpytorch.data.image_cache import ImageCache
+        from flytekitplugins.daskpytorch.data.image_index import ImageCache
         from flytekitplugins.daskpytorch.data.bucket import Listed
         cache = ImageCache(sys.argv[1], 50_000)
         for number in range(1_500):

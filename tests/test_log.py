@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.records import Goodput
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
 from told import node, shape_of
 
 SHAPE = shape_of(node("ada", "ada"), node("bea", "bea"))

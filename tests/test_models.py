@@ -13,9 +13,8 @@ from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.display import notebook as notebook_table
 from flytekitplugins.daskpytorch.display.logged import Log
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
-from flytekitplugins.daskpytorch.sweep import display
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from flytekitplugins.daskpytorch.sweep.model import ModelFuture
+from flytekitplugins.daskpytorch.sweep import model as display
+from flytekitplugins.daskpytorch.sweep.model import ModelFuture, SweepDisplay
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 from processes import until
 

@@ -16,7 +16,7 @@ from flytekit.exceptions.system import FlyteUploadDataException
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
-from flytekitplugins.daskpytorch.task.results import LOST, TaskResults
+from flytekitplugins.daskpytorch.results import LOST, TaskResults
 from processes import until
 from test_results import files, submit
 

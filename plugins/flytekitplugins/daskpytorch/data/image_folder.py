@@ -22,9 +22,8 @@ from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.access import Access, access_options, split_uri
 from flytekitplugins.daskpytorch.data.bucket import Bucket, DamagedTransferError
-from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
-from flytekitplugins.daskpytorch.data.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.image_index import ImageCache, ImageIndex
 from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 from flytekitplugins.daskpytorch.extras import require_extra
 

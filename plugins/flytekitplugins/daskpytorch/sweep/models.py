@@ -26,8 +26,7 @@ from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.sweep.display import as_html, counted, rows_of, show_live
-from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
+from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, as_html, counted, error_of, rows_of, show_live
 from flytekitplugins.daskpytorch.sweep.sweep import Pool, Sweep
 
 if TYPE_CHECKING:

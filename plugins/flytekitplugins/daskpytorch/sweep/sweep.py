@@ -27,8 +27,7 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, current_executi
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
-from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from flytekitplugins.daskpytorch.sweep.model import Model
+from flytekitplugins.daskpytorch.sweep.model import Model, SweepDisplay
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
 from flytekitplugins.daskpytorch.sweep.trials import Trials
 

@@ -195,7 +195,7 @@ class InRanks:
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
-        from flytekitplugins.daskpytorch.task.results import TaskResults
+        from flytekitplugins.daskpytorch.results import TaskResults
         from flytekitplugins.daskpytorch.task.shown import ShownTask
 
         shown = ShownTask(

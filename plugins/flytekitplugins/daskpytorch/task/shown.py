@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.machine import MachineLog
     from flytekitplugins.daskpytorch.protocol.host import StoragePaths
     from flytekitplugins.daskpytorch.protocol.observer import Observer
+    from flytekitplugins.daskpytorch.results import TaskResults
     from flytekitplugins.daskpytorch.task.local_runs import LocalRun
-    from flytekitplugins.daskpytorch.task.results import TaskResults
 
 
 MAX_ROWS = 10
