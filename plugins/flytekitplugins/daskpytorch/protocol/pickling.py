@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE, Pickler, Reduced, class_by_value, put_apart
 
@@ -289,8 +288,7 @@ def _reduce_training_arguments(value: Any) -> Reduced:
 
 
 def _reduce_sampler(value: Any) -> Reduced:
-    make, arguments, *rest = value.__reduce_ex__(2)
-    return _sampler, (value.num_replicas, value.rank, make, arguments), *rest
+    return _reduce_refused(value) if value.num_replicas == 1 else value.__reduce_ex__(2)
 
 
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
@@ -304,21 +302,12 @@ _REDUCERS: dict[tuple[str, str], Callable[[Any], Reduced]] = dict.fromkeys(REFUS
 # ---- ... and in a rank
 
 
-def _world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
-def _refusal(name: str, what: str) -> ValueError:
-    return ValueError(
-        f"this {name} was made in the driver, outside the gang's ranks: {what}. Make it inside the function that the "
-        "ranks call, not at the top of the script and not as an argument."
-    )
-
-
 def _made_unless_in_gang(name: str, make: Callable[..., Any], arguments: Reduced) -> Any:
-    if _world_size() > 1:
-        raise _refusal(
-            name, f"it knows a world of one process, and each of the {_world_size()} ranks would train alone"
+    if (world_size := int(os.environ["WORLD_SIZE"])) > 1:
+        raise ValueError(
+            f"this {name} was made in the driver, outside the gang's ranks: it knows a world of one process, and each "
+            f"of the {world_size} ranks would train alone. Make it inside the function that the ranks call, not at the "
+            "top of the script and not as an argument."
         )
     return make(*arguments)
 
@@ -338,36 +327,3 @@ def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:
     vars(made).update(kept)
     _ = made.device  # makes the arguments read the world size again
     return made
-
-
-def _sampler(num_replicas: int, rank: int, make: Callable[..., Any], arguments: Reduced) -> Any:
-    """Make a `DistributedSampler` in a rank. Raise if the driver made the sampler for a world of one process.
-
-    A sampler for another rank raises when it is iterated. An argument may hold a list of samplers, one per rank.
-    """
-    if num_replicas == 1 < _world_size():
-        what = f"num_replicas=1 has each of the {_world_size()} ranks train on all samples"
-        raise _refusal("DistributedSampler", what)
-    sampler = make(*arguments)
-    if num_replicas == _world_size() and rank != int(os.environ["RANK"]):
-        _refuse_use(sampler)
-    return sampler
-
-
-def _refuse_use(sampler: Any) -> None:
-    if not _of_other_ranks:
-        cls = import_module("torch.utils.data.distributed").DistributedSampler
-        begin = cls.__iter__
-
-        def begin_own(sampler: Any) -> Any:
-            if sampler in _of_other_ranks:
-                what = f"it has the samples of rank {sampler.rank}, and rank {os.environ['RANK']} would train on them"
-                raise _refusal("DistributedSampler", what)
-            return begin(sampler)
-
-        cls.__iter__ = begin_own
-    _of_other_ranks.add(sampler)
-
-
-_of_other_ranks: WeakSet[Any] = WeakSet()
-"""Samplers that the driver made for other ranks."""
