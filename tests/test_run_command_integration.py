@@ -69,7 +69,7 @@ def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: 
     assert "[rank 0] from 3 0 2 2\n" in done.stdout  # so that `| tee train.log` has it, as with torchrun
     assert "starting 2 ranks" in done.stderr
     assert "starting 2 ranks" not in done.stdout
-    assert "of torchrun's options: --standalone" in done.stderr
+    assert "of torchrun's options have no effect: --standalone" in done.stderr
     assert "loss" in (folder / "deck.html").read_text()
     [log] = folder.glob("logs/*/attempt_1/0/stdout.log")
     assert log.read_text() == "from 3 0 2 2\n"
@@ -81,7 +81,7 @@ def test_one_line_names_all_options_of_torchrun_that_have_no_effect(folder: Path
     done = run("--nproc", "1", *options, "idle.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("of torchrun") == 1
-    assert "options: --rdzv-backend, --rdzv-endpoint, --role, --tee, --standalone." in done.stderr
+    assert "have no effect: --rdzv-backend, --rdzv-endpoint, --role, --tee, --standalone." in done.stderr
 
 
 @pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM])

@@ -214,7 +214,7 @@ def test_only_what_has_begun_must_be_the_same(tmp_path: Path) -> None:
 
 def test_another_function_is_refused_and_told(tmp_path: Path) -> None:
     leave(SweepStorage(str(tmp_path), "grid"), [1])
-    with pytest.raises(ValueError, match=f"{tmp_path}/grid are of another call: the function was 'train', and is 'other'"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/grid are of another call: the function was 'train'"):
         SweepStorage(str(tmp_path), "grid").open(other, [1])
 
 

@@ -83,9 +83,9 @@ class SweepStorage:
         kept = dict(_kept(found))
         mine = _described(function)
         was, is_ = found.get(CALL) or mine, mine
-        for index in kept if experiments is not None else ():
-            if index < len(experiments):
-                was, is_ = was | _inputs(index, kept[index].experiment), is_ | _inputs(index, experiments[index])
+        for index, experiment in enumerate(experiments or ()):
+            if index in kept:
+                was, is_ = was | _inputs(index, kept[index].experiment), is_ | _inputs(index, experiment)
         if differences := list(_differences(was, is_)):
             raise ValueError(
                 f"dispatch.map(storage=...): the models in {self.folder} are of another call: "
