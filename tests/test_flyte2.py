@@ -181,12 +181,6 @@ assert sys.modules.get("BLOCKED") is None
         assert done.returncode == 0, done.stderr
 
 
-def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(for_flyte2, "version", lambda _: "2.11.9")
-    with pytest.raises(ImportError, match=r"from 2\.12 on; here it is 2\.11\.9: pip install -U .*\[flyte2\]"):
-        for_flyte2.DaskDDP  # noqa: B018
-
-
 def test_it_cannot_be_reusable() -> None:
     policy = flyte.ReusePolicy(replicas=1)
     with pytest.raises(ValueError, match="reusable"):

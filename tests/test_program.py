@@ -281,7 +281,7 @@ def test_the_error_for_a_file_that_did_not_travel_says_so(script: Script) -> Non
     name, note = found["missing_file"]
     assert name == "FileNotFoundError"
     assert "are copies of those on the driver's" in note
-    assert "weights.bin has 3,145,728 bytes there" in note
+    assert "travels up to 1 MiB a file" in note
     name, note = found["run_by_path"]
     assert name == "FileNotFoundError"
     assert note.startswith(

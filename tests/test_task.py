@@ -20,7 +20,6 @@ from flytekit.configuration import DataConfig, Image, ImageConfig, Serialization
 from flytekit.core.base_task import TaskMetadata
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
-from flytekit.core.task import TaskPlugins
 from flytekit.core.type_engine import TypeEngine
 from flytekit.core.utils import ClassDecorator
 from flytekit.exceptions.system import FlyteSystemException
@@ -249,21 +248,6 @@ def test_gang_cannot_be_a_dynamic_workflow(kind: Any) -> None:
         @dynamic(task_config=kind())
         def spread() -> None:
             pass
-
-
-@pytest.mark.parametrize("config", [DaskDDP(), SpawnDDP(nproc=2), DaskCluster()])
-def test_a_notebook_task_that_would_train_in_no_rank_is_refused_when_it_is_defined(config: Any) -> None:
-    """`NotebookTask` of flytekitplugins-papermill asks for a task of the config's type with this function."""
-
-    def _dummy_task_func() -> None:
-        return None
-
-    _dummy_task_func.__module__ = "flytekitplugins.papermill.task"
-    plugin_class = TaskPlugins.find_pythontask_plugin(type(config))
-    with pytest.raises(ValueError, match=rf"NotebookTask\(task_config={type(config).__name__}.*dispatch.run"):
-        plugin_class(task_config=config, task_function=_dummy_task_func, metadata=TaskMetadata())
-    _dummy_task_func.__module__ = __name__
-    plugin_class(task_config=config, task_function=_dummy_task_func)  # a user's, whatever its name
 
 
 class Linked(ClassDecorator):

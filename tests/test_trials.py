@@ -295,13 +295,6 @@ def test_a_model_is_a_trial_that_is_told_of_its_end() -> None:
     assert trials[0].value == 0.5
 
 
-@pytest.mark.parametrize("direction", ["minimize", "maximize"])
-def test_a_study_that_prefers_low_accuracies_is_named(direction: str, capsys: pytest.CaptureFixture[str]) -> None:
-    suggestions(optuna.create_study(direction=direction), metric="val_accuracy")
-    said = "Search(metric='val_accuracy'): the study prefers minimal values" in capsys.readouterr().err
-    assert said == (direction == "minimize")
-
-
 @pytest.mark.parametrize("metric", [None, "loss"])
 def test_with_several_directions_nothing_is_pruned_and_the_study_hears_of_what_is_returned(metric: str | None) -> None:
     asked = suggestions(optuna.create_study(directions=["minimize", "maximize"]), metric=metric)

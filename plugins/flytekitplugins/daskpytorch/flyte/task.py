@@ -51,7 +51,6 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.fly
 CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
-STAND_IN = "_dummy_task_func"
 OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT, DeckField.SOURCE_CODE)
 """Tabs of the Deck that this package writes instead of flytekit."""
 
@@ -65,7 +64,6 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     """Base of all task types, which lets Flyte retry infrastructure failures, and handles SIGTERM and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        _refuse_stand_in(task_config, task_function)
         kwargs["annotations"] = _annotations(**kwargs)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._made: Mapping[str, Literal] = {}
@@ -312,23 +310,6 @@ class DaskClusterTask(_Resumable, _OnDask):
         super()._write_decks(*args)
         if (file := deck.local_file.get()) is not None:
             say(f"{self.name.rpartition('.')[2]}: Deck: {file}")
-
-
-def _refuse_stand_in(config: Any, function: Callable[..., Any]) -> None:
-    """Raise an error if flytekit's `NotebookTask` makes a task of this package, which could not train.
-
-    A `NotebookTask` runs its notebook in a process of its own, without ranks.
-
-    Raises:
-        ValueError: `function` is the placeholder that a `NotebookTask` has instead of a function.
-    """
-    if getattr(function, "__name__", "") == STAND_IN and function.__module__.startswith("flytekit"):
-        kind = type(config).__name__
-        raise ValueError(
-            f"NotebookTask(task_config={kind}(...)) would train in no rank: papermill runs the notebook once, in a "
-            f"process of its own. Put what trains into a function of a module, with @task(task_config={kind}(...)), "
-            "or leave task_config out and call flytekitplugins.daskpytorch.dispatch.run in the notebook."
-        )
 
 
 def _annotations(

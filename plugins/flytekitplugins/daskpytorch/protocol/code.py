@@ -28,8 +28,6 @@ from flytekitplugins.daskpytorch.protocol.script import Script
 MAX_SPARE_PART = 256 << 10
 """Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
 out."""
-MAX_LEFT = 1000
-"""Maximum number of files listed in `Code.left`: files that are too large to send to ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +68,6 @@ class Code:
     """Path of a module in the archive -> its path on the driver's machine, and the file's state (`state_of`)."""
     machine: str = ""
     """Boot ID of the driver's kernel, which identifies the driver's machine."""
-    left: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """Path of a file that is too large to send -> its size in bytes."""
     program: Program = field(default_factory=Program, compare=False)
 
 
@@ -85,8 +81,6 @@ class Sources:
     """Path of the file of `__main__`. None if `__main__` has no file."""
     originals: Mapping[str, str] = field(default_factory=dict)
     """Path of a copied module -> its path on the driver's machine. Empty if the node uses the driver's own files."""
-    left: Mapping[str, int] = field(default_factory=dict)
-    """Files that the driver has not sent -> their sizes in bytes."""
 
 
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------
@@ -118,7 +112,6 @@ def pack_code(script: Script | None = None) -> Code:
             if is_code(path) or name == project.script
         },
         machine=running_kernel(),
-        left=dict(sorted(project.left.items())[:MAX_LEFT]),
         program=_program(script, is_users=is_users),
     )
 
@@ -204,7 +197,6 @@ def place_code(code: Code, folder: Path) -> Sources:
         folders=[str(target)],
         script=target / code.script if code.script else None,
         originals={str(target / name): original for name, (original, _) in code.originals.items()},
-        left={str(target / name): size for name, size in code.left.items()},
     )
 
 

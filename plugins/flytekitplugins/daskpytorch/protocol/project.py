@@ -38,7 +38,6 @@ class Project:
     """Name in the archive -> path of the file."""
     roots: set[Path] = field(default_factory=set)
     """Folders from which this process imports the project's modules."""
-    left: dict[str, int] = field(default_factory=dict)
     script: str | None = None
     _first: Path | None = None
     """Folder of the script that ranks run, which comes first on their `sys.path`."""
@@ -86,8 +85,6 @@ class Project:
             total += size if (is_script or path.parent == root) and not is_code(path) else 0
             if is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
                 self.files[name] = path if is_script else self.files.get(name, path)
-            else:
-                self.left[name] = size
 
     def folders(self) -> Sequence[str]:
         """Return the project's source folders in `sys.path` order. Return none if a module in one hides another's.

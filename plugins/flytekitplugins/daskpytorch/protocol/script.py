@@ -90,12 +90,12 @@ def module_of(name: str, *args: object) -> Script:
     sys.path.insert(0, str(Path.cwd()))
     try:  # until the last search: the folders of a namespace package follow `sys.path`
         specs = _specs_of(name)
-        why = _why_missing(name, specs)
     finally:
         sys.path.pop(0)
     file = Path(specs[-1].origin or "").absolute() if specs[-1] is not None else None
     if file is None or file.suffix != ".py" or not file.is_file():
-        raise ModuleNotFoundError(f"no module {name!r} that can be run: {why}, or give the path of a script", name=name)
+        where = f"in {Path.cwd()} or on sys.path. Check the name, install the module, or give the path of a script"
+        raise ModuleNotFoundError(f"no module {name!r} that can be run, {where}", name=name)
     _check(file)
     root = file.parents[len(specs) - 1]
     return Script(given=name, is_module=True, args=tuple(map(str, args)), file=str(file), folder=str(root))
@@ -121,15 +121,6 @@ def _part_of(package: ModuleSpec, name: str) -> ModuleSpec | None:
     if package.submodule_search_locations is None:
         return None
     return PathFinder.find_spec(name, package.submodule_search_locations)
-
-
-def _why_missing(name: str, specs: Sequence[ModuleSpec | None]) -> str:
-    """Return which part of a module's name is missing, and what to do, as a part of a sentence."""
-    parts, found = [*name.split("."), "__main__", "source"], [spec for spec in specs if spec is not None]
-    if not found:
-        return f"{Path.cwd()} and sys.path have no {parts[0]}. Start in the folder that has {parts[0]}, install it"
-    place = ", ".join(found[-1].submodule_search_locations or [found[-1].origin or "Python"])
-    return f"{found[-1].name} in {place} has no {parts[len(found)]}. Check the name"
 
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

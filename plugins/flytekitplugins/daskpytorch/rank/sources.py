@@ -64,12 +64,10 @@ def explain(error: BaseException, sources: Sources) -> None:
         return
     folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))
     if path.is_relative_to(folder):
-        size = sources.left.get(str(path))
-        here = f"{path.relative_to(folder)} has {size:,} bytes there" if size else "other folders do not travel"
         error.add_note(
             "The sources on this rank's host are copies of those on the driver's. What lies in packages and beside a "
             f"script travels up to {MAX_RESOURCE_BYTES >> 20} MiB a file, beside a script up to "
-            f"{MAX_BESIDE_BYTES >> 20} MiB together, except what git ignores; {here}. Pass it as an argument, by "
+            f"{MAX_BESIDE_BYTES >> 20} MiB together, except what git ignores. Pass the file as an argument, by "
             "storage, or in the image."
         )
     else:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Search
@@ -42,7 +41,6 @@ class Trials:
         self.metric = asked.metric if len(self.study.directions) == 1 else None
         """Metric for early stopping. None without one, or if the study has several directions, by which Optuna cannot
         prune."""
-        _tell_of_direction(asked)
         self._lock = threading.Lock()
         """Lock of the study and the trials. No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
@@ -237,17 +235,6 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         )
     finally:
         optuna.logging.set_verbosity(verbosity)
-
-
-def _tell_of_direction(asked: EarlyStopping | Search) -> None:
-    if isinstance(asked, EarlyStopping) or asked.metric is None or len(asked.study.directions) > 1:
-        return
-    wanted = "min" if asked.study.direction.name == "MINIMIZE" else "max"
-    if direction_of(asked.metric) not in (None, wanted):
-        say(
-            f"Search(metric={asked.metric!r}): the study prefers {wanted}imal values. If this is not intended, "
-            "call optuna.create_study with the other direction (default: minimize)"
-        )
 
 
 def _is_last(record: LogRecord) -> bool:
