@@ -34,7 +34,6 @@ class Asked:
             self.settler,
             end=lambda: self.ended.append("ended"),
             keep=None,
-            show=None,
         )
         call = StayingCall(number=number, name="f", call=b"", settle=lambda _: None)
         self.pending.futures[number] = (futures, call)

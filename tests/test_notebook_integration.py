@@ -166,19 +166,16 @@ own
 """
 
 
-def test_a_gang_stays_from_cell_to_cell_and_shows_each_call_in_its_cell(tmp_path: Path) -> None:
+def test_a_gang_stays_from_cell_to_cell(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("def value(): return 'old'\n")
     with nothing_left_behind(), Notebook(GANG_CELL, tmp_path / "trace") as notebook:
         outputs = notebook.run("state = gang.keep(load)\nprint(gang.call(scaled, state).result())")
         assert text_of(outputs).endswith("[[0], [2]]\n")
-        [table] = tables_of(outputs)  # one for the cell
-        assert table == ["call", "status", "step", "loss", "load", "done", "", "", "scaled", "done", "3 of 4", "0.5"]
 
         notebook.run("def factor(): return 3")
         assert text_of(notebook.run("print(gang.call(scaled, state).result())")).endswith("[[0], [3]]\n")
 
         outputs = notebook.run("gang.call(fails, state).result()")
-        assert tables_of(outputs) == [["call", "status", "fails", "failed"]]
         [error] = errors_of(outputs)
         assert error.endswith("ZeroDivisionError: rank 1 has divided")
         assert "rank 1 of 2 failed" in error
@@ -188,7 +185,7 @@ def test_a_gang_stays_from_cell_to_cell_and_shows_each_call_in_its_cell(tmp_path
         assert sorted(said.splitlines()) == ["[rank 0] 10", "[rank 0] on 0", "[rank 1] 11", "[rank 1] on 1"]
         said = text_of(notebook.run("%%ranks\nown += 1\n'state' in globals(), own"))
         assert said.splitlines() == ["[rank 0] (True, 11)", "[rank 1] (True, 12)"]
-        assert notebook.run("%%ranks\n'a hidden value';  # of each rank")[1:] == []  # the table alone
+        assert notebook.run("%%ranks\n'a hidden value';  # of each rank") == []
         [error] = errors_of(notebook.run("%%ranks\n1 / 0"))
         assert "----> 1 1 / 0" in error
 

@@ -80,9 +80,3 @@ class LiveTable:
         thread = threading.Thread(target=follow, name="daskpytorch-table", daemon=True)
         thread.start()
         return thread
-
-
-def running_cell() -> int:
-    """Return the number of the notebook's cell that runs now."""
-    number: int = sys.modules["IPython"].get_ipython().execution_count
-    return number

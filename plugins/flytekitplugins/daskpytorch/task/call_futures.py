@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display.logged import Log, Logged
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture
-from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class CallFutures(Logged, Futures[GangFuture]):
         settler: threading.Thread,
         end: Callable[[], object],
         keep: object,
-        show: Callable[[Log], Callable[[str], object]] | None,
     ) -> None:
         """Prepare the futures of a call.
 
@@ -45,13 +43,10 @@ class CallFutures(Logged, Futures[GangFuture]):
             settler: Thread that settles the futures.
             end: Ends the call, by `cancel` or at Ctrl-C.
             keep: Gang, function and arguments, which are referenced until the call's end.
-            show: Shows the call's log in a notebook. Returns a function that ends this before the futures are settled,
-                with the outcome in a word. None: nothing is shown.
         """
         self.log = self._log = Log()
         self._end = end
         self._keep: object = keep
-        self._conclude = show(self.log) if show is not None else lambda _: None
         self._cause: int | None = None
         self._futures = [GangFuture(received, end, settler) for _ in range(num_ranks)]
         for future in self._futures:
@@ -92,8 +87,6 @@ class CallFutures(Logged, Futures[GangFuture]):
 
     def settle(self, outcome: Outcome) -> None:
         """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""
-        with optional("ending the notebook's table of the call"):
-            self._conclude("interrupted" if outcome.is_interrupted else "failed" if outcome.errors else "done")
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
             with _settled(future):
@@ -106,8 +99,6 @@ class CallFutures(Logged, Futures[GangFuture]):
 
     def fail(self, error: BaseException) -> None:
         """Settle all futures with the error that has ended the gang."""
-        with optional("ending the notebook's table of the call"):
-            self._conclude("cancelled" if isinstance(error, CancelledError) else "failed")
         self._keep = None
         for future in reversed(self._futures):
             with _settled(future):

@@ -32,12 +32,10 @@ from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.rank.calls import cell, remember
 from flytekitplugins.daskpytorch.task.call_futures import CallFutures
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
-from flytekitplugins.daskpytorch.task.shown import CallRow, Shown
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from flytekitplugins.daskpytorch.display.logged import Log
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
@@ -285,7 +283,6 @@ class StayingGang:
             self._futures.thread,
             end=functools.partial(self._calls.interrupt, asked),
             keep=keep,
-            show=functools.partial(_show, self._shown, self._calls, asked) if self._shown is not None else None,
         )
         pending.futures[asked.number] = (futures, asked)
         self._calls.ask(asked)
@@ -321,12 +318,6 @@ class StayingGang:
         )
         over.__cause__ = error
         return over
-
-
-def _show(shown: Shown, calls: Calls, call: StayingCall, log: Log) -> Callable[[str], object]:
-    """Show a call in a notebook's table. Return a function that ends this."""
-    row = CallRow(call.name, log, status=lambda: "running" if call is calls.current or call.ended else "waiting")
-    return shown.show_call(row)
 
 
 @contextlib.contextmanager
