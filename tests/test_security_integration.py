@@ -127,9 +127,7 @@ def test_all_that_a_local_run_listens_at_is_the_loopback(host: str, tmp_path: Pa
 
 def test_what_may_be_printed_shows_no_secret() -> None:
     folder = S3ImageFolder.__new__(S3ImageFolder)
-    settings = RunSettings(
-        wandb=Wandb(project="p"), id="i", name="n", mode="online", key=SECRETS["WANDB_API_KEY"], config={}
-    )
+    settings = RunSettings(wandb=Wandb(project="p"), variables=SECRETS)
     order = AgentOrder(worker="w", driver=("h", 1), token=b"sentinel")
     shown = f"{settings!r} {order!r} {folder!r}"
     assert "sentinel" not in shown

@@ -1,13 +1,11 @@
-"""Thread that feeds a tracker, so that a slow tracker never delays the training. Runs in the driver and in rank 0."""
+"""Thread that feeds a tracker, so that a slow tracker never delays the training. Runs in the driver."""
 
 from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -30,38 +28,30 @@ CONNECT_TIMEOUT = 5.0
 class Feeder:
     """Thread that calls a tracker's queued jobs in their order. No job's error reaches a caller.
 
-    Only `drain` and `end` wait for jobs. A job is called again after a `ConnectionError`, and skipped after any other
-    error.
+    Only `end` waits for jobs. A job is called again after a `ConnectionError`, and skipped after any other error.
     """
 
-    def __init__(self, label: str, flush: Job | None = None) -> None:
+    def __init__(self, label: str, flush: Job) -> None:
         """Prepare the thread.
 
         Args:
             label: Name of the tracker for notices.
             flush: Job that the thread calls between records, at most every `INTERVAL` seconds, and before the last job.
-                None: no job.
         """
         self._label = label
         self._flush = flush
         self._flushed_at = 0.0
-        self.has_begun = threading.Event()
-        """Event that is set once the first job has returned, or has failed without a retry."""
         self.is_feeding = False
         """True from the call of `start` to the end of `end`. False after a failure of the first job."""
         self._worker = Worker(RETRY_AFTER, label)
         self._num_dropped = 0
-        self._num_offered = 0
-        """Number of records and notes that were queued."""
-        self._num_written = 0
-        """Number of records and notes up to the last one that the tracker has received or refused."""
         self._said: set[str] = set()
 
     def start(self, begin: Job) -> None:
         """Start the thread with `begin` as its first job. If `begin` fails without a retry, the thread ends."""
         self.is_feeding = True
         self._flushed_at = time.monotonic()
-        self._worker.submit(partial(self._begin, begin), self._gives_up_all)
+        self._worker.submit(begin, self._gives_up_all)
 
     def offer(self, job: Job) -> None:
         """Queue a job that writes a record. Drop the job if the queue is full, before `start`, or after `end`."""
@@ -70,30 +60,23 @@ class Feeder:
         if len(self._worker.jobs()) >= MAX_WAITING:
             self._num_dropped += 1
             return
-        self._num_offered += 1
         self.put(job)
-        if self._flush is not None and time.monotonic() - self._flushed_at >= INTERVAL:
+        if time.monotonic() - self._flushed_at >= INTERVAL:
             self._flushed_at = time.monotonic()
             self.put(self._flush)
 
     def put(self, job: Job) -> None:
         """Queue a job, even if the queue is full."""
-        self._worker.submit(partial(self._run, job, self._num_offered), self._gives_up)
-
-    def drain(self, limit: float) -> None:
-        """Wait for the jobs in the queue, at most `limit` seconds."""
-        self._worker.flush(limit)
+        self._worker.submit(job, self._gives_up)
 
     def end(self, job: Job, limit: float) -> None:
         """Queue the last job, and wait until the queue is empty. Later calls do nothing.
 
         The wait ends after `limit` seconds, or earlier if the tracker's server cannot be reached for about 10 seconds.
-        A notice gives the number of records and notes that were dropped or late.
         """
         if not self.is_feeding:
             return
-        if self._flush is not None:
-            self.put(self._flush)
+        self.put(self._flush)
         self.put(job)
         self._wait(limit)
         if not self.is_feeding:  # the first job has failed meanwhile
@@ -101,10 +84,7 @@ class Feeder:
         self.is_feeding = False
         self._worker.close()
         if self._worker.jobs():
-            num_left = self._num_offered - self._num_written
-            lost = f"the last {num_left} records and notes could not be written in time, and are missing"
-            lost = lost if num_left else "the run's end could not be recorded in time"
-            self._say(f"{lost}: check that its server or storage answers")
+            self._say("the newest records could not be written in time: check that its server or storage answers")
         if self._num_dropped:
             self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
 
@@ -124,27 +104,17 @@ class Feeder:
 
     # ---- in the thread
 
-    def _begin(self, begin: Job) -> None:
-        begin()
-        self.has_begun.set()
-
-    def _run(self, job: Job, num_offered: int) -> None:
-        job()
-        if self._flush is None or job is self._flush:  # with a flush, a record's job only fills a batch
-            self._num_written = num_offered
-
     def _gives_up_all(self, error: Exception, *_: object) -> bool:
-        if gives_up := self._gives_up(error, loss="Nothing is recorded"):
+        if gives_up := self._gives_up(error):
             self.is_feeding = False
             self._worker.close()
-            self.has_begun.set()
         return gives_up
 
-    def _gives_up(self, error: Exception, *_: object, loss: str = "Such records are left out") -> bool:
+    def _gives_up(self, error: Exception, *_: object) -> bool:
         if isinstance(error, ConnectionError):
             self._say(f"{error}. Check the address and the access to it. Records wait, and the training goes on.")
             return False
-        self._say(f"{type(error).__name__}: {error}. {loss}. The training goes on.")
+        self._say(f"{type(error).__name__}: {error}. The training goes on, with records missing.")
         return True
 
 

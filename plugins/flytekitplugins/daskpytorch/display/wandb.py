@@ -1,34 +1,36 @@
 """Weights & Biases: one run per gang, opened and fed in rank 0. The driver decides the run's settings and key.
 
-The driver never imports wandb, so a session of the user stays unchanged. A separate process runs this module, reads
-wandb's settings from files, environment variables and logins, and prints the settings as JSON.
+The driver never imports wandb, so a session of the user stays unchanged. Rank 0 gets the variables and the API key that
+wandb has on the driver's machine.
 """
 
+import configparser
+import contextlib
 import dataclasses
 import functools
-import inspect
-import json
+import netrc
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from flytekitplugins.daskpytorch.display.training import gang_config, run_id
-from flytekitplugins.daskpytorch.display.wandb_run import IN_POD, LATER, RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, gang_config, run_id
+from flytekitplugins.daskpytorch.display.wandb_run import IN_POD, LABEL, LATER, RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
-from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.settings import Wandb
 
-KEYLESS = ("offline", "disabled")
+KEYLESS = ("offline", "dryrun", "disabled")
 """Modes of wandb that need no API key."""
-OLD_MODES = {"dryrun": "offline", "run": "online"}
-"""Current names of wandb's modes, by their old names."""
-TOKEN_FILES = ("identity_token_file", "credentials_file")
+KEY, MODE, SERVER, TOKEN = "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"
+NOTES, OTHERS = "WANDB_NOTES", ("WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_JOB_TYPE", "WANDB_TAGS")
+VARIABLES = (KEY, MODE, SERVER, TOKEN, NOTES, *OTHERS)
+"""Names of wandb's variables that rank 0 gets from the driver."""
+SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
+"""Servers whose stored key is used if no server is named. The second one is the default of wandb 0.31."""
 NO_LINK = "none"
 """Type of a link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
 LINK_TYPE = "wandb-daskpytorch"
@@ -36,25 +38,6 @@ LINK_TYPE = "wandb-daskpytorch"
 
 The link's template in this configuration ends in {{ .executionName }}-{{ .nodeId }}.
 """
-ANSWERED = (
-    "mode",
-    "base_url",
-    "api_key",
-    "identity_token_file",
-    "credentials_file",
-    "entity",
-    "run_id",
-    "run_name",
-    "run_group",
-    "run_job_type",
-    "run_notes",
-    "run_tags",
-)
-"""Names of the wandb settings (0.19 to 0.31) that the driver reads for a run."""
-MARK = "ANSWERS "
-"""Start of the output line with wandb's settings as JSON. wandb may write other lines before."""
-TIMEOUT = 60.0
-"""Timeout, in seconds, for the process that reads wandb's settings. The import of wandb alone takes about a second."""
 MAX_ID_PART = 60
 """Maximum number of characters of each part of a model's run id: the sweep's id and the model's key. wandb allows 128
 characters."""
@@ -63,7 +46,7 @@ characters."""
 class WandbObserver(Observer):
     """Observer in the driver that makes rank 0 feed a Weights & Biases run, which all attempts of the gang share."""
 
-    def __init__(self, run: Callable[[], RunSettings]) -> None:
+    def __init__(self, run: RunSettings) -> None:
         self._run = run
         self._inputs: Mapping[str, Any] = {}
         self._shape: Shape | None = None
@@ -83,7 +66,7 @@ class WandbObserver(Observer):
 
     def places(self) -> Mapping[str, str]:
         """Return the run's URL, or the command that uploads an offline run. Empty until rank 0 has opened the run."""
-        return {"Weights & Biases": self.where} if self.where is not None else {}
+        return {LABEL: self.where} if self.where is not None else {}
 
     def placed(self, shape: Shape) -> None:
         """Keep the gang's shape in its first attempt for the run's configuration."""
@@ -94,73 +77,81 @@ class WandbObserver(Observer):
 
         The run's configuration has the inputs, the gang's shape and the user's values.
         """
-        run = self._run()
-        if self._shape is not None:
-            config = {**self._inputs, "gang": gang_config(self._shape), **run.config}
-            run = dataclasses.replace(run, config=config)
-        return functools.partial(Tracker, run)
+        gang = {"gang": gang_config(self._shape)} if self._shape is not None else {}
+        config = {**self._inputs, **gang, **self._run.wandb.config}
+        wandb = dataclasses.replace(self._run.wandb, config=config)
+        return functools.partial(Tracker, dataclasses.replace(self._run, wandb=wandb))
 
 
-def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], RunSettings]:
-    """Start a process that reads wandb's own settings, and return a function that waits for the run's settings.
+def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
+    """Return the settings of a run: the user's values first, then wandb's variables, then the task's defaults.
 
     Args:
-        wandb: The user's settings, which go before wandb's own.
+        wandb: The user's settings.
         task: Name of the task or function, for the run's name and id.
         execution: Name of the Flyte execution, for the run's id. None: a random id.
 
     Raises:
         ValueError: The Flyte secret with the API key does not exist.
     """
-    needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
-    key = current_execution().secret(wandb.secret) if needs_key else None
-    # An executor's thread would delay the exit of a driver that fails early.
-    asking = in_thread(functools.partial(_ask, wandb.mode), "daskpytorch-wandb")
-    notes = os.environ.get("FLYTE_EXECUTION_URL")
-    return functools.cache(functools.partial(_settled, wandb, asking, key, task, execution, notes))
-
-
-def _settled(
-    wandb: Wandb,
-    asking: Future[dict[str, Any]],
-    secret: str | None,
-    task: str,
-    execution: str | None,
-    notes: str | None,
-) -> RunSettings:
-    """Return the settings of the run: the user's values first, then wandb's settings, then the task's defaults."""
     in_pod = execution is not None and execution != "local"
-    try:
-        found = dict(asking.result())
+    variables = _variables(wandb)
+    if not variables.keys() & {KEY, MODE, TOKEN}:
+        variables[MODE] = "offline"
         remedy = "name its Flyte secret, Wandb(secret=...)" if in_pod else "set WANDB_API_KEY or call `wandb login`"
-        missing = f"no API key found; {remedy}"
-    except OSError as error:
-        found, missing = {}, str(error)
-    key, mode = secret or found.pop("api_key", None), wandb.mode or found.pop("mode", "online")
-    mode = OLD_MODES.get(mode, mode)
-    if wandb.mode is None and mode not in KEYLESS and not (key or "identity_token_file" in found):
-        mode = "offline"
-        say(f"Weights & Biases: {missing}. {IN_POD if in_pod else LATER}.")
+        say(f"{LABEL}: no API key found; {remedy}. {IN_POD if in_pod else LATER}.")
     short = task.rpartition(".")[2]
-    id_, name = found.pop("run_id", None), found.pop("run_name", None)
-    hidden = {"api_key", "mode", *(() if "identity_token_file" in found and secret is None else TOKEN_FILES)}
-    return RunSettings(
-        wandb=dataclasses.replace(wandb, secret=None),  # flytekit's object, which a rank does not need
-        id=wandb.id or id_ or run_id(execution, short),
-        name=wandb.name or name or short,
-        mode=mode,
-        key=None if mode in KEYLESS else key,
-        in_pod=in_pod,
+    own = dataclasses.replace(
+        wandb,
+        secret=None,  # flytekit's object, which a rank does not need
+        id=wandb.id or os.environ.get("WANDB_RUN_ID") or run_id(execution, short),
+        name=wandb.name or os.environ.get("WANDB_NAME") or short,
         config=without_secrets(wandb.config),
-        notes=None if "run_notes" in found else notes,
-        given={name: value for name, value in found.items() if name not in hidden},
     )
+    return RunSettings(wandb=own, variables=variables, in_pod=in_pod)
 
 
-def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Callable[[], RunSettings]:
-    """Start a process that reads wandb's own settings. Return a function that waits for the settings of a sweep's runs.
+def _variables(wandb: Wandb) -> dict[str, str]:
+    """Return the variables of wandb for rank 0, with mode and key from `wandb` or from wandb's own files."""
+    known = {NOTES: os.environ.get(LINK_VARIABLE, "")} | _settings_files() | os.environ
+    found = {name: known[name] for name in VARIABLES if known.get(name)}
+    if wandb.mode is not None:
+        found[MODE] = wandb.mode
+    if found.get(MODE) in KEYLESS:
+        found.pop(KEY, None)
+    elif wandb.secret is not None:
+        found[KEY] = current_execution().secret(wandb.secret)
+    elif not found.keys() & {KEY, TOKEN}:
+        found |= _login(found.get(SERVER))
+    return found
 
-    All models' runs share these settings and a group.
+
+def _settings_files() -> dict[str, str]:
+    """Return what `wandb login --host`, `wandb offline` and `wandb disabled` have stored, by names of variables."""
+    files = configparser.ConfigParser(interpolation=None)
+    files.read_dict({"default": {}})
+    folder = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")
+    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):  # wandb ignores such files, too
+        files.read([Path(folder, "settings").expanduser(), Path("wandb", "settings")])
+    return {f"WANDB_{name.upper()}": value for name, value in files["default"].items()}
+
+
+def _login(server: str | None) -> dict[str, str]:
+    """Return the variables for the server and its key that `wandb login` has stored. Empty without a key.
+
+    Args:
+        server: Address of the server. None: wandb's own server.
+    """
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        stored = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
+        for url in SERVERS if server is None else (server,):
+            if (found := stored.authenticators(urlsplit(url).netloc)) and found[2]:
+                return {SERVER: url, KEY: found[2]}
+    return {}
+
+
+def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> RunSettings:
+    """Return the settings that the runs of all models of a sweep share, with a group.
 
     Raises:
         ValueError: `wandb` has an id, but only one run can have an id.
@@ -176,11 +167,11 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Cal
     return begin(dataclasses.replace(wandb, group=group), task=function, execution=execution)
 
 
-def model_settings(runs: Callable[[], RunSettings], *, index: int, key: str) -> RunSettings:
+def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
     """Return the settings of one model's run. The run's id contains the model's key, the same in all attempts."""
-    shared = runs()
-    id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
-    return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
+    wandb = shared.wandb
+    id_ = f"{str(wandb.id)[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
+    return dataclasses.replace(shared, wandb=dataclasses.replace(wandb, id=id_, name=f"{wandb.name}-{index}"))
 
 
 def console_link(wandb: Wandb) -> dict[str, str]:
@@ -192,48 +183,3 @@ def console_link(wandb: Wandb) -> dict[str, str]:
     if wandb.entity is None or wandb.id is not None or wandb.mode in KEYLESS:
         return {"link_type": NO_LINK}
     return {"project": wandb.project, "entity": wandb.entity, "host": wandb.host, "link_type": LINK_TYPE}
-
-
-# ---- wandb's settings
-
-
-def _ask(mode: str | None) -> dict[str, Any]:
-    """Return wandb's own settings, without unset ones, as a separate process reads them.
-
-    Args:
-        mode: Mode of the user's `Wandb(...)`. None: wandb's own settings decide.
-
-    Raises:
-        OSError: The process that reads the settings has failed or timed out.
-    """
-    command = [sys.executable, "-m", __name__, mode or ""]
-    try:
-        asked = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=True
-        )
-        answers: dict[str, Any] = json.loads(asked.stdout.rpartition(MARK)[2])
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        said = error.stderr.strip().rpartition("\n")[2] if isinstance(error, subprocess.CalledProcessError) else ""
-        raise OSError(
-            f"wandb's settings could not be read ({said or error}): check the WANDB_* variables and wandb's "
-            "settings files"
-        ) from error
-    return answers
-
-
-def _answers(mode: str | None) -> dict[str, Any]:
-    import wandb
-
-    changes: dict[str, Any] = {"silent": True} | ({"mode": mode} if mode is not None else {})
-    settings = wandb.setup(wandb.Settings(**changes)).settings
-    if settings.mode not in ("offline", "dryrun", "disabled"):
-        if "prompt" in inspect.signature(wandb.login).parameters:
-            wandb.login(prompt=False, verify=False)  # stores credentials in the settings
-        elif (key := wandb.api.api_key) is not None:  # wandb < 0.31, where login always prompts
-            settings.api_key = key
-    found = {name: getattr(settings, name, None) for name in ANSWERED}
-    return {name: value for name, value in found.items() if value not in (None, "", ())}
-
-
-if __name__ == "__main__":
-    print(MARK + json.dumps(_answers(sys.argv[1] or None)))

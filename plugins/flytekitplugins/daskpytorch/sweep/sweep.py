@@ -6,7 +6,6 @@ enough for the next gang of the same size. Large gangs therefore never starve, a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -49,7 +48,7 @@ class Sweep:
     execution: Execution = field(default_factory=current_execution)
     """Flyte execution of the thread that calls `dispatch.map`. Other threads may have no execution."""
     code: Code = field(default_factory=pack_code)
-    runs: Callable[[], RunSettings] | None = field(init=False)
+    runs: RunSettings | None = field(init=False)
     trials: Trials | None = field(init=False)
     """Optuna trials of the models, for early stopping or a search. None without either."""
 
@@ -163,7 +162,7 @@ class Sweep:
         )
         observers = [*request.observers]
         if self.runs is not None:
-            run = functools.partial(wandb_run.model_settings, self.runs, index=model.index, key=key)
+            run = wandb_run.model_settings(self.runs, index=model.index, key=key)
             observers.append(wandb_run.WandbObserver(run))
         about = training.of_model(self.function, self._group, model.index, model.experiment)
         return replace(request, key=key, storage=paths, observers=observers, training=about)
