@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.sharded import (
     LAYOUT,
     ShardedCheckpoint,
@@ -39,7 +38,7 @@ class Rank:
     ) -> None:
         self.base = str(base)
         self.attempt = attempt
-        self.reports: list[WrittenShards | ShardsNotWritten] = []
+        self.reports: list[WrittenShards] = []
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
             Sharding(base=self.base, nonce=NONCE, token=token, start=tuple(start)),
@@ -61,7 +60,7 @@ class Rank:
         """What the driver does when all ranks have reported."""
         self.checkpoints.flush()
         report = self.reports.pop(0)
-        assert isinstance(report, WrittenShards), report
+        assert report.failure is None, report
         everywhere: list[Any] = [report] * current_rank().world_size
         if len(everywhere) > 1:
             dist.all_gather_object(everywhere, report)

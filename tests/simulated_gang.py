@@ -37,10 +37,10 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Kept, Leave, OrderToAll, Release, Settled
+from flytekitplugins.daskpytorch.protocol.orders import Kept, Leave, OrderToAll, Release
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
-from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned, ShardsNotWritten, ShortReport
+from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned, ShortReport
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, StoredPart, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
@@ -125,7 +125,7 @@ class Agent:
     ranks: dict[int, Rank] = field(default_factory=dict)
     attempt: int | None = None
     uploads: list[CheckpointFile] = field(default_factory=list)
-    brought: list[Arrived] = field(default_factory=list)
+    brought: list[messages.Bring] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     """The steps that are kept, as it was told."""
     heard_at: float = 0.0
@@ -313,8 +313,8 @@ class World:
             self.settings, None, self.checkpoints, folder, lambda _: LocalFileSystem(), self._hear_of_commit
         )
         self.files = vars(self.committer)["files"] = MoodyFiles(LocalFileSystem())
-        self.settled: list[Settled] = []
-        """What rank 0 was told."""
+        self.settled: list[int] = []
+        """Numbers of the saves that are over, as rank 0 was told."""
         self.written: dict[tuple[int, int], set[int]] = {}
         """By attempt and number: the ranks that have written their parts, and said so in time."""
         self.commits: set[tuple[int, int]] = set()
@@ -514,8 +514,8 @@ class World:
                     self.say(agent, messages.Stacks(rank, "stack"))
             case messages.Fetch(file):
                 agent.uploads.append(file)
-            case messages.Bring(chosen):
-                agent.brought.append(chosen)
+            case messages.Bring():
+                agent.brought.append(order)
             case messages.Close():
                 agent.is_closed = True
                 self.lose(agent)
@@ -530,8 +530,8 @@ class World:
             match order:
                 case Ask():
                     self.report(agent, rank.rank, Answer(order.question, order.number, self._answer(rank, order)))
-                case Settled():
-                    self._settle(agent, rank, order)
+                case Kept(settled=number):
+                    self._settle(rank, number)
                 case NextCall(number=number):
                     self._call(rank, number)
                 case EndCall(number, at):
@@ -664,11 +664,13 @@ class World:
             if rank.has_written or rank.has_delivered or not rank.is_ready:
                 continue
             rank.has_written = True
-            step = 100 + rank.number
+            step, attempt = 100 + rank.number, agent.attempt or 0
             if fails:
-                self.report(agent, rank.rank, ShardsNotWritten(rank.number, step, "PermissionError: no rights"))
+                why = "PermissionError: no rights"
+                failed = WrittenShards(attempt=attempt, number=rank.number, step=step, failure=why)
+                self.report(agent, rank.rank, failed)
             else:
-                self.report_shards(agent, self.shards(agent.attempt or 0, rank.rank, step, rank.number))
+                self.report_shards(agent, self.shards(attempt, rank.rank, step, rank.number))
 
     def shards(self, attempt: int, rank: int, step: int, number: int) -> tuple[int, WrittenShards]:
         """A rank's part, which lies where it should."""
@@ -713,12 +715,14 @@ class World:
             self.given_up.add((committed.attempt, committed.number))
         self.calls.append(functools.partial(self.saving.note_commit, committed))
 
-    def _settle(self, agent: Agent, rank: Rank, order: Settled) -> None:
+    def _settle(self, rank: Rank, number: int) -> None:
+        if number < rank.number:  # it was told so before
+            return
         if rank.rank == 0:
-            self.settled.append(order)
-        if order.number != rank.number or not rank.has_written:
-            self.complaints.append(f"rank {rank.rank} was told {order}, which it has not written")
-        rank.number, rank.has_written = order.number + 1, False
+            self.settled.append(number)
+        if number != rank.number or not rank.has_written:
+            self.complaints.append(f"rank {rank.rank} was told that save {number} is over, which it has not written")
+        rank.number, rank.has_written = number + 1, False
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""

@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, Job
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought, Leave
+from flytekitplugins.daskpytorch.protocol.orders import Leave
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
@@ -238,6 +238,20 @@ def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver) -> None:
     assert "cannot reach the driver" in told.failure
 
 
+def test_an_answer_to_an_earlier_attempt_does_not_reach_the_ranks(driver: Driver) -> None:
+    def ask() -> str:
+        with pytest.raises(OSError, match="did not arrive") as raised:
+            current_rank().checkpoint.load(step=1)
+        return str(raised.value)
+
+    driver.start(ask)
+    assert driver.next(Ask) == Ask(Question.CHECKPOINT, 1, 1)
+    for attempt, failure in ((1, "of another attempt"), (0, "the disk is full")):
+        driver.send(messages.Bring(Answer(Question.CHECKPOINT, 1, None, failure), attempt))
+        driver.hear_beat()
+    assert "the disk is full" in cloudpickle.loads(driver.next(Returned).value)
+
+
 @pytest.fixture
 def at_hand(tmp_path: Path) -> Iterator[Transfers]:
     """An agent's transfers, whose driver has a folder on this machine, and has gone."""
@@ -255,7 +269,7 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
     for file in files:
         (tmp_path / "agent" / file.name).write_bytes(bytes([file.step]))
         os.utime(tmp_path / "agent" / file.name, (file.step, file.step))
-    chosen = Arrived(0, Brought.CHECKPOINT, 1, files[0])
+    chosen = messages.Bring(Answer(Question.CHECKPOINT, 1, files[0]), 0)
     at_hand.bring(chosen)
     assert at_hand.next_outcome() == chosen
     at_hand._drop_older_than(tmp_path / "agent" / files[5].name)
@@ -266,8 +280,9 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
 def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(at_hand: Transfers, tmp_path: Path) -> None:
     file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
     (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
-    at_hand.bring(Arrived(0, Brought.START, value=file))
-    assert at_hand.next_outcome() == Arrived(0, Brought.START, value=file)  # and nobody listens where the driver would
+    order = messages.Bring(Answer(Question.CHECKPOINT, 0, file), attempt=0)
+    at_hand.bring(order)
+    assert at_hand.next_outcome() == order  # and nobody listens where the driver would
     assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
 
 

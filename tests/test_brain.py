@@ -38,9 +38,9 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.orders import Release, Settled
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question, Wanted
-from flytekitplugins.daskpytorch.protocol.reports import Debugged, Hint, Ready, Remembered, Returned
+from flytekitplugins.daskpytorch.protocol.orders import Release
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
+from flytekitplugins.daskpytorch.protocol.reports import Debugged, Noted, Ready, Returned
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -284,8 +284,8 @@ def test_ranks_meet_where_rank_0_is(gang_of: MakeWorld) -> None:
 def test_a_hint_is_given_once(gang_of: MakeWorld) -> None:
     world = gang_of()
     for worker, rank in ((W1, 0), (W2, 1), (W1, 0)):
-        world.report(world.agent(worker), rank, Hint("loss", "logged loss=nan at step 3."))
-    world.report(world.agent(W2), 1, Hint("exchange", "has returned alone."))
+        world.report(world.agent(worker), rank, Noted("logged loss=nan at step 3.", "loss"))
+    world.report(world.agent(W2), 1, Noted("has returned alone.", "exchange"))
     given = [note for note in world.watcher.notes if "A hint" in note]
     assert [note.partition(": ")[2].partition(" (")[0] for note in given] == [
         "rank 0 logged loss=nan at step 3.",
@@ -483,7 +483,7 @@ def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_layou
     assert world.settled == []  # all have written, but nothing is committed
     world.work()
     world.obey_all()
-    assert world.settled == [Settled(0)]
+    assert world.settled == [0]
     assert world.watcher.kept_steps == [100]
     [newest] = world.checkpoints.sharded
     assert (newest.step, newest.world_size, newest.size) == (100, 2, 10)
@@ -501,11 +501,11 @@ def test_shards_that_one_rank_cannot_write_are_given_up_once_all_have_said_so(ga
     world.write_shards(world.agent(W1))
     world.work()
     world.obey_all()
-    assert world.settled == [Settled(0)]
+    assert world.settled == [0]
     assert "step 100 was not kept: rank 1 could not write its part (PermissionError: no" in world.watcher.notes[-1]
     assert folders(world) == []
     world.save_shards()
-    assert world.settled[-1] == Settled(1)
+    assert world.settled[-1] == 1
     assert folders(world) == ["step-101/0-1"]
 
 
@@ -517,7 +517,7 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     world.files.fails = True
     world.save_shards()
     assert world.files.num_failures == committer.MAX_COMMIT_ATTEMPTS
-    assert world.settled[-1] == Settled(1)
+    assert world.settled[-1] == 1
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
     assert "step 101 was not kept (OSError('the storage is not in the mood'))" in world.watcher.notes[-1]
@@ -713,7 +713,7 @@ def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeW
     assert len(taken) == len(set(taken))
     by_core = {
         LogRecord,
-        Hint,
+        Noted,
         Ready,
         Returned,
         Answer,
@@ -722,7 +722,7 @@ def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeW
         CallEnded,
     }
     assert {*typing.get_args(reports.ShortReport)} <= {*taken, *by_core}
-    assert {Question.GOODPUT, Question.CHECKPOINT} <= {*taken}
+    assert {Question.GOODPUT, Question.CHECKPOINT, Question.SHARDED} <= {*taken}
 
 
 def test_failure_of_an_agent_is_no_error_of_the_function(gang_of: MakeWorld) -> None:
@@ -1042,7 +1042,7 @@ def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_hav
 def test_what_a_rank_reports_before_its_abort_explains_the_abort(gang_of: MakeWorld) -> None:
     world = gang_of(num_workers=2, max_restarts=0)
     world.recalled = {1: recalled(1)}
-    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False)))
+    world.report(world.agent(W1), 0, recalled(1, 2, is_done=False))
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
     world.obey_all()
     assert "rank 1 has not called collective 2 of the default group (gloo)" in str(raised(world))
@@ -1051,7 +1051,7 @@ def test_what_a_rank_reports_before_its_abort_explains_the_abort(gang_of: MakeWo
 def test_failed_ranks_answer_does_not_displace_the_collectives_of_its_failure(gang_of: MakeWorld) -> None:
     world = gang_of(num_workers=2, max_restarts=0)
     world.recalled = {1: recalled(1)}
-    world.report(world.agent(W1), 0, Remembered(recalled(1, 2, is_done=False)))
+    world.report(world.agent(W1), 0, recalled(1, 2, is_done=False))
     world.leave(world.agent(W1), 0, -signal.SIGABRT)
     failure = Failure.of(RuntimeError("gloo: Connection reset by peer"), world.clock())
     world.report(world.agent(W2), 1, replace(failure, recalled=recalled(1)))
@@ -1359,18 +1359,22 @@ def test_nothing_is_hinted_at_with_hints_off(gang_of: MakeWorld) -> None:
     assert [note for note in world.watcher.notes if "A hint" in note] == []
 
 
+def step_of(brought: messages.Bring) -> int | None:
+    return None if brought.answer.value is None else brought.answer.value.step
+
+
 def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_has_come(gang_of: MakeWorld) -> None:
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=0.5)
     world.save(world.agent(W1), 2, loss=0.1)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
     world.upload(world.agent(W1))
     world.obey_all()
     assert world.agent(W1).brought == []
     assert arrive(world) == [2]
-    [chosen] = world.agent(W1).brought
-    assert (chosen.attempt, chosen.number, chosen.value and chosen.value.step) == (0, 1, 2)
+    [brought] = world.agent(W1).brought
+    assert (brought.attempt, brought.answer.number, step_of(brought)) == (0, 1, 2)
 
 
 def test_a_checkpoint_that_does_not_come_is_not_waited_for(gang_of: MakeWorld) -> None:
@@ -1378,31 +1382,31 @@ def test_a_checkpoint_that_does_not_come_is_not_waited_for(gang_of: MakeWorld) -
     world.save(world.agent(W1), 1, loss=0.5)
     arrive(world)
     world.save(world.agent(W1), 2, loss=0.1)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
     world.upload(world.agent(W1), OSError("no space"))
     world.obey_all()
-    assert [chosen.value and chosen.value.step for chosen in world.agent(W1).brought] == [1]
+    assert [*map(step_of, world.agent(W1).brought)] == [1]
 
 
 def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) -> None:
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=0.5)
     arrive(world)
-    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, Wanted(None)))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
     assert world.agent(W2).brought == []  # rank 0 may save a better one before it asks
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
     world.save(world.agent(W1), 2, loss=0.1)
     arrive(world)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 2, Wanted(None)))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 2))
     world.obey_all()
-    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 2, Wanted(None)))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 2))
     world.obey_all()
     for worker in (W1, W2):
         brought = world.agent(worker).brought
-        assert [(chosen.number, chosen.value and chosen.value.step) for chosen in brought] == [(1, 1), (2, 2)]
+        assert [(each.answer.number, step_of(each)) for each in brought] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("step", "found"), [(2, 2), (1, 1), (7, None), (None, 1)])
@@ -1411,9 +1415,9 @@ def test_a_checkpoint_is_had_by_its_step(gang_of: MakeWorld, step: int | None, f
     for saved, loss in ((1, 0.1), (2, 0.9)):
         world.save(world.agent(W1), saved, loss=loss)
         arrive(world)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(step)))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, step))
     world.obey_all()
-    assert [chosen.value and chosen.value.step for chosen in world.agent(W1).brought] == [found]
+    assert [*map(step_of, world.agent(W1).brought)] == [found]
 
 
 @pytest.mark.parametrize(("step", "found"), [(None, 101), (103, 103), (102, None)])
@@ -1424,7 +1428,7 @@ def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_
     for _ in range(3):
         world.save_shards()
     world.write_shards(world.agent(W1))
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(step, is_sharded=True)))
+    world.report(world.agent(W1), 0, Ask(Question.SHARDED, 1, step))
     world.obey_all()
     assert world.agent(W1).brought == []  # rank 1 still writes
     world.write_shards(world.agent(W2))
@@ -1432,8 +1436,8 @@ def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_
     assert world.agent(W1).brought == []  # it is being committed
     world.work()
     world.obey_all()
-    [chosen] = world.agent(W1).brought
-    assert (chosen.value and chosen.value.step) == found
+    [brought] = world.agent(W1).brought
+    assert step_of(brought) == found
     assert [kept.step for kept in world.watcher.checkpoints[-1]] == world.agent(W2).kept == [101, 103]
 
 

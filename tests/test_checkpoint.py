@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought
-from flytekitplugins.daskpytorch.protocol.questions import Ask
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang, Keep
@@ -50,14 +47,16 @@ class FakeLink:
 
     progress: Progress
     announce: Callable[[CheckpointFile], None]
-    awaited: Future[Arrived]
+    awaited: Future[Answer]
     kept: Sequence[SavedCheckpoint] = ()
 
-    def send(self, said: CheckpointFile | Ask) -> None:
-        if isinstance(said, CheckpointFile):
-            self.announce(said)
+    def send(self, said: CheckpointFile) -> None:
+        self.announce(said)
 
-    def arrival(self, what: Brought, number: int) -> Future[Arrived]:
+    def ask(self, question: Question, about: int | None) -> Future[Answer]:
+        return self.awaited
+
+    def answer(self, question: Question) -> Future[Answer]:
         return self.awaited
 
     def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -78,7 +77,7 @@ class Rank:
         start: CheckpointFile | None = None,
         is_main: bool = True,
         timeout: float = 10.0,
-        arrival: Future[Arrived] | None = None,
+        arrival: Future[Answer] | None = None,
         announce: Callable[[CheckpointFile], None] | None = None,
     ) -> RankCheckpoint:
         order = order_for(attempt=2, checkpoint=start, settings=Gang(start_timeout=timeout))
@@ -96,10 +95,10 @@ class Rank:
         return self.checkpoint(start=self.announced[-1]).load()
 
 
-def arrived(**how: Any) -> Future[Arrived]:
+def arrived(**how: Any) -> Future[Answer]:
     """What a rank waits for, which has happened."""
-    arrival: Future[Arrived] = Future()
-    arrival.set_result(Arrived(2, Brought.START, **how))
+    arrival: Future[Answer] = Future()
+    arrival.set_result(Answer(Question.CHECKPOINT, 0, **({"value": None} | how)))
     return arrival
 
 
@@ -397,19 +396,17 @@ class Keeper(FakeLink):
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank.progress, rank.announced.append, Future())
         self.rank = rank
-        self.asked: list[tuple[int, int | None]] = []
         self.failure: str | None = None
 
-    def send(self, said: CheckpointFile | Ask) -> None:
-        if isinstance(said, CheckpointFile):
-            super().send(said)
-            self.kept = [file.saved("s3://b") for file in self.rank.announced]
-            return
-        self.asked.append((said.number, said.about.step))
+    def send(self, said: CheckpointFile) -> None:
+        super().send(said)
+        self.kept = [file.saved("s3://b") for file in self.rank.announced]
+
+    def ask(self, question: Question, about: int | None) -> Future[Answer]:
         files = best_first(self.rank.announced, BEST)
-        if said.about.step is not None:
-            files = [file for file in self.rank.announced if file.step == said.about.step]
-        self.awaited = arrived(value=files[0] if files else None, failure=self.failure)
+        if about is not None:
+            files = [file for file in self.rank.announced if file.step == about]
+        return arrived(value=files[0] if files else None, failure=self.failure)
 
     def checkpoint(self, **how: Any) -> RankCheckpoint:
         order = order_for(attempt=2, storage="s3://b", settings=Gang(start_timeout=1.0, keep=BEST), **how)
@@ -479,27 +476,17 @@ def saved(rank: Rank) -> CheckpointFile:
 
 
 def test_load_waits_for_the_file_to_arrive(rank: Rank, saved: CheckpointFile) -> None:
-    path, arrival = rank.folder / saved.name, Future[Arrived]()
+    path, arrival = rank.folder / saved.name, Future[Answer]()
     elsewhere = path.rename(rank.folder / "elsewhere")
 
     def provide() -> None:
         elsewhere.rename(path)
-        arrival.set_result(Arrived(2, Brought.START))
+        arrival.set_result(Answer(Question.CHECKPOINT, 0, None))
 
     timer = threading.Timer(0.3, provide)
     timer.start()
     assert rank.checkpoint(start=saved, arrival=arrival).load()["w"].equal(torch.ones(2))
     timer.join()
-
-
-def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
-    ours, theirs = Pipe()
-    with ours, theirs:
-        link = GangLink(ours, order_for(attempt=2))
-        link.take(Arrived(1, Brought.START))
-        assert not link.arrival(Brought.START).done()
-        link.take(Arrived(2, Brought.START, failure="the driver hung up"))
-        assert link.arrival(Brought.START).result(0).failure == "the driver hung up"
 
 
 def test_outside_a_gang_nothing_is_kept() -> None:

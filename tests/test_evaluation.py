@@ -28,8 +28,8 @@ from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.function import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Tell
-from flytekitplugins.daskpytorch.protocol.orders import Evaluated, Leave
-from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
+from flytekitplugins.daskpytorch.protocol.orders import Leave
+from flytekitplugins.daskpytorch.protocol.questions import Ask, Question
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, MoodyFiles, World
 
@@ -168,8 +168,7 @@ def test_after_the_loss_of_a_worker_the_next_waits_until_the_scheduler_has_notic
 def told(agent: Agent) -> list[tuple[int, Any]]:
     """Return steps and metrics that rank 0 was told for its trackers."""
     orders = [order.order for order in agent.orders if isinstance(order, Tell)]
-    records = [record for order in orders if isinstance(order, Evaluated) for record in order.records]
-    return [(record.step, record.metrics) for record in records]
+    return [(order.step, order.metrics) for order in orders if isinstance(order, LogRecord)]
 
 
 def test_trackers_in_rank_0_get_the_metrics_after_a_restart_and_before_the_end(world_of: MakeWorld) -> None:
@@ -236,7 +235,7 @@ def test_without_a_worker_the_newest_waits_for_one_and_the_end_not_for_long(worl
 def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
     save(world, 1, 2)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, Wanted(None)))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
     world.wait(20.0)  # and nobody hangs
     world.obey_all()
@@ -246,9 +245,8 @@ def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
     assert world.agent(W1).brought == []
     world.end_evaluation()
     world.obey_all()
-    [arrived] = world.agent(W1).brought
-    assert arrived.value is not None
-    assert arrived.value.step == 1
+    [brought] = world.agent(W1).brought
+    assert brought.answer.value.step == 1
     assert world.watcher.reasons == []
 
 
@@ -289,7 +287,7 @@ def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWor
 
 def test_a_rank_that_waits_for_the_best_alone_counts_as_silent(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
-    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, Wanted(None)))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1))
     world.wait(20.0)
     assert world.state.attempt is None or world.state.attempt.hang is not None
 

@@ -24,8 +24,8 @@ from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
-from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought
+from flytekitplugins.daskpytorch.protocol.messages import Bring, Leaving, Lines
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
 from processes import num_open_files
 
 
@@ -259,8 +259,9 @@ def test_a_transfer_survives_a_network_that_fails_for_a_moment(
         monkeypatch.setattr(transfers, "DIAL_WAITS", waits())
         agents = transfers.Transfers(order(server.getsockname()), tmp_path / "agent", lambda _: None)
         at_last.enter_context(contextlib.closing(agents))
-        agents.bring(Arrived(0, Brought.START, value=file))
-        assert agents.next_outcome() == Arrived(0, Brought.START, value=file)
+        wanted = Bring(Answer(Question.CHECKPOINT, 0, file), attempt=0)
+        agents.bring(wanted)
+        assert agents.next_outcome() == wanted
     assert (tmp_path / "agent" / file.name).read_bytes() == b"abc"
 
 

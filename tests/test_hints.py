@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flytekitplugins.daskpytorch.protocol.reports import Hint
+from flytekitplugins.daskpytorch.protocol.reports import Noted
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_variables, watching_samplers
 from flytekitplugins.daskpytorch.rank.usage import Ledger, watched
 from flytekitplugins.daskpytorch.records import LogRecord
@@ -42,8 +42,8 @@ def test_ranks_that_have_called_no_collective_are_told(
 
 
 @pytest.fixture
-def told() -> Iterator[list[Hint]]:
-    hints: list[Hint] = []
+def told() -> Iterator[list[Noted]]:
+    hints: list[Noted] = []
     ledger = Ledger()
     with watched(ledger), watching_samplers(ledger, hints.append):
         yield hints
@@ -64,7 +64,7 @@ def epoch(batches: Iterable[int], *, trains: bool = True) -> None:
             optimizer.step()
 
 
-def test_two_epochs_of_training_in_one_order_are_told(told: list[Hint]) -> None:
+def test_two_epochs_of_training_in_one_order_are_told(told: list[Noted]) -> None:
     forgotten = loader()
     next(iter(forgotten))  # a look at a batch
     epoch(forgotten)
@@ -73,7 +73,7 @@ def test_two_epochs_of_training_in_one_order_are_told(told: list[Hint]) -> None:
     assert "with epoch 0" in told[0].text
 
 
-def test_a_sampler_draws_its_order_at_the_same_time_as_without_hints(told: list[Hint]) -> None:
+def test_a_sampler_draws_its_order_at_the_same_time_as_without_hints(told: list[Noted]) -> None:
     sampler = loader().sampler
     order = list(sampler)
     begun = iter(sampler)
@@ -83,7 +83,7 @@ def test_a_sampler_draws_its_order_at_the_same_time_as_without_hints(told: list[
     assert told == []
 
 
-def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: list[Hint]) -> None:
+def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: list[Noted]) -> None:
     looked_at, evaluated, plain, used = loader(), loader(), loader(shuffle=False), loader()
     for number in (0, 1, 1):  # the last for a second try
         used.sampler.set_epoch(number)  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: 
     assert told == []
 
 
-def test_training_without_a_sampler_is_not_told_of_the_sampler_that_its_evaluations_use(told: list[Hint]) -> None:
+def test_training_without_a_sampler_is_not_told_of_the_sampler_that_its_evaluations_use(told: list[Noted]) -> None:
     evaluated = loader()
     for _ in range(3):
         epoch(range(4))

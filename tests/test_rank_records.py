@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.reports import Hint, Ready, Report, unpack
+from flytekitplugins.daskpytorch.protocol.reports import Noted, Ready, Report, unpack
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
@@ -47,10 +47,10 @@ def test_records_that_come_soon_go_together(agent: tuple[GangLink, Connection]) 
 
 def test_each_kind_of_hint_is_reported_once(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
-    for hint in (Hint("loss", "one"), None, Hint("loss", "another"), Hint("seed", "one")):
+    for hint in (Noted("one", "loss"), None, Noted("another", "loss"), Noted("one", "seed")):
         link.hint(hint)
     link.send_records()
-    assert [said for message in arrived(agents) for said in message] == [Hint("loss", "one"), Hint("seed", "one")]
+    assert [said for message in arrived(agents) for said in message] == [Noted("one", "loss"), Noted("one", "seed")]
 
 
 def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[GangLink, Connection]) -> None:
@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[Ga
         link.log(record(step, loss=math.nan if step else 0.5))
     link.send_records()
     _, [first, hint, *others] = arrived(agents)
-    assert isinstance(hint, Hint)
+    assert isinstance(hint, Noted)
     assert "step 1" in hint.text
     assert [report.step for report in (first, *others) if isinstance(report, LogRecord)] == [1, 2, 3]
     assert len(others) == 2

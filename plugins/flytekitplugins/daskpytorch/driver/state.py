@@ -281,8 +281,10 @@ class GangState:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
                 self.observers.tell("logged", report)
-            case reports.Hint(kind, text):
-                self.observers.hint(kind, f"rank {rank} {text}")
+            case reports.Noted(text, ""):
+                self.observers.note(f"rank {rank} {text}")
+            case reports.Noted(text, hint):
+                self.observers.hint(hint, f"rank {rank} {text}")
             case ReceivedPiece():
                 self.received.add(report)
             case reports.Ready():

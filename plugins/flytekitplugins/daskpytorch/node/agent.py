@@ -36,6 +36,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
 from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two heartbeats of an agent to its driver."""
@@ -172,7 +173,7 @@ class _Agent:
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
-            self._transfers.fileno(): lambda: self._tell(self._transfers.next_outcome()),
+            self._transfers.fileno(): self._pass_on,
         }
         if self._leaving is not None:
             handlers[self._leaving] = self._say_leaving
@@ -199,8 +200,8 @@ class _Agent:
                 self._dump(ranks)
             case messages.Fetch(file):
                 self._transfers.send(file)
-            case messages.Bring(chosen):
-                self._transfers.bring(chosen)
+            case messages.Bring():
+                self._transfers.bring(message)
             case messages.Close():
                 self._open = False
             case _:
@@ -233,10 +234,9 @@ class _Agent:
                 rank.channel.send(asked)
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
-        if order.job.large is not None:
-            self._transfers.bring(orders.Arrived(order.job.attempt, orders.Brought.ARGUMENTS, value=order.job.large))
-        if order.job.checkpoint is not None:
-            self._transfers.bring(orders.Arrived(order.job.attempt, orders.Brought.START, value=order.job.checkpoint))
+        for question, value in (Question.ARGUMENTS, order.job.large), (Question.CHECKPOINT, order.job.checkpoint):
+            if value is not None:
+                self._transfers.bring(messages.Bring(Answer(question, 0, value), order.job.attempt))
 
     def _driver_folder(self) -> str | None:
         folder = self._order.folder
@@ -326,6 +326,12 @@ class _Agent:
         for rank in ranks or self._ranks.values():
             with contextlib.suppress(OSError):  # the rank is already ending
                 rank.channel.send_bytes(data)
+
+    def _pass_on(self) -> None:
+        """Give ranks the answer that has arrived, unless a newer attempt has replaced theirs."""
+        outcome = self._transfers.next_outcome()
+        if ranks := [rank for rank in self._ranks.values() if rank.attempt == outcome.attempt]:
+            self._tell(outcome.answer, *ranks)
 
     def _relay_reports(self, rank: Rank) -> None:
         try:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.protocol import messages, orders
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
@@ -58,14 +58,14 @@ class Transfers:
         """Return a file descriptor that becomes readable when a download has succeeded or failed."""
         return self._outcomes.fileno()
 
-    def next_outcome(self) -> orders.Arrived:
-        """Wait until a download has succeeded or failed, and return the message about it for the ranks."""
-        outcome: orders.Arrived = self._outcomes.recv()
+    def next_outcome(self) -> messages.Bring:
+        """Wait until a download has succeeded or failed, and return its order with the answer for the ranks."""
+        outcome: messages.Bring = self._outcomes.recv()
         return outcome
 
-    def bring(self, wanted: orders.Arrived) -> None:
+    def bring(self, order: messages.Bring) -> None:
         """Download a checkpoint or a call's large arguments in a thread. `next_outcome` returns the outcome."""
-        self._in_background(self._bring, wanted)
+        self._in_background(self._bring, order)
 
     def send(self, file: CheckpointFile) -> None:
         """Upload a whole checkpoint from this node to the driver, in a thread."""
@@ -82,17 +82,18 @@ class Transfers:
                     self._large, self._large_name = SharedMemory.received(connection, original), original.name
             return self._large.address
 
-    def _bring(self, wanted: orders.Arrived) -> None:
+    def _bring(self, order: messages.Bring) -> None:
+        answer = order.answer
         try:
-            match wanted.value:
+            match answer.value:
                 case CheckpointFile():
-                    self._find(wanted.value)
+                    self._find(answer.value)
                 case Address():
-                    wanted = replace(wanted, value=self._find_large(wanted.value))
+                    answer = replace(answer, value=self._find_large(answer.value))
         except BaseException as error:  # the ranks wait for an answer
-            wanted = replace(wanted, value=None, failure=f"{type(error).__name__}: {error}")
+            answer = replace(answer, value=None, failure=f"{type(error).__name__}: {error}")
         with self._outcome_lock, contextlib.suppress(OSError):  # the gang has ended
-            self._outcome_from_thread.send(wanted)
+            self._outcome_from_thread.send(replace(order, answer=answer))
 
     def _find(self, file: CheckpointFile) -> None:
         path = self._scratch / file.name

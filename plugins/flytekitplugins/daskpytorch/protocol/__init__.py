@@ -7,7 +7,7 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
     rank   ──▶ driver         `reports.Report`: the function's progress and results            a pipe to its agent, then
                                                                                                unopened, in `Reported`
     driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
-    agent  ──▶ its ranks      `RankOrder` first, then `Arrived` and `Quit`                     the pipe
+    agent  ──▶ its ranks      `RankOrder` first, then `Answer` and `Quit`                      the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
@@ -36,7 +36,7 @@ process can take the port.
       │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder; rank 0's socket ──────▶ │ joins the process group
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │ runs the function
       │ ◀── Lines ────────────────────────────── │ ◀── output ─────────────────────────── │
-      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Hint, Piece ─────────── │ log, submit
+      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Noted, Piece ────────── │ log, submit
       │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps and others
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── CheckpointFile ─────────────────── │ rank 0 has saved
@@ -44,14 +44,14 @@ process can take the port.
       │ ◀══ Upload(file), its bytes; or Sent ═══ │                                        │
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ each rank: shards in storage
-      │ committed: ─────────────── Tell ───────▶ │ ─── Settled(number) ─────────────────▶ │ may write the next one
+      │ committed: ─────────────── Tell ───────▶ │ ─── Kept(checkpoints, number) ───────▶ │ may write the next one
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node
       │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed
       │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
       │ all have ended, file received            │
       │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ a new process
-      │ ◀══ Download(file); its bytes ═════════▶ │ ─── Arrived ─────────────────────────▶ │ load returns
+      │ ◀══ Download(file); its bytes ═════════▶ │ ─── Answer ──────────────────────────▶ │ load returns
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │
       │                                          │                                        │
       │ a worker leaves: ─── Tell(Ask(HOLD)) ──▶ │ ─── Ask ─────────────────────────────▶ │ next should_stop blocks

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, OrderToAll
+from flytekitplugins.daskpytorch.protocol.orders import OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.protocol.questions import Answer
 
 # ---- From the agent ...
 
@@ -134,9 +135,11 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Bring:
-    """Order to an agent: download a checkpoint to its folder, and notify each of its ranks with `Arrived`."""
+    """Order to an agent: download the checkpoint or the arguments in an answer, and give its ranks the answer then."""
 
-    chosen: Arrived
+    answer: Answer
+    attempt: int
+    """Number of the attempt whose ranks get the answer."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,11 @@
 """Orders from driver and agent to a rank while it runs."""
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.protocol.calls import CallOrder, EndCall
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint
-
-# ---- From the driver ...
 
 
 @dataclass(frozen=True)
@@ -25,59 +19,18 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Notice to ranks: the driver has committed a sharded checkpoint or given it up.
-
-    The ranks may write the next one.
-    """
-
-    number: int
-    """Number of the attempt's call of `save_sharded`, from 0."""
-
-
-@dataclass(frozen=True)
 class Kept:
-    """Notice to ranks: the checkpoints that the gang keeps now."""
+    """Notice to ranks: the checkpoints that the gang keeps now, and the newest save that is over."""
 
     checkpoints: Sequence[SavedCheckpoint]
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Metrics of evaluations, for the trackers in rank 0."""
-
-    records: Sequence[LogRecord]
+    settled: int = -1
+    """Number of the attempt's newest call of `save_sharded` whose checkpoint the driver has committed or given up, from
+    0. The ranks may write the next one. -1: none."""
 
 
 @dataclass(frozen=True)
 class Leave:
     """Order to a rank: end, since the functions of all ranks have returned."""
-
-
-# ---- ... and from the agent
-
-
-class Brought(enum.Enum):
-    """Kind of object that an agent brings to its node."""
-
-    START = "the checkpoint from which an attempt starts"
-    ARGUMENTS = "the large arguments of a call"
-    CHECKPOINT = "the checkpoint that a rank has asked for"
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """Notice to ranks: a checkpoint, or a call's large arguments, has arrived on their node, or will not arrive."""
-
-    attempt: int
-    what: Brought
-    number: int = 0
-    """Number of a staying gang's call, or of the rank's question. 0 for all else."""
-    value: CheckpointFile | ShardedCheckpoint | Address | None = None
-    """A checkpoint in the agent's folder, a sharded checkpoint in storage, or the arguments' shared memory. None if no
-    checkpoint has the wanted step."""
-    failure: str | None = None
-    """Reason why the object will not arrive. None without a failure."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +43,6 @@ class Quit:
     """Grace period in seconds, after which the agent kills the rank."""
 
 
-OrderToAll = Ask | Answer | Release | Settled | Kept | Evaluated | Leave | CallOrder | EndCall
-OrderToRank = OrderToAll | Arrived
-"""All orders after which the rank goes on."""
-Order = OrderToRank | Quit
+OrderToAll = Ask | Answer | Release | Kept | LogRecord | Leave | CallOrder | EndCall
+"""All orders after which the rank goes on. `LogRecord`: metrics of an evaluation, for the trackers in rank 0."""
+Order = OrderToAll | Quit

@@ -1,7 +1,8 @@
 """Questions between driver and ranks, and their answers. Each question travels as `Ask`, each answer as `Answer`.
 
 The driver asks all ranks of an attempt, in `Tell`, and each rank answers. A rank asks the driver, and all ranks of its
-node get the answer. The ranks' n-th questions of one kind have the same answer.
+node get the answer. The ranks' n-th questions of one kind have the same answer. Answers that every attempt or call
+needs come unasked.
 """
 
 import enum
@@ -26,7 +27,13 @@ class Question(enum.Enum):
     GOODPUT = enum.auto()
     """Account of the gang's time, for a rank. Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
-    """Checkpoint that a rank needs on its node. `about`: `Wanted`. The agent answers by `Arrived`."""
+    """Whole checkpoint that a rank needs on its node. `about`: its step, or None for the best. Answer:
+    `CheckpointFile`, or None if there is no such checkpoint. Number 0, unasked: the attempt's start."""
+    SHARDED = enum.auto()
+    """Sharded checkpoint that a rank needs. `about` as above. Answer: `ShardedCheckpoint`, or None."""
+    ARGUMENTS = enum.auto()
+    """Large arguments of a call, which a rank needs on its node. Unasked. The number is that of a staying gang's call,
+    else 0. Answer: `Address`."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class Answer:
     question: Question
     number: int
     value: Any
+    failure: str | None = None
+    """Reason why the value has not arrived on the rank's node. None without a failure."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,3 @@ class Located:
     """Stacks of all threads of the rank."""
     num_moves: int
     """Number of the rank's signs of life so far."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The checkpoint that a rank asks for by `Question.CHECKPOINT`."""
-
-    step: int | None
-    """Step of the checkpoint. None means the best checkpoint."""
-    is_sharded: bool = False

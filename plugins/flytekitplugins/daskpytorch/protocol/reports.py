@@ -24,16 +24,6 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class ShardsNotWritten:
-    """Report that the rank failed to write its shards of a sharded checkpoint."""
-
-    number: int
-    """Number of the attempt's call of `save_sharded`, from 0."""
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class Spent:
     """Account of the rank's time since the rank joined the process group."""
 
@@ -46,28 +36,13 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Hint:
-    """Hint to the user about a likely mistake in the function. Shown once for each kind."""
-
-    kind: str
-    text: str
-    """Text about the rank, which the driver shows after the words `rank N`."""
-
-
-@dataclass(frozen=True)
 class Noted:
     """Note of a rank, which the driver shows to the user."""
 
     text: str
     """Text about the rank, which the driver shows after the words `rank N`."""
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """The rank's last collectives, sent before an abort, or before the rank leaves its peers."""
-
-    recalled: Recalled | None
-    """The collectives. None if torch does not record them."""
+    hint: str = ""
+    """Kind of a likely mistake in the function, of which the driver shows one note. Empty for any other note."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +74,12 @@ ShortReport = (
     | LogRecord
     | CheckpointFile
     | WrittenShards
-    | ShardsNotWritten
     | RankUsage
     | Spent
     | Ask
     | Answer
-    | Hint
     | Noted
-    | Remembered
+    | Recalled
     | Debugged
     | Returned
     | CallEnded
@@ -116,9 +89,10 @@ ShortReport = (
 
 - `LogRecord`: a call of `log`
 - `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
-- `WrittenShards`: the rank's written shards of a sharded checkpoint
+- `WrittenShards`: the rank's shards of a sharded checkpoint, written or failed
 - `RankUsage`: the rank's use of its machine, and its work so far
 - `Ask`, `Answer`: a question to the driver, and the answer to the driver's
+- `Recalled`: the rank's last collectives, before an abort, or before the rank leaves its peers
 - `CallEnded`: the end of a staying gang's call
 - `Failure`: an exception of the function
 """

@@ -63,18 +63,20 @@ class StoredItem:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """A rank's report that it has written its part of a sharded checkpoint to storage."""
+    """A rank's report that it has written its part of a sharded checkpoint to storage, or has failed to."""
 
     attempt: int
     """Number of the gang's attempt that wrote the checkpoint."""
     number: int
     """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
     step: int
-    parts: tuple[StoredPart, ...]
-    items: tuple[StoredItem, ...]
-    state: str | None
+    parts: tuple[StoredPart, ...] = ()
+    items: tuple[StoredItem, ...] = ()
+    state: str | None = None
     """Keys of the state with their shapes, dtypes and chunks, as JSON, from rank 0. None from other ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    failure: str | None = None
+    """Reason why the rank could not write its part. None: the part is written."""
 
 
 @dataclass(frozen=True, kw_only=True)

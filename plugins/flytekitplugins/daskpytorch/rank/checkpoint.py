@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -21,8 +22,7 @@ from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.protocol.orders import Brought
-from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
@@ -61,7 +61,6 @@ class RankCheckpoint(Checkpoint):
         self._storage = job.storage
         self._best_by = job.settings.keep.metric
         self._worker = Worker(name="checkpoint")
-        self._num_asked = 0
         self._loaded: SavedCheckpoint | None = None
 
     @property
@@ -131,7 +130,7 @@ class RankCheckpoint(Checkpoint):
         if best or step is not None:
             file = self._await_choice(None if step is None else int(step), CheckpointFile)
         elif (file := self._start) is not None:
-            self._await(Brought.START, 0, f"the checkpoint of step {file.step}")
+            self._await(self._link.answer(Question.CHECKPOINT), f"the checkpoint of step {file.step}")
             self._link.progress.reach(file.step, anew=True)
         self._loaded = file.saved(self._storage) if file is not None else None
         return read_checkpoint(self.folder / file.name) if file is not None else None
@@ -170,13 +169,10 @@ class RankCheckpoint(Checkpoint):
         """
         self._link.progress.move()
         self.flush()
-        self._num_asked += 1
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
-        self._link.send(Ask(Question.CHECKPOINT, self._num_asked, Wanted(step, is_sharded=kind is ShardedCheckpoint)))
+        answer = self._link.ask(Question.SHARDED if kind is ShardedCheckpoint else Question.CHECKPOINT, step)
         patience = self._patience if step is None else 0.0
-        chosen = self._await(
-            Brought.CHECKPOINT, self._num_asked, what, ", for which rank 0 has to ask, too,", self._timeout + patience
-        )
+        chosen = self._await(answer, what, ", for which rank 0 has to ask, too,", self._timeout + patience)
         if chosen is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
             raise LookupError(
@@ -186,10 +182,10 @@ class RankCheckpoint(Checkpoint):
             )
         return chosen if isinstance(chosen, kind) else None
 
-    def _await(self, kind: Brought, number: int, what: str, more: str = "", timeout: float | None = None) -> object:
+    def _await(self, answer: Future[Answer], what: str, more: str = "", timeout: float | None = None) -> object:
         limit = self._timeout if timeout is None else timeout
         try:
-            arrived = self._link.arrival(kind, number).result(limit)
+            arrived = answer.result(limit)
         except TimeoutError as error:
             raise TimeoutError(f"{what}{more} did not arrive within {limit:g} s. See the driver's log") from error
         if arrived.failure is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flytekitplugins.daskpytorch.protocol.reports import Hint
+from flytekitplugins.daskpytorch.protocol.reports import Noted
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.usage import Ledger
@@ -22,19 +22,19 @@ SAMPLER = (
 )
 
 
-def of_loss(record: LogRecord) -> Hint | None:
+def of_loss(record: LogRecord) -> Noted | None:
     """Return a hint if a logged loss is infinite or NaN."""
     for name, value in record.metrics.items():
         if "loss" in name.lower() and isinstance(value, float) and not math.isfinite(value):
-            return Hint(
-                "loss",
+            return Noted(
                 f"logged {name}={value} at step {record.step}: most often nothing is learned from there on. Lower the "
                 "learning rate, clip gradients, or look for such values in the data.",
+                "loss",
             )
     return None
 
 
-def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Hint | None:
+def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Noted | None:
     """Return a hint if a rank has trained without collectives, although its gang has several ranks.
 
     Args:
@@ -44,26 +44,26 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
     """
     if not has_trained or world_size == 1 or num_collectives != 0:
         return None
-    return Hint(
-        "exchange",
+    return Noted(
         f"has returned without a single collective among {world_size} ranks: if they were to train one model, each has "
         "trained one of its own. Is it wrapped in DistributedDataParallel?",
+        "exchange",
     )
 
 
-def of_variables(late: Sequence[str]) -> Hint | None:
+def of_variables(late: Sequence[str]) -> Noted | None:
     """Return a hint if the user's code has set variables of the environment that torch or a library had read before."""
     if not late:
         return None
-    return Hint(
-        "variables",
+    return Noted(
         f"has set {', '.join(late)} too late: torch, or a library such as OpenMP or NCCL, had read the old values. "
         "Give such variables by Gang(environment={...}).",
+        "variables",
     )
 
 
 @contextlib.contextmanager
-def watching_samplers(ledger: Ledger, tell: Callable[[Hint], object]) -> Iterator[None]:
+def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterator[None]:
     """During the block, report a `DistributedSampler` that shuffles two epochs of training into the same order.
 
     A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer has made a step between
@@ -90,7 +90,7 @@ def watching_samplers(ledger: Ledger, tell: Callable[[Hint], object]) -> Iterato
             if not has_trained and ledger.num_steps > num_steps:
                 has_trained = True
                 if sampler.shuffle and sampler not in has_epochs and trained.get(sampler) == epoch:
-                    tell(Hint("sampler", SAMPLER.format(epoch)))
+                    tell(Noted(SAMPLER.format(epoch), "sampler"))
                 trained[sampler] = epoch
 
     def set_epoch_noted(sampler: DistributedSampler[Any], epoch: int) -> None:

@@ -8,15 +8,15 @@ import pickle
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
-from flytekitplugins.daskpytorch.protocol import orders, payload, reports
+from flytekitplugins.daskpytorch.protocol import payload, reports
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address
@@ -40,8 +40,6 @@ MAX_MESSAGES = 500
 MAX_WAITING = 1 << 10
 """Maximum number of log records that wait in a rank. At this number, the logging thread sends all records itself, and
 so waits for the agent."""
-
-T = TypeVar("T")
 
 
 def interval_of(rank: int, world_size: int) -> float:
@@ -67,12 +65,12 @@ class Records:
         """
         self._send = send
         self._interval = interval
-        self._waiting: deque[LogRecord | reports.Spent | reports.Hint] = deque()
+        self._waiting: deque[LogRecord | reports.Spent | reports.Noted] = deque()
         self._send_at = 0.0
         """Time, in seconds on the monotonic clock, from which a new record is sent at once."""
         self._sender: threading.Thread | None = None
 
-    def add(self, record: LogRecord | reports.Spent | reports.Hint) -> None:
+    def add(self, record: LogRecord | reports.Spent | reports.Noted) -> None:
         """Queue a record, and send it at once or within the queue's interval."""
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
@@ -81,7 +79,7 @@ class Records:
             self._sender = threading.Thread(target=self._keep_sending, name="daskpytorch-log", daemon=True)
             self._sender.start()
 
-    def take(self) -> list[LogRecord | reports.Spent | reports.Hint]:
+    def take(self) -> list[LogRecord | reports.Spent | reports.Noted]:
         """Remove and return all waiting records in order, without metrics of the user's classes.
 
         Only one thread at a time may call this method.
@@ -125,13 +123,11 @@ class GangLink(Link):
         self._channel = channel
         self._is_main = place.rank == 0
         self._driver_folder = Path(order.driver_folder) if order.driver_folder is not None else None
-        self._attempt = job.attempt
         self._timeout = job.settings.start_timeout
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
-        self._arrivals: dict[tuple[orders.Brought, int], Future[orders.Arrived]] = {}
-        self._accounts: dict[int, Future[Goodput]] = {}
-        self._num_accounts = 0
+        self._answers: dict[tuple[Question, int], Future[Answer]] = {}
+        self._num_asked: Counter[Question] = Counter()
         self._hinted: set[str] = set()
         self.has_delivered = False
         """True once the rank has reported that the user's function has returned."""
@@ -158,17 +154,15 @@ class GangLink(Link):
     def log(self, record: LogRecord) -> None:
         """Report a log record: to this process's observers at once, to the driver soon."""
         self.ledger.mark()
-        with self._observers_lock:
-            self.observers.tell("logged", record)
+        self.show(record)
         self.records.add(record)
         if self._gives_hints:
             self.hint(hints.of_loss(record))
 
-    def _tell_of_evaluations(self, records: Sequence[LogRecord]) -> None:
-        """Give this process's observers the metrics of evaluations, which the driver has already."""
-        for record in records:
-            with self._observers_lock:
-                self.observers.tell("logged", record)
+    def show(self, record: LogRecord) -> None:
+        """Give this process's observers a log record, such as one of an evaluation, which the driver has already."""
+        with self._observers_lock:
+            self.observers.tell("logged", record)
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Make the trackers in rank 0 record a model's gradients every `log_freq` optimizer steps."""
@@ -206,7 +200,16 @@ class GangLink(Link):
             TimeoutError: The driver did not answer within the gang's `start_timeout`.
         """
         self.send(reports.Spent(self.ledger.seconds()))
-        return self.ask_for_account().result(self._timeout)
+        return self.await_goodput(self._timeout)
+
+    def await_goodput(self, timeout: float) -> Goodput:
+        """Ask the driver for the account of the gang's time, and wait for it.
+
+        Raises:
+            TimeoutError: The driver did not answer within `timeout` seconds.
+        """
+        account: Goodput = self.ask(Question.GOODPUT).result(timeout).value
+        return account
 
     # ---- reports
 
@@ -242,17 +245,18 @@ class GangLink(Link):
 
     def send_collectives(self) -> None:
         """Report this rank's newest collectives to the driver, before the rank's end."""
-        self.send(reports.Remembered(flight_recorder.recall()))
+        if (recalled := flight_recorder.recall()) is not None:
+            self.send(recalled)
 
     def note(self, text: str) -> None:
         """Send the driver a line to show to the user."""
         self.send(reports.Noted(text))
 
-    def hint(self, hint: reports.Hint | None) -> None:
+    def hint(self, note: reports.Noted | None) -> None:
         """Report a hint, unless this rank has reported one of the same kind. None: report nothing."""
-        if hint is not None and hint.kind not in self._hinted:
-            self._hinted.add(hint.kind)
-            self.records.add(hint)
+        if note is not None and note.hint not in self._hinted:
+            self._hinted.add(note.hint)
+            self.records.add(note)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -290,8 +294,8 @@ class GangLink(Link):
         Raises:
             OSError: The transfer of the arguments failed.
         """
-        arrived = self.arrival(orders.Brought.ARGUMENTS, number).result()
-        del self._arrivals[orders.Brought.ARGUMENTS, number]
+        arrived = self.answer(Question.ARGUMENTS, number).result()
+        del self._answers[Question.ARGUMENTS, number]
         if not isinstance(arrived.value, Address):
             raise OSError(
                 f"the function's large arguments did not arrive on this node: {arrived.failure}. If memory is short "
@@ -299,32 +303,25 @@ class GangLink(Link):
             )
         return arrived.value.mapped()
 
-    def arrival(self, what: orders.Brought, number: int = 0) -> Future[orders.Arrived]:
-        """Return a future that is done when a transfer to the rank's node has succeeded or failed."""
-        return self._arrivals.setdefault((what, number), Future())
+    def ask(self, question: Question, about: object = None) -> Future[Answer]:
+        """Ask the driver, and return a future of the answer."""
+        self._num_asked[question] += 1
+        number = self._num_asked[question]
+        answer = self.answer(question, number)
+        self.send(Ask(question, number, about))
+        return answer
 
-    def ask_for_account(self) -> Future[Goodput]:
-        """Ask the driver for the account of the gang's time. Return a future of the answer."""
-        self._num_accounts += 1
-        account = self._accounts.setdefault(self._num_accounts, Future())
-        self.send(Ask(Question.GOODPUT, self._num_accounts))
-        return account
+    def answer(self, question: Question, number: int = 0) -> Future[Answer]:
+        """Return a future of an answer, which need not have been asked for. By default of the one before questions."""
+        return self._answers.setdefault((question, number), Future())
 
-    def take(self, answer: orders.Arrived | Answer | orders.Evaluated) -> None:
-        """Give an answer to the future that waits for it. Ignore repeated answers and those to an earlier attempt."""
-        if isinstance(answer, orders.Evaluated):
-            self._tell_of_evaluations(answer.records)
-        elif isinstance(answer, Answer):
-            _settle(self._accounts.setdefault(answer.number, Future()), answer.value)
-        elif answer.attempt == self._attempt:
-            _settle(self.arrival(answer.what, answer.number), answer)
+    def take(self, answer: Answer) -> None:
+        """Give an answer to the future that waits for it. Ignore repeated answers."""
+        future = self.answer(answer.question, answer.number)
+        if not future.done():  # another rank of this node has asked, too
+            future.set_result(answer)
 
 
 def _fall_silent(link: GangLink | None) -> None:
     if link is not None:
         link.fall_silent()
-
-
-def _settle(future: Future[T], value: T) -> None:
-    if not future.done():  # another rank of this node has asked, too
-        future.set_result(value)

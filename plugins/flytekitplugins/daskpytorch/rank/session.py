@@ -31,6 +31,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from flytekitplugins.daskpytorch.rank.usage import Gauge
+from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.calls import Server
@@ -120,9 +121,9 @@ class Session:
         link.ended.wait()
         if link.observers:
             with contextlib.suppress(TimeoutError):
-                link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
+                link.observers.tell("accounted", link.await_goodput(ACCOUNT_TIMEOUT))
 
-    def follow(self, order: orders.OrderToRank) -> None:
+    def follow(self, order: orders.OrderToAll) -> None:
         """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
@@ -134,12 +135,13 @@ class Session:
                 rank.stop_signal.release(last_call)
                 if number is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
-            case orders.Settled(number):
-                self.checkpoint.sharded.settle(number)
-            case orders.Kept(checkpoints):
+            case orders.Kept(checkpoints, settled):
                 link.kept = checkpoints
-            case orders.Arrived() | Answer() | orders.Evaluated():
+                self.checkpoint.sharded.settle(settled)
+            case Answer():
                 link.take(order)
+            case LogRecord():
+                link.show(order)
             case calls.NextCall() | calls.Forget() | calls.Finish() | calls.EndCall():
                 self._serve(order)
             case _:

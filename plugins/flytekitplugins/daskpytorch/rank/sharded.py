@@ -10,13 +10,12 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots, View
@@ -50,7 +49,7 @@ class ShardedCheckpoints:
         *,
         attempt: int,
         rank: int,
-        report: Callable[[WrittenShards | ShardsNotWritten], None],
+        report: Callable[[WrittenShards], None],
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._sharding = sharding
@@ -172,24 +171,16 @@ class ShardedCheckpoints:
 
     def _write(self, save: Staged) -> None:
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
+        written = WrittenShards(attempt=self._attempt, number=save.number, step=save.step)
         try:
             writer = ShardWriter(self._files, folder, rank=self._rank, step=save.step, moved=self._moved)
             parts, items = writer.write(save.pieces)
+            written = replace(written, parts=tuple(parts), items=tuple(items), state=save.state, metrics=save.metrics)
         except BaseException as error:  # any error of a store's client
-            self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))
-        else:
-            written = WrittenShards(
-                attempt=self._attempt,
-                number=save.number,
-                step=save.step,
-                parts=tuple(parts),
-                items=tuple(items),
-                state=save.state,
-                metrics=save.metrics,
-            )
-            self._report(written)
+            written = replace(written, failure=_text(error))
         finally:
             save.drop()
+        self._report(written)
 
     def _together(self, checkpoint: ShardedCheckpoint, act: Callable[[], object]) -> bool:
         """Call `act` on all ranks together. Return False if a rank has found the checkpoint damaged.

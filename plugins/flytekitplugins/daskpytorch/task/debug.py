@@ -35,7 +35,6 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_exec
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
-from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as_program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.rank import process_group
@@ -238,11 +237,11 @@ class _LocalCheckpoint(Checkpoint):
             raise LookupError(f"the checkpoint of step {step} is not kept. Steps of kept checkpoints: {steps}")
         return found
 
-    def _commit(self, said: WrittenShards | ShardsNotWritten) -> None:
-        if isinstance(said, WrittenShards):
+    def _commit(self, said: WrittenShards) -> None:
+        if said.failure is None:
             self._committer.commit([said])
         else:
-            self._settle(said.number, said.step, said.reason)
+            self._settle(said.number, said.step, said.failure)
 
     def _note_commit(self, commit: Committed) -> None:
         self._settle(commit.number, commit.step, None if commit.error is None else repr(commit.error))

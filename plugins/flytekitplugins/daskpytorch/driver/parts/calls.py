@@ -18,8 +18,7 @@ from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.messages import Bring, Tell
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought
-from flytekitplugins.daskpytorch.protocol.questions import Question
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.agents import Peer
@@ -188,9 +187,7 @@ class Calls(Part):
         attempt.excuse()
         address = call.large.address if call.large is not None else None
         if address is not None:
-            arriving = Arrived(attempt.number, Brought.ARGUMENTS, call.number, address)
-            for peer in attempt.carriers:
-                peer.send(Bring(arriving))
+            attempt.tell(Bring(Answer(Question.ARGUMENTS, call.number, address), attempt.number))
         code, self._code = self._code, None
         attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
         self._state.observers.tell("calling", call.name)

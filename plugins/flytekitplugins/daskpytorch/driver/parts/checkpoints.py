@@ -13,11 +13,11 @@ from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, retained
 from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.protocol import messages, reports
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.orders import Arrived, Brought, Kept, Settled
-from flytekitplugins.daskpytorch.protocol.questions import Ask, Question, Wanted
+from flytekitplugins.daskpytorch.protocol.orders import Kept
+from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
@@ -33,7 +33,7 @@ class Checkpoints(Part):
 
     _awaits_evaluations = False
     """True while a question for the best checkpoint waits for evaluations."""
-    takes = (CheckpointFile, WrittenShards, reports.ShardsNotWritten, Question.CHECKPOINT, messages.Sent)
+    takes = (CheckpointFile, WrittenShards, Question.CHECKPOINT, Question.SHARDED, messages.Sent)
 
     def __init__(self, state: GangState, committer: Committer) -> None:
         self._state = state
@@ -50,13 +50,15 @@ class Checkpoints(Part):
 
     def begin(self, attempt: Attempt) -> None:
         """Forget the questions and shards of earlier attempts."""
-        self._wanted: list[tuple[Peer, int, int, Wanted]] = []
-        """Unanswered questions for checkpoints: agent, rank, number and what the rank wants."""
-        self._chosen: dict[int, Arrived] = {}
-        """Checkpoint that rank 0 got to load, by the number of its question. Other ranks receive the same."""
+        self._asked: list[tuple[Peer, int, Ask]] = []
+        """Agent and rank of each unanswered question for a checkpoint."""
+        self._chosen: dict[tuple[Question, int], Answer] = {}
+        """Answers to rank 0, by kind and number of the question. Other ranks receive the same."""
         self._awaits_evaluations = False
-        self._shards: dict[int, dict[int, WrittenShards | reports.ShardsNotWritten]] = {}
+        self._shards: dict[int, dict[int, WrittenShards]] = {}
         """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
+        self._settled = -1
+        """Number of the newest save that was committed or given up. -1: none."""
 
     # ---- what happens
 
@@ -66,10 +68,10 @@ class Checkpoints(Part):
             case CheckpointFile(step=step):
                 attempt.steps[rank] = step
                 self.fetches.fetch(peer, report)
-            case WrittenShards() | reports.ShardsNotWritten():
+            case WrittenShards():
                 self._note_shards(attempt, rank, report)
-            case Ask(number=number, about=Wanted() as wanted):
-                self._wanted.append((peer, rank, number, wanted))
+            case Ask():
+                self._asked.append((peer, rank, report))
 
     def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
         """Keep a whole checkpoint that an agent has linked into the driver's folder, or record a failure."""
@@ -98,9 +100,9 @@ class Checkpoints(Part):
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
             )
 
-    def _note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
+    def _note_shards(self, attempt: Attempt, rank: int, said: WrittenShards) -> None:
         """Record that a rank has written its shards, or failed. After all ranks, commit or discard the checkpoint."""
-        if isinstance(said, WrittenShards) and said.attempt != attempt.number:
+        if said.attempt != attempt.number:
             return
         attempt.steps[rank] = said.step
         all_said = self._shards.setdefault(said.number, {})
@@ -108,33 +110,35 @@ class Checkpoints(Part):
         if len(all_said) < attempt.world_size:
             return
         del self._shards[said.number]
-        written = [each for _, each in sorted(all_said.items()) if isinstance(each, WrittenShards)]
-        if len(written) == attempt.world_size:
+        failures = [(each, one.failure) for each, one in sorted(all_said.items()) if one.failure is not None]
+        if not failures:
             self.commits[attempt.number, said.number] = said.step
-            self.committer.commit(written)
+            self.committer.commit([written for _, written in sorted(all_said.items())])
             return
-        failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
+        failed, why = failures[0]
         self._observers.note(
             f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
-            f"({why.reason}); {GOES_ON}"
+            f"({why}); {GOES_ON}"
         )
         self.committer.sweep(attempt.number, said.number)
-        attempt.tell(messages.Tell(Settled(said.number)))
+        self._settled = said.number
+        self.tell_kept()
 
     def note_commit(self, commit: Committed) -> None:
         """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
+        attempt = self._state.attempt
+        if attempt is not None and attempt.number == commit.attempt:
+            self._settled = commit.number
+            attempt.excuse()
         if commit.made is not None:
             self._note_kept(commit.made)
         else:
             self._observers.note(
                 f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
             )
+            self.tell_kept()
         self.committer.sweep(commit.attempt, commit.number)
-        attempt = self._state.attempt
-        if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
-            attempt.excuse()
-            attempt.tell(messages.Tell(Settled(commit.number)))
 
     def _note_kept(
         self, entry: CheckpointFile | ShardedCheckpoint, before: Callable[[], object] = lambda: None
@@ -161,7 +165,7 @@ class Checkpoints(Part):
             self._observers.hint("metric", hint)
         attempt = self._state.attempt
         if attempt is not None and not attempt.is_over:
-            attempt.tell(messages.Tell(Kept(kept)))
+            attempt.tell(messages.Tell(Kept(kept, self._settled)))
 
     # ---- what there is
 
@@ -203,30 +207,30 @@ class Checkpoints(Part):
         for rank 0's question with the same number.
         """
         attempt = self._state.training
-        if attempt is None or not self._wanted or self.blocks(Moment.RESTART) or self._shards:
+        if attempt is None or not self._asked or self.blocks(Moment.RESTART) or self._shards:
             return
-        if any(rank == 0 and wanted.step is None for _, rank, _, wanted in self._wanted):
+        if any(rank == 0 and asked.about is None for _, rank, asked in self._asked):
             self._awaits_evaluations = self._state.blocks(Moment.CHOICE)
             if self._awaits_evaluations:
                 return
             attempt.excuse()  # ranks that have waited do not count as hung
-        waiting, self._wanted = self._wanted, []
-        for _, rank, number, wanted in waiting:
+        waiting, self._asked = self._asked, []
+        for _, rank, asked in waiting:
             if rank == 0:
-                self._chosen[number] = self._choose(attempt, number, wanted)
-        for peer, rank, number, wanted in waiting:
-            if number in self._chosen:
-                peer.send(messages.Bring(self._chosen[number]))
+                self._chosen[asked.question, asked.number] = self._choose(asked)
+        for peer, rank, asked in waiting:
+            if (answer := self._chosen.get((asked.question, asked.number))) is not None:
+                peer.send(messages.Bring(answer, attempt.number))
             else:
-                self._wanted.append((peer, rank, number, wanted))
+                self._asked.append((peer, rank, asked))
 
-    def _choose(self, attempt: Attempt, number: int, wanted: Wanted) -> Arrived:
+    def _choose(self, asked: Ask) -> Answer:
         found: CheckpointFile | ShardedCheckpoint | None
-        if wanted.is_sharded:
-            found = find(self.vault.sharded, self.vault.keep, wanted.step)
+        if asked.question is Question.SHARDED:
+            found = find(self.vault.sharded, self.vault.keep, asked.about)
         else:
-            found = find(self.vault.intact(), self.vault.keep, wanted.step)
-        return Arrived(attempt.number, Brought.CHECKPOINT, number, found)
+            found = find(self.vault.intact(), self.vault.keep, asked.about)
+        return Answer(asked.question, asked.number, found)
 
     def settle(self, *, is_last: bool) -> None:
         """Try storage more often at the end of the gang."""

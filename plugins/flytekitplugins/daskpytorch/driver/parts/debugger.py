@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, has_terminal, talk
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.reports import Debugged, Noted
+from flytekitplugins.daskpytorch.protocol.reports import Debugged
 
 END_TIME = 1.0
 """Timeout, in seconds, for the terminal to be given back at the gang's end."""
@@ -29,7 +29,7 @@ _terminal = threading.Lock()
 class Debugger(Part):
     """The debugged ranks of one gang."""
 
-    takes = (Debugged, Noted)
+    takes = (Debugged,)
     _attempt: Attempt
     """The current attempt. Unset until the first one begins."""
 
@@ -53,10 +53,8 @@ class Debugger(Part):
         self._debugged.clear()
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record that a rank is in a debugger or has left it, or show a rank's note."""
+        """Record that a rank is in a debugger, or has left it."""
         match report:
-            case Noted(text):
-                self._observers.note(f"rank {rank} {text}")
             case Debugged(state="", steps=steps):
                 attempt.excuse()
                 if not steps:

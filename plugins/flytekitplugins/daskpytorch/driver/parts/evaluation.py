@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.protocol import host, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.orders import Evaluated
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -367,8 +366,8 @@ class Evaluator(Part):
         attempt = self._state.attempt
         if attempt is not None and 0 in attempt.ready and 0 not in attempt.exits:
             records, self._records = self._records, []
-            if records and attempt.has_observers:
-                attempt.tell(messages.Tell(Evaluated(tuple(records))))
+            for record in records if attempt.has_observers else ():
+                attempt.tell(messages.Tell(record))
 
     def _tell_failure(self, entry: Entry, error: BaseException) -> None:
         what = f"the evaluation of the checkpoint of step {entry.step} failed, and the training goes on"

@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.questions import Question
-from flytekitplugins.daskpytorch.protocol.reports import Remembered
 
 STACKS_WAIT = 1.5
 """Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME` of these seconds, ranks without an
@@ -66,7 +65,7 @@ class HangWatch(Part):
     hangs. After a failure that a collective may have caused, they may tell the reason.
     """
 
-    takes = (Moves, Remembered, messages.Stacks)
+    takes = (Moves, Recalled, messages.Stacks)
 
     def __init__(self, state: GangState) -> None:
         self._state = state
@@ -97,8 +96,8 @@ class HangWatch(Part):
         """Record a rank's signs of life, or the collectives that it reports before it ends."""
         if isinstance(report, Moves):
             self._note_moves(attempt, rank, report.num_moves)
-        elif isinstance(report, Remembered):
-            self._final[rank] = report.recalled
+        elif isinstance(report, Recalled):
+            self._final[rank] = report
 
     def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
         """Record the stacks of a rank that an agent has signalled."""
