@@ -17,13 +17,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
-from flytekitplugins.daskpytorch.driver.assembly import assemble
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
+from flytekitplugins.daskpytorch.driver.supervisor import RunningClock, assemble
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions

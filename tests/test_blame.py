@@ -24,10 +24,10 @@ from flytekitplugins.daskpytorch.driver.blame import (
 )
 from flytekitplugins.daskpytorch.protocol.failure import (
     Failure,
+    GpuFaultError,
     RankExit,
     is_of_watchdog,
 )
-from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from test_failure import LockedError, PlainError, failure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.stop_request import Deadlines
+from flytekitplugins.daskpytorch.driver.state import Deadlines
 
 
 @pytest.mark.parametrize("grace_period", [1.0, 20.0, 600.0])

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import state
-from flytekitplugins.daskpytorch.driver.stop_request import Deadlines
+from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.process import program_end
-from flytekitplugins.daskpytorch.rank import ending
+from flytekitplugins.daskpytorch.rank import session
 from processes import until
 
 ONCE = Gang(max_restarts=0)
@@ -81,7 +81,7 @@ def fail_together(folder: Path, failing: list[int], *, has_thread: bool) -> None
         KEPT.append(file := (folder / str(rank)).open("w"))
         file.write("all of it")
         if not has_thread:  # whose end the rank would wait for
-            ending.EXIT_TIME = AMPLE
+            session.EXIT_TIME = AMPLE
         else:
             threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
         atexit.register(touch_later, folder / f"exit-{rank}")
@@ -169,7 +169,7 @@ def leave_files_open(folder: str, how: str) -> None:
     """End in one of several ways with text in the buffers of open files."""
     rank = current_rank().rank
     KEPT.append(file := Path(folder, str(rank)).open("w"))  # noqa: SIM115 - never closed
-    ending.EXIT_TIME = AMPLE
+    session.EXIT_TIME = AMPLE
     file.write("all of it")
     if how == "odd":
         KEPT.append(Unhashable("Odd", (), {})())

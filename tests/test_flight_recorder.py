@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flytekitplugins.daskpytorch.rank import flight_recorder
+from flytekitplugins.daskpytorch.rank import liveness
 
 if not hasattr(c10d, "FlightRecorderHook"):
     pytest.skip("this torch records nccl by itself alone", allow_module_level=True)
@@ -60,7 +60,7 @@ def test_collectives_of_torchs_new_nccl_are_recalled_as_those_of_the_group_nccl(
     world = dist.distributed_c10d._world
     monkeypatch.setitem(world.pg_map, group, ("nccl", world.pg_map[group][1]))
     monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    recalled = flight_recorder.recall()
+    recalled = liveness.recall()
     assert recalled is not None
     assert recalled.groups == ["the default group (gloo)", "the default group (nccl)"]
     newest = recalled.collectives[-1]
@@ -77,7 +77,7 @@ def test_older_torch_that_has_no_such_recorder_still_recalls(group: Any, monkeyp
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: entries, raising=False)
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    recalled = flight_recorder.recall()
+    recalled = liveness.recall()
     assert recalled is not None
     assert recalled.collectives[-1].group == "the default group (nccl)"
 
@@ -94,9 +94,9 @@ def test_rank_reports_before_a_backend_with_abort_hooks_aborts(monkeypatch: pyte
             return Backend()
 
     monkeypatch.setattr(type(dist.distributed_c10d._world), "pg_map", {Group(): ("nccl", None)})
-    monkeypatch.setattr(flight_recorder, "_set_terminate", None)
+    monkeypatch.setattr(liveness, "_set_terminate", None)
     reports: list[str] = []
-    flight_recorder.call_before_abort(lambda: reports.append("reported"))
+    liveness.call_before_abort(lambda: reports.append("reported"))
     [hook] = hooks.values()
     hook()
     assert reports == ["reported"]

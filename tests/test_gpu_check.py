@@ -22,8 +22,8 @@ import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.function import pack_call
-from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import gpu_check, nvml
 from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck

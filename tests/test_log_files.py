@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import log_files
-from flytekitplugins.daskpytorch.node.log_files import LogFiles
+from flytekitplugins.daskpytorch.node import ranks
+from flytekitplugins.daskpytorch.node.ranks import LogFiles
 from processes import small_disk, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,12 +66,12 @@ def fifo_in(folder: Path) -> Path:
 
 
 def test_a_disk_that_hangs_does_not_delay_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_files, "CLOSE_TIMEOUT", 0.1)
+    monkeypatch.setattr(ranks, "CLOSE_TIMEOUT", 0.1)
     told: list[str] = []
     fifo = fifo_in(tmp_path)
     logs = LogFiles(tmp_path / "g", told.append)
     out, _ = logs.copies(0, 0)
-    for _ in range(2 * log_files.MAX_WAITING):
+    for _ in range(2 * ranks.MAX_WAITING):
         out(b"line\n")
     logs.close()
     [message] = told
@@ -85,7 +85,7 @@ def test_a_disk_that_hangs_does_not_delay_the_agent(tmp_path: Path, monkeypatch:
 def test_a_slow_disk_gets_the_end_of_the_output_after_the_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "CLOSE_TIMEOUT", 0.1)
+    monkeypatch.setattr(ranks, "CLOSE_TIMEOUT", 0.1)
     told: list[str] = []
     fifo = fifo_in(tmp_path)
     logs = LogFiles(tmp_path / "g", told.append)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots
+from flytekitplugins.daskpytorch.rank.sharded import SaveSlots
 
 
 @dataclass

@@ -10,7 +10,7 @@ from functools import cached_property
 from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.driver.parts.growth import GROWS
+from flytekitplugins.daskpytorch.driver.parts.workers import GROWS
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol.observer import HINT_END, GoodputObserver, Shape

@@ -19,8 +19,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
 from flytekitplugins.daskpytorch.driver.start import start_attempt
-from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, is_complete, is_late
-from flytekitplugins.daskpytorch.driver.stop_request import StopRequest
+from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, is_late
 from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.protocol import messages, orders

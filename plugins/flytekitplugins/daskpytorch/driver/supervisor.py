@@ -10,19 +10,26 @@ import os
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
-from flytekitplugins.daskpytorch.driver.assembly import Assembled, assemble
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
+from flytekitplugins.daskpytorch.driver.parts.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.parts.debugger import Debugger
+from flytekitplugins.daskpytorch.driver.parts.evaluation import Evaluator, MakeGang
+from flytekitplugins.daskpytorch.driver.parts.goodput import Accounting
+from flytekitplugins.daskpytorch.driver.parts.hang import HangWatch
+from flytekitplugins.daskpytorch.driver.parts.workers import Growth, Preemption
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.storage import start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import PreemptedError
@@ -34,6 +41,62 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A gang's record, and the parts that others than the core need by name."""
+
+    state: GangState
+    checkpoints: Checkpoints
+    evaluator: Evaluator
+    debugger: Debugger
+    accounting: Accounting
+
+
+def assemble(
+    request: Request,
+    agents: Agents,
+    committer: Committer,
+    observers: Observers,
+    received: ReceivedResults,
+    make: MakeGang,
+    debugging: Debugging,
+    *,
+    asked_at: float,
+    clock: Callable[[], float] = time.monotonic,
+    running_clock: Callable[[], float] | None = None,
+) -> Assembled:
+    """Return a gang whose agents have not connected yet.
+
+    Args:
+        request: The gang's request.
+        agents: The gang's agents.
+        committer: Commits sharded checkpoints, and holds the vault of whole checkpoints.
+        observers: The gang's observers.
+        received: Results and return values of the ranks.
+        make: Makes the gang of an evaluation.
+        debugging: The driver's settings for debuggers in ranks.
+        asked_at: Time of the user's request, in seconds on `clock`.
+        clock: Clock of the account of time. Returns seconds, and never goes back.
+        running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
+            `clock`.
+    """
+    state = GangState(request, agents, observers, received, asked_at=asked_at, clock=running_clock or clock)
+    made = Assembled(
+        state,
+        checkpoints=Checkpoints(state, committer),
+        evaluator=Evaluator(state, committer.vault, make),
+        debugger=Debugger(state, debugging),
+        accounting=Accounting(state, clock),
+    )
+    calls = [request.calls] if isinstance(request.calls, Calls) else []
+    for part in calls:
+        part.join(state)
+    # Evaluations hold a checkpoint before it counts, and the goodput counts it before observers hear of it.
+    seeing = [made.evaluator, made.accounting, made.debugger, *calls, made.checkpoints]
+    state.use([*seeing, Preemption(state), HangWatch(state), Growth(state)])
+    return made
 
 
 class RunningClock:

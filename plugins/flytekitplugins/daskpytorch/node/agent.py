@@ -24,8 +24,7 @@ from typing import assert_never
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
-from flytekitplugins.daskpytorch.node.log_files import LogFiles
-from flytekitplugins.daskpytorch.node.ranks import Output, Rank, open_pipes
+from flytekitplugins.daskpytorch.node.ranks import LogFiles, Output, Rank, open_pipes
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
-from flytekitplugins.daskpytorch.protocol import gpu_faults, pickler
+from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
@@ -163,8 +163,8 @@ class Failure:
         # The first frame is the rank's own call of the function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         lines = traceback.format_exception(type(error), error, without_ours(trace) or trace)
-        shown = "" if gpu_faults.is_of_check(error) else "".join(lines)
-        gpu_fault = next(filter(None, map(gpu_faults.fault_of, with_causes(error))), "")
+        shown = "" if is_of_check(error) else "".join(lines)
+        gpu_fault = next(filter(None, map(fault_of, with_causes(error))), "")
         return cls(
             type_name=name,
             message=text,
@@ -256,7 +256,7 @@ class RankExit:
             return ""
         if self.failure is not None:
             return self.failure.gpu_fault
-        return gpu_faults.fault_in(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
+        return fault_in(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
 
     @property
     def own_exit_code(self) -> int | None:
@@ -391,3 +391,49 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _is_of_memory(error: BaseException) -> bool:
     return type(error).__name__ in MEMORY_TYPES or MEMORY_TEXTS.search(_text_of(error)) is not None
+
+
+# ---- Failed GPUs
+
+
+# The texts of GPUs' errors are those of CUDA 13's runtime, of NCCL 2.28 and of torch 2.6 to 2.15.
+GPU_FAULT = re.compile(
+    r"uncorrectable (ECC|NVLink) error|over nvlink or a hardware error|is/are busy or unavailable"
+    r"|(CUDA error: |Error 802: |Cuda failure (802 )?')system not yet initialized"
+    r"|GPU is lost|fallen off the bus|\bXid\b.{0,40}\b79\b"
+    r"|nvml\w+\([^)]*\) failed|(Failed to|Can't) initialize NVML|NVML_SUCCESS == (?!.*CachingAllocator)",
+    re.IGNORECASE,
+)
+"""Texts of errors that only a failed GPU, NVLink connection, GPU fabric or GPU driver causes.
+
+Errors that code may cause, too, are left out: "unspecified launch failure", "hardware stack error" and "initialization
+error". Torch's allocator queries NVML only if memory is short, so its failed query is left out as well.
+"""
+
+
+class GpuFaultError(RuntimeError):
+    """A rank's GPU did not pass its check before use. The text is one line with the reason."""
+
+
+def is_of_check(error: BaseException) -> bool:
+    """Return True if a GPU has not passed its check, except by an exception of the user's function."""
+    return isinstance(error, GpuFaultError) and error.__cause__ is None
+
+
+def fault_of(error: BaseException) -> str:
+    """Return the line of an exception's text that reports a failed GPU. Return "" for other exceptions.
+
+    Torch raises a `RuntimeError` for a failed GPU, nvidia-ml-py raises its own class, and the check `GpuFaultError`.
+    """
+    if isinstance(error, GpuFaultError):
+        return str(error)
+    is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
+    try:
+        return fault_in(str(error)) if is_of_gpu else ""
+    except BaseException:  # a user's own class may raise any exception
+        return ""
+
+
+def fault_in(text: str) -> str:
+    """Return the line of an error's text, or of a log, that reports a failed GPU. Return "" if no line does."""
+    return next((line.strip() for line in text.splitlines() if GPU_FAULT.search(line)), "")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from flytekitplugins.daskpytorch.process.worker import in_thread
+from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.function import name_of, unpack_call
-from flytekitplugins.daskpytorch.protocol.gpu_faults import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import nvml
 from flytekitplugins.daskpytorch.rank.nvml import Gpu, NvmlError

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from flytekitplugins.daskpytorch.rank import flight_recorder, liveness, process_group
+from flytekitplugins.daskpytorch.rank import liveness, process_group
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 RETRY_WAIT = 0.01
@@ -148,5 +148,5 @@ def newest_collective() -> int:
 
     The group's own counter also counts messages between two ranks, which need not be equal in all ranks.
     """
-    recalled = flight_recorder.recall() if process_group.are_numbers_comparable() else None
+    recalled = liveness.recall() if process_group.are_numbers_comparable() else None
     return recalled.newest_of_all if recalled is not None else 0

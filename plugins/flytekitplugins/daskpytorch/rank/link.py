@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
-from flytekitplugins.daskpytorch.rank import flight_recorder, hints
+from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.rank.returned import pickled
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
@@ -242,11 +242,6 @@ class GangLink(Link):
     def is_sending(self) -> bool:
         """True while a thread sends a message to the agent."""
         return self._lock.locked()
-
-    def send_collectives(self) -> None:
-        """Report this rank's newest collectives to the driver, before the rank's end."""
-        if (recalled := flight_recorder.recall()) is not None:
-            self.send(recalled)
 
     def note(self, text: str) -> None:
         """Send the driver a line to show to the user."""

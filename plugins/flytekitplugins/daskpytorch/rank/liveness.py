@@ -1,13 +1,20 @@
-"""Reports a rank's signs of life, and writes the stacks of its threads. Runs in a rank."""
+"""Tells where a rank is: its signs of life, the stacks of its threads, and its newest collectives. Runs in a rank."""
+
+from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
+import pickle
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from flytekitplugins.daskpytorch.protocol import torch_parts
+from flytekitplugins.daskpytorch.protocol.failure import DEFAULT_GROUP, MAX_COLLECTIVES, Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, MAX_STACKS, RankOrder
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
@@ -32,6 +39,12 @@ def watch(order: RankOrder, link: GangLink) -> None:
     threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
 
 
+def send_collectives(link: GangLink) -> None:
+    """Report this rank's newest collectives to the driver, before the rank's end."""
+    if (recalled := recall()) is not None:
+        link.send(recalled)
+
+
 def write_stacks_to(path: Path) -> None:
     """From now on, write the main thread's stack to this file on SIGQUIT, and all stacks to the log on a crash in C."""
     global _stacks_file
@@ -42,12 +55,7 @@ def write_stacks_to(path: Path) -> None:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change.
-
-    Returns "" in a rank that runs in the driver's process.
-    """
-    if _stacks_file is None:
-        return ""
+    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change."""
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
     text = os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
@@ -61,5 +69,120 @@ def show(stacks: str) -> None:
         os.write(2, f"\n{stacks}".encode())
 
 
-_stacks_file: IO[str] | None = None
-"""File for the rank's stacks, open as long as the rank may receive SIGQUIT. None outside a rank's own process."""
+_stacks_file: IO[str]
+"""File for the rank's stacks, open as long as the rank may receive SIGQUIT. Unset outside a rank's own process."""
+
+
+# ---- Collectives, from torch's flight recorder
+
+
+HOOK = 0x6461736B
+"""Key of this module's abort hook among the hooks of torch's GPU backend. Torch's own hooks have small numbers."""
+
+
+def recall() -> Recalled | None:
+    """Return this rank's newest collectives. None if torch's flight recorder cannot be read. Safe in any thread."""
+    try:
+        groups = [name for group in torch_parts.groups() for name in _names_of(group)]
+        has_nccl = any("nccl" in group for group in groups)
+        calls = (entry for entry in _entries(has_nccl=has_nccl) if not entry["is_p2p"])
+        entries = [entry for entry in calls if _group_of(entry) in groups]
+        entries.sort(key=lambda entry: entry["time_created_ns"])
+        collectives = [_collective(entry) for entry in entries[-MAX_COLLECTIVES:]]
+        numbers = {_group_of(entry): entry["collective_seq_id"] for entry in entries}
+        # Each backend of the default group numbers by itself.
+        of_all = sum(number for group, number in numbers.items() if group.startswith(DEFAULT_GROUP))
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
+        return None
+    return Recalled(groups=groups, collectives=collectives, newest_of_all=of_all)
+
+
+def call_before_abort(report: Callable[[], None]) -> None:
+    """Call `report` before an uncaught C++ exception aborts the process.
+
+    gloo aborts a rank that receives a tensor of an unexpected shape. NCCL's watchdog aborts a rank whose collective has
+    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later. Call this
+    function after each default process group that forms, whose GPU backend then gets its hook.
+    """
+    global _handler
+    rank = os.getpid()
+
+    def report_of_rank() -> None:
+        if os.getpid() == rank:  # not a DataLoader's worker, which inherits the handler
+            report()
+
+    _hook_aborts(report_of_rank)
+    if _set_terminate is None or _handler is not None:
+        return
+
+    def handler() -> None:
+        try:
+            report_of_rank()
+        finally:
+            previous()  # prints the exception, and aborts
+
+    _handler = _HANDLER(handler)  # ctypes keeps no reference
+    previous = _set_terminate(_handler)
+
+
+def _hook_aborts(report: Callable[[], None]) -> None:
+    """Call `report` before an existing GPU backend aborts the process. Torch 2.15's `nccl2` throws no exception."""
+    with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another torch
+        for group in torch_parts.groups():
+            backend = torch_parts.backend_on(group, "cuda")
+            if getattr(backend, "supports_abort_hooks", False):
+                backend.register_abort_hook(HOOK, report)
+
+
+def _found() -> Callable[[object], Callable[[], None]] | None:
+    """Return libstdc++'s `std::set_terminate`, or None if the process cannot load libstdc++."""
+    try:
+        found = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (AttributeError, OSError):
+        return None
+    found.restype, found.argtypes = _HANDLER, [_HANDLER]
+    return found
+
+
+_HANDLER = ctypes.CFUNCTYPE(None)
+_handler: object = None
+_set_terminate = _found()  # once for all ranks of a fork server
+
+
+def _names_of(group: Any) -> list[str]:
+    """Return names for a process group, one for each backend, as each backend numbers its collectives by itself."""
+    return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
+
+
+def _group_of(entry: Mapping[str, Any]) -> str:
+    name, described = entry["process_group"]
+    return _name(name, described, entry["profiling_name"].partition(":")[0])
+
+
+def _name(name: str, described: str, backend: str) -> str:
+    backend = "nccl" if backend in torch_parts.NCCL_BACKENDS else backend
+    if described == "default_pg":
+        return f"{DEFAULT_GROUP} ({backend})"
+    return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
+
+
+def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
+    for records in torch_parts.flight_records(has_nccl=has_nccl):
+        yield from pickle.loads(records).get("entries", ())  # noqa: S301 - by our own torch
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    return Collective(
+        group=_group_of(entry),
+        number=entry["collective_seq_id"],
+        operation=entry["profiling_name"].rpartition(":")[2],
+        inputs=[tuple(sizes) for sizes in entry["input_sizes"]],
+        outputs=[tuple(sizes) for sizes in entry["output_sizes"]],
+        dtypes=entry["input_dtypes"] or entry["output_dtypes"],
+        is_done=_is_done(entry),
+        frames=[f'File "{at["filename"]}", line {at["line"]} in {at["name"]}' for at in entry["frames"]],
+    )
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"

@@ -29,20 +29,20 @@ from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
-from flytekitplugins.daskpytorch.rank import (
-    debugger,
-    ending,
-    flight_recorder,
-    gpu_memory,
-    libraries,
-    liveness,
-    process_group,
-    sources,
-)
+from flytekitplugins.daskpytorch.rank import debugger, gpu_memory, libraries, liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.returned import unwrapped
-from flytekitplugins.daskpytorch.rank.session import Session, completed, failure_of
+from flytekitplugins.daskpytorch.rank.session import (
+    EXIT_RESERVE,
+    EXIT_SHARE,
+    EXIT_TIME,
+    FIRST_FLUSH,
+    Session,
+    completed,
+    failure_of,
+    wind_up,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +78,8 @@ def main(channel: Connection) -> int:
                 libraries.after_import("distributed", "get_worker", find_worker)
             debugger.wait_for_editor(order, link.send)
             take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
-            report = link.send_collectives
-            on_formed = functools.partial(flight_recorder.call_before_abort, report)
+            report = functools.partial(liveness.send_collectives, link)
+            on_formed = functools.partial(liveness.call_before_abort, report)
             process_group.expect(order.place, order.job, take_device, listener, on_formed)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session)
@@ -102,10 +102,10 @@ def main(channel: Connection) -> int:
         link.has_failed = not failure.is_consequence
         link.send(failure)
         link.has_reported = True
-        ending.wind_up(order.place.rank, link, 1, has_returned=False)
+        wind_up(order.place.rank, link, 1, has_returned=False)
         return 1
     session.see_out()
-    ending.wind_up(order.place.rank, link, int(is_stopped), has_returned=True)
+    wind_up(order.place.rank, link, int(is_stopped), has_returned=True)
     return 0
 
 
@@ -150,7 +150,7 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread.
 
-    A rank that has failed by itself ends by its main thread, unless exit functions take longer than `ending.EXIT_TIME`.
+    A rank that has failed by itself ends by its main thread, unless exit functions take longer than `EXIT_TIME`.
     """
     order: orders.Order
     try:
@@ -162,11 +162,11 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     if held is not None:  # another rank has ended the wait
         link.send(held)
     session.checkpoint.sharded.close()
-    latest = time.monotonic() + max(order.grace - ending.EXIT_RESERVE, ending.EXIT_SHARE * order.grace)
+    latest = time.monotonic() + max(order.grace - EXIT_RESERVE, EXIT_SHARE * order.grace)
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()
     if link.has_failed and held is None:
-        for seconds in (ending.FIRST_FLUSH, ending.EXIT_TIME):
+        for seconds in (FIRST_FLUSH, EXIT_TIME):
             time.sleep(max(0.0, min(seconds, latest - time.monotonic())))
             program_end.flush_files()
             link.has_closed_observers.wait(latest - time.monotonic())  # the main thread closes them

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
-from flytekitplugins.daskpytorch.driver.stop_request import Deadlines
+from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.driver.storage import start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.node.hardware import describe_node
