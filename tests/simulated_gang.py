@@ -35,11 +35,21 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
+from flytekitplugins.daskpytorch.protocol.messages import (
+    Answer,
+    Ask,
+    Kept,
+    Leave,
+    Located,
+    OrderToAll,
+    Question,
+    Ready,
+    Release,
+    Returned,
+    ShortReport,
+)
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-from flytekitplugins.daskpytorch.protocol.orders import Kept, Leave, OrderToAll, Release
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
-from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned, ShortReport
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, StoredPart, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from flytekitplugins.daskpytorch import Goodput, RankUsage
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
-from flytekitplugins.daskpytorch.protocol.reports import Spent
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent
 from simulated_gang import Agent, OwnError, World, raised
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))

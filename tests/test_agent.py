@@ -35,10 +35,8 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, Job
-from flytekitplugins.daskpytorch.protocol.orders import Leave
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Leave, Question, Ready, Returned
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
-from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.settings import Gang

@@ -18,8 +18,8 @@ from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
+from flytekitplugins.daskpytorch.protocol.messages import Spent
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
-from flytekitplugins.daskpytorch.protocol.reports import Spent
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 FEW, FACTOR = 8_000, 4

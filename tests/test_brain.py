@@ -32,15 +32,23 @@ from flytekitplugins.daskpytorch.errors import (
     PreemptedError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.protocol import messages, payload, reports
+from flytekitplugins.daskpytorch.protocol import messages, payload
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.orders import Release
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
-from flytekitplugins.daskpytorch.protocol.reports import Debugged, Noted, Ready, Returned
+from flytekitplugins.daskpytorch.protocol.messages import (
+    Answer,
+    Ask,
+    Debugged,
+    Located,
+    Noted,
+    Question,
+    Ready,
+    Release,
+    Returned,
+)
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
@@ -721,7 +729,7 @@ def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeW
         Failure,
         CallEnded,
     }
-    assert {*typing.get_args(reports.ShortReport)} <= {*taken, *by_core}
+    assert {*typing.get_args(messages.ShortReport)} <= {*taken, *by_core}
     assert {Question.GOODPUT, Question.CHECKPOINT, Question.SHARDED} <= {*taken}
 
 

@@ -19,10 +19,8 @@ from flytekitplugins.daskpytorch.errors import GangError, GangHungError, Preempt
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
-from flytekitplugins.daskpytorch.protocol.messages import Leaving, Tell
+from flytekitplugins.daskpytorch.protocol.messages import Ask, Debugged, Leaving, Tell
 from flytekitplugins.daskpytorch.protocol.payload import Piece
-from flytekitplugins.daskpytorch.protocol.questions import Ask
-from flytekitplugins.daskpytorch.protocol.reports import Debugged
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 
 W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"

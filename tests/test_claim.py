@@ -16,7 +16,7 @@ import fsspec
 import pytest
 
 from flytekitplugins.daskpytorch import GangStartError
-from flytekitplugins.daskpytorch.driver.claim import Claim, claimed
+from flytekitplugins.daskpytorch.driver.storage import Claim, claimed
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -117,7 +117,7 @@ def test_a_damaged_claim_is_taken_over(paths: StoragePaths, content: bytes, caps
 
 DIES = """
 import os, sys
-from flytekitplugins.daskpytorch.driver.claim import claimed
+from flytekitplugins.daskpytorch.driver.storage import claimed
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from fsspec.implementations.local import LocalFileSystem

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging, RankFile, find_ranks, listen
-from flytekitplugins.daskpytorch.protocol.reports import Debugged, Noted
+from flytekitplugins.daskpytorch.protocol.messages import Debugged, Noted
 from processes import until
 from simulated_gang import World, raised
 

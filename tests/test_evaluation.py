@@ -27,9 +27,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.function import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.messages import Tell
-from flytekitplugins.daskpytorch.protocol.orders import Leave
-from flytekitplugins.daskpytorch.protocol.questions import Ask, Question
+from flytekitplugins.daskpytorch.protocol.messages import Ask, Leave, Question, Tell
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, MoodyFiles, World
 

@@ -24,8 +24,7 @@ from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
-from flytekitplugins.daskpytorch.protocol.messages import Bring, Leaving, Lines
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Bring, Leaving, Lines, Question
 from processes import num_open_files
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flytekitplugins.daskpytorch.protocol.reports import Noted
+from flytekitplugins.daskpytorch.protocol.messages import Noted
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_variables, watching_samplers
 from flytekitplugins.daskpytorch.rank.usage import Ledger, watched
 from flytekitplugins.daskpytorch.records import LogRecord

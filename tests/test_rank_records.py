@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.reports import Noted, Ready, Report, unpack
+from flytekitplugins.daskpytorch.protocol.messages import Noted, Ready, Report, unpack
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for

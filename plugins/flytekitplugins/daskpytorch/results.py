@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.stop_request import Deadlines
+from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.folders import replacing, scratch_folder
 from flytekitplugins.daskpytorch.process.log import say

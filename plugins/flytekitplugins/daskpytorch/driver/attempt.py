@@ -17,9 +17,8 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
-from flytekitplugins.daskpytorch.protocol.messages import Exited, Tell, ToAgent
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Exited, Question, Tell, ToAgent
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 
 NONE = pickle.dumps(None)
 """Return value of a program's rank that has reported none."""

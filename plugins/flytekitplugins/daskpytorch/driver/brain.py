@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, is_late
 from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.process import program_end
-from flytekitplugins.daskpytorch.protocol import messages, orders
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import Code
 
 BLAME_WINDOW = 0.7
@@ -266,7 +266,7 @@ class Brain:
         """Order all ranks to exit, as all functions have returned. First wait for parts that need the ranks."""
         if attempt.stop_at is None and not self._state.blocks(Moment.LEAVE):
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
-            attempt.tell(messages.Tell(orders.Leave()))
+            attempt.tell(messages.Tell(messages.Leave()))
         if attempt.stop_at is not None and self._state.stop_request is not None:
             attempt.stop_at = min(attempt.stop_at, self._state.stop_request.deadline)
 

@@ -18,9 +18,8 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload, unpack
 from flytekitplugins.daskpytorch.protocol.payload import Piece
-from flytekitplugins.daskpytorch.protocol.reports import unpack
 
 Transfer = Upload | Download
 FileServer = Callable[[Connection, Transfer], None]

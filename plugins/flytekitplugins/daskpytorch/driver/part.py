@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.questions import Question
+from flytekitplugins.daskpytorch.protocol.messages import Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
 ANSWER_TIME = 0.4

@@ -16,12 +16,12 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.protocol import framing, messages, reports
+from flytekitplugins.daskpytorch.protocol import framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -339,7 +339,7 @@ class GangState:
                         part.take(peer, attempt, rank, Moves(num_moves))
 
     def hear_of_rank(
-        self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | ReceivedPiece]
+        self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]
     ) -> None:
         """Record a rank's reports, in order. Ignore exited ranks and ranks outside the attempt."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
@@ -355,23 +355,23 @@ class GangState:
         return attempt
 
     def _take_report(
-        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | ReceivedPiece
+        self, peer: Peer, attempt: Attempt, rank: int, report: messages.ShortReport | ReceivedPiece
     ) -> None:
         match report:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
                 self.observers.tell("logged", report)
-            case reports.Noted(text, ""):
+            case messages.Noted(text, ""):
                 self.observers.note(f"rank {rank} {text}")
-            case reports.Noted(text, hint):
+            case messages.Noted(text, hint):
                 self.observers.hint(hint, f"rank {rank} {text}")
             case ReceivedPiece():
                 self.received.add(report)
-            case reports.Ready():
+            case messages.Ready():
                 self._note_ready(attempt, rank)
             case Answer():
                 attempt.note_answer(rank, report)
-            case reports.Returned(value, stopped_early):
+            case messages.Returned(value, stopped_early):
                 attempt.results[rank] = value
                 attempt.has_stopped_early |= stopped_early
             case Failure():

@@ -17,7 +17,6 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
-from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
@@ -30,7 +29,7 @@ from flytekitplugins.daskpytorch.driver.parts.workers import Growth, Preemption
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.driver.storage import start_of
+from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder

@@ -28,14 +28,14 @@ from flytekitplugins.daskpytorch.node.ranks import LogFiles, Output, Rank, open_
 from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
-from flytekitplugins.daskpytorch.protocol import framing, job, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol import framing, job, messages
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.protocol.placement import Place
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two heartbeats of an agent to its driver."""
@@ -259,7 +259,7 @@ class _Agent:
         for rank in self._ranks.values():
             grace = asked.grace if rank.place.rank else asked.main_grace
             rank.kill_at = time.monotonic() + grace
-            self._tell(orders.Quit(asked.reason, grace), rank)
+            self._tell(messages.Quit(asked.reason, grace), rank)
 
     def _say(self, message: messages.FromAgent) -> None:
         self._driver.send(message)
@@ -319,7 +319,7 @@ class _Agent:
 
     # ---- the ranks' channels
 
-    def _tell(self, order: orders.Order, *ranks: Rank) -> None:
+    def _tell(self, order: messages.Order, *ranks: Rank) -> None:
         """Send an order to these ranks, or to all."""
         data = pickle.dumps(order)
         for rank in ranks or self._ranks.values():
@@ -339,8 +339,8 @@ class _Agent:
             rank.channel.close()
             self._watched = None
             return
-        if len(report) == reports.NUM_MOVES.size:
-            (rank.num_moves,) = reports.NUM_MOVES.unpack(report)
+        if len(report) == messages.NUM_MOVES.size:
+            (rank.num_moves,) = messages.NUM_MOVES.unpack(report)
             return
         if self._stays:  # the output of a call comes before its end
             self._note_lines(rank, rank.take_lines())

@@ -4,9 +4,9 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
 
     agent  ──▶ driver         `messages.FromAgent`, with its ranks' output and exits           TCP, one connection each
     driver ──▶ agent          `messages.ToAgent`                                               the same
-    rank   ──▶ driver         `reports.Report`: the function's progress and results            a pipe to its agent, then
+    rank   ──▶ driver         `messages.Report`: the function's progress and results           a pipe to its agent, then
                                                                                                unopened, in `Reported`
-    driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
+    driver ──▶ all ranks      `messages.OrderToAll`                                            in `Tell`, then the pipe
     agent  ──▶ its ranks      `RankOrder` first, then `Answer` and `Quit`                      the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each

@@ -1,13 +1,230 @@
-"""Messages between driver and agents, with one connection per agent. Imports neither Dask nor torch."""
+"""All messages between driver, agents and ranks. Imports neither Dask nor torch.
 
+Questions travel as `Ask`, answers as `Answer`. The driver asks all ranks of an attempt, in `Tell`, and each rank
+answers. A rank asks the driver, and all ranks of its node get the answer. The ranks' n-th questions of one kind have
+the same answer. Answers that every attempt or call needs come unasked.
+"""
+
+import enum
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, EndCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.orders import OrderToAll
+from flytekitplugins.daskpytorch.protocol.payload import Piece
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.protocol.questions import Answer
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
+
+# ---- Questions
+
+
+class Question(enum.Enum):
+    """Kind of a question. `about` and the answer are None if the kind names none."""
+
+    STACKS = enum.auto()
+    """Stacks and progress of a rank, for the driver. `about`: True if the rank also writes its stacks to its log.
+    Answer: `Located`."""
+    COLLECTIVES = enum.auto()
+    """Newest collectives of a rank, for the driver. Answer: `Recalled`, or None if torch does not record them."""
+    HOLD = enum.auto()
+    """Order of the driver to block the next call of `should_stop`. `about`: signal that the driver may pass to the
+    rank's program, or None. Answer: number of calls so far, and whether the program handles the signal."""
+    HALT = enum.auto()
+    """Order of the driver to halt in a call of a gang that stays. `about`: number of the call. Answer: number of the
+    collective after which the rank can leave the call, or 0 if unknown."""
+    GOODPUT = enum.auto()
+    """Account of the gang's time, for a rank. Answer: `Goodput`."""
+    CHECKPOINT = enum.auto()
+    """Whole checkpoint that a rank needs on its node. `about`: its step, or None for the best. Answer:
+    `CheckpointFile`, or None if there is no such checkpoint. Number 0, unasked: the attempt's start."""
+    SHARDED = enum.auto()
+    """Sharded checkpoint that a rank needs. `about` as above. Answer: `ShardedCheckpoint`, or None."""
+    ARGUMENTS = enum.auto()
+    """Large arguments of a call, which a rank needs on its node. Unasked. The number is that of a staying gang's call,
+    else 0. Answer: `Address`."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question of the driver to all ranks, or of a rank to the driver."""
+
+    question: Question
+    number: int
+    """Number of the question, from 1. The driver counts all its questions of an attempt, a rank those of one kind. The
+    answer repeats the number."""
+    about: Any = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a question."""
+
+    question: Question
+    number: int
+    value: Any
+    failure: str | None = None
+    """Reason why the value has not arrived on the rank's node. None without a failure."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a rank is: the answer to `Question.STACKS`."""
+
+    num_collectives: int
+    """Number of collectives that the rank has entered."""
+    stacks: str
+    """Stacks of all threads of the rank."""
+    num_moves: int
+    """Number of the rank's signs of life so far."""
+
+
+# ---- Reports from a rank to the driver, which its agent passes on without unpickling, except signs of life
+
+
+NUM_MOVES = struct.Struct("!Q")
+"""Format of a report with nothing but a rank's number of signs of life so far. Agents put the number into heartbeats,
+and recognise the report by its size. All pickled reports are longer."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Report that the rank has joined the process group."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Account of the rank's time since the rank joined the process group."""
+
+    seconds: Mapping[str, float]
+    """Seconds of the rank's main thread by the field's name in `Goodput`, such as `stepping` or `saving`."""
+    step: int | None = None
+    """Step of the checkpoint whose save ends the account. None if the account lasts until this report."""
+    is_last: bool = False
+    """True if the rank's function has returned."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Note of a rank, which the driver shows to the user."""
+
+    text: str
+    """Text about the rank, which the driver shows after the words `rank N`."""
+    hint: str = ""
+    """Kind of a likely mistake in the function, of which the driver shows one note. Empty for any other note."""
+
+
+@dataclass(frozen=True)
+class Debugged:
+    """Report that the rank is in a debugger, in which it cannot count as hung, or has left the debugger's prompt."""
+
+    state: str = ""
+    """Reason, which the driver shows after the words `rank N`. Empty: the rank has left the prompt."""
+    folder: str | None = None
+    """Folder of the rank's agent, in which the driver may attach its terminal. None: the driver must not."""
+    needs_terminal: bool = False
+    """True if the prompt waits for a terminal."""
+    steps: bool = False
+    """True if the rank that has left the prompt will show its next one soon, for example after `next`."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Report that the rank's function has returned."""
+
+    value: object = None
+    """Return value for the driver. None if the value was sent in pieces, or the training is unfinished."""
+    stopped_early: bool = False
+    """True if the rank's `should_stop` had returned True before the function returned."""
+
+
+ShortReport = (
+    Ready
+    | LogRecord
+    | CheckpointFile
+    | WrittenShards
+    | RankUsage
+    | Spent
+    | Ask
+    | Answer
+    | Noted
+    | Recalled
+    | Debugged
+    | Returned
+    | CallEnded
+    | Failure
+)
+"""All reports but pieces of results. Some are records that other modules define:
+
+- `LogRecord`: a call of `log`
+- `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
+- `WrittenShards`: the rank's shards of a sharded checkpoint, written or failed
+- `RankUsage`: the rank's use of its machine, and its work so far
+- `Ask`, `Answer`: a question to the driver, and the answer to the driver's
+- `Recalled`: the rank's last collectives, before an abort, or before the rank leaves its peers
+- `CallEnded`: the end of a staying gang's call
+- `Failure`: an exception of the function
+"""
+Report = ShortReport | Piece
+
+
+def unpack(data: bytes) -> list[Report]:
+    """Return the reports in a message from a rank, which is the pickle of a report or of a list of log records."""
+    reports = pickle.loads(data)  # noqa: S301 - from the gang's own rank, over its agent's connection
+    return reports if isinstance(reports, list) else [reports]
+
+
+# ---- Orders from driver and agent to a rank
+
+
+@dataclass(frozen=True)
+class Release:
+    """Order to a rank: unblock `should_stop`, and return True from all calls after call number `last_call`."""
+
+    last_call: int
+    """Number of the last call of `should_stop` that returns False. Later calls return True."""
+    signal: int | None = None
+    """Signal for the rank's program, which has never called `should_stop`. None: no signal."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Notice to ranks: the checkpoints that the gang keeps now, and the newest save that is over."""
+
+    checkpoints: Sequence[SavedCheckpoint]
+    settled: int = -1
+    """Number of the attempt's newest call of `save_sharded` whose checkpoint the driver has committed or given up, from
+    0. The ranks may write the next one. -1: none."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Order to a rank: end, since the functions of all ranks have returned."""
+
+
+@dataclass(frozen=True)
+class Quit:
+    """Order to a rank: exit at once."""
+
+    reason: str | None
+    """Reason to stop a training that did not fail, for observers in rank 0. None after a failure."""
+    grace: float
+    """Grace period in seconds, after which the agent kills the rank."""
+
+
+OrderToAll = Ask | Answer | Release | Kept | LogRecord | Leave | CallOrder | EndCall
+"""All orders after which the rank goes on. `LogRecord`: metrics of an evaluation, for the trackers in rank 0."""
+Order = OrderToAll | Quit
+
+
+# ---- Between driver and agents
+
 
 # ---- From the agent ...
 

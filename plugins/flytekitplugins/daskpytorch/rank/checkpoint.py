@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Question
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints

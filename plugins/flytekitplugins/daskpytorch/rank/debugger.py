@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.protocol import reports
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, RankFile
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.rank.pseudo_terminal import PseudoTerminal
@@ -39,7 +39,7 @@ HOST = "127.0.0.1"
 class Prompt:
     """The prompts of this rank's debugger."""
 
-    def __init__(self, order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
+    def __init__(self, order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
         self.rank = order.place.rank
         self._folder = Path(order.scratch)
         self._gang = order.job.gang
@@ -104,7 +104,7 @@ class Prompt:
         steps = False
         try:
             with terminal.prompt():
-                self._send(reports.Debugged(where, folder, needs_terminal=not terminal.is_attached))
+                self._send(messages.Debugged(where, folder, needs_terminal=not terminal.is_attached))
                 steps = interact()
             if terminal.is_given_up:
                 raise KeyboardInterrupt if self.is_call_ending else self._no_debugger(where)
@@ -112,7 +112,7 @@ class Prompt:
             if not steps:
                 self._describe()
                 terminal.leave()
-            self._send(reports.Debugged(steps=steps))
+            self._send(messages.Debugged(steps=steps))
 
     def _describe(self, prompt: str = "") -> None:
         RankFile(gang=self._gang, rank=self.rank, pid=self._pid, prompt=prompt).write(self._folder)
@@ -177,7 +177,7 @@ def explain(error: BaseException, rank: int) -> None:
             here = here.tb_next
 
 
-def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
+def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
     """Wait until an editor has attached to this rank's debugging port, if the user has given the rank one.
 
     `breakpoint()` then stops in the editor.
@@ -195,6 +195,6 @@ def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None
     debugpy.listen((HOST, port))  # noqa: T100
     host = os.uname().nodename
     text = f"waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"
-    send(reports.Noted(text))
-    send(reports.Debugged(text))
+    send(messages.Noted(text))
+    send(messages.Debugged(text))
     debugpy.wait_for_client()  # noqa: T100

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flytekitplugins.daskpytorch.protocol.reports import Noted
+from flytekitplugins.daskpytorch.protocol.messages import Noted
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.usage import Ledger

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
-from flytekitplugins.daskpytorch.protocol import payload, reports
+from flytekitplugins.daskpytorch.protocol import messages, payload
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.payload import Address
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
 from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.rank.returned import pickled
 from flytekitplugins.daskpytorch.rank.usage import Ledger
@@ -65,12 +65,12 @@ class Records:
         """
         self._send = send
         self._interval = interval
-        self._waiting: deque[LogRecord | reports.Spent | reports.Noted] = deque()
+        self._waiting: deque[LogRecord | messages.Spent | messages.Noted] = deque()
         self._send_at = 0.0
         """Time, in seconds on the monotonic clock, from which a new record is sent at once."""
         self._sender: threading.Thread | None = None
 
-    def add(self, record: LogRecord | reports.Spent | reports.Noted) -> None:
+    def add(self, record: LogRecord | messages.Spent | messages.Noted) -> None:
         """Queue a record, and send it at once or within the queue's interval."""
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
@@ -79,7 +79,7 @@ class Records:
             self._sender = threading.Thread(target=self._keep_sending, name="daskpytorch-log", daemon=True)
             self._sender.start()
 
-    def take(self) -> list[LogRecord | reports.Spent | reports.Noted]:
+    def take(self) -> list[LogRecord | messages.Spent | messages.Noted]:
         """Remove and return all waiting records in order, without metrics of the user's classes.
 
         Only one thread at a time may call this method.
@@ -199,7 +199,7 @@ class GangLink(Link):
         Raises:
             TimeoutError: The driver did not answer within the gang's `start_timeout`.
         """
-        self.send(reports.Spent(self.ledger.seconds()))
+        self.send(messages.Spent(self.ledger.seconds()))
         return self.await_goodput(self._timeout)
 
     def await_goodput(self, timeout: float) -> Goodput:
@@ -213,17 +213,17 @@ class GangLink(Link):
 
     # ---- reports
 
-    def send(self, report: reports.ShortReport) -> None:
+    def send(self, report: messages.ShortReport) -> None:
         """Send a report to the driver. Ignore a failed send, as a rank without an agent ends soon."""
         data = pickle.dumps(report)  # no objects of the user's but plain values and bytes
-        self.has_delivered |= isinstance(report, reports.Returned)
+        self.has_delivered |= isinstance(report, messages.Returned)
         with contextlib.suppress(OSError):
             self._send_in_turn(data)
 
     def send_moves(self, num_moves: int) -> None:
         """Report the number of this rank's signs of life so far, such as optimizer steps."""
         with contextlib.suppress(OSError):
-            self._send_in_turn(reports.NUM_MOVES.pack(num_moves))
+            self._send_in_turn(messages.NUM_MOVES.pack(num_moves))
 
     def send_records(self) -> None:
         """Send the queued log records now."""
@@ -245,9 +245,9 @@ class GangLink(Link):
 
     def note(self, text: str) -> None:
         """Send the driver a line to show to the user."""
-        self.send(reports.Noted(text))
+        self.send(messages.Noted(text))
 
-    def hint(self, note: reports.Noted | None) -> None:
+    def hint(self, note: messages.Noted | None) -> None:
         """Report a hint, unless this rank has reported one of the same kind. None: report nothing."""
         if note is not None and note.hint not in self._hinted:
             self._hinted.add(note.hint)
@@ -259,7 +259,7 @@ class GangLink(Link):
         with self.ledger.spending("saving"):
             yield
         if self._is_main:
-            self.records.add(reports.Spent(self.ledger.seconds(), step))
+            self.records.add(messages.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
         """Send the function's return value to the driver, or return its pickle, unsent, if that is small.

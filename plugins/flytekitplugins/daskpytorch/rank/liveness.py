@@ -55,7 +55,12 @@ def write_stacks_to(path: Path) -> None:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change."""
+    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change.
+
+    Returns "" outside a rank's own process.
+    """
+    if _stacks_file is None:
+        return ""
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
     text = os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
@@ -69,8 +74,8 @@ def show(stacks: str) -> None:
         os.write(2, f"\n{stacks}".encode())
 
 
-_stacks_file: IO[str]
-"""File for the rank's stacks, open as long as the rank may receive SIGQUIT. Unset outside a rank's own process."""
+_stacks_file: IO[str] | None = None
+"""File for the rank's stacks, open as long as the rank may receive SIGQUIT. None outside a rank's own process."""
 
 
 # ---- Collectives, from torch's flight recorder

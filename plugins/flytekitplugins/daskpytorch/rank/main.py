@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
-from flytekitplugins.daskpytorch.protocol import orders, reports, script
+from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.code import set_up_program
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_call
@@ -94,7 +94,7 @@ def main(channel: Connection) -> int:
             has_returned = True
             is_stopped = session.rank.stop_signal.has_fired  # then the training is unfinished, and has no return value
             value = None if is_stopped else _payload(order, returned, host, link)
-            link.send(reports.Returned(value, stopped_early=is_stopped))
+            link.send(messages.Returned(value, stopped_early=is_stopped))
     except BaseException as error:
         link.has_failed = not any(map(is_of_group, with_causes(error)))  # the order to quit may come during the report
         is_final = has_returned and not _is_of_storage(error)
@@ -152,9 +152,9 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
 
     A rank that has failed by itself ends by its main thread, unless exit functions take longer than `EXIT_TIME`.
     """
-    order: orders.Order
+    order: messages.Order
     try:
-        while not isinstance(order := channel.recv(), orders.Quit):
+        while not isinstance(order := channel.recv(), messages.Quit):
             session.follow(order)
     except (EOFError, OSError):  # the agent died
         os._exit(STOPPED)

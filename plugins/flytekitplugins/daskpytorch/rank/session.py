@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.process import program_end, signals
-from flytekitplugins.daskpytorch.protocol import calls, orders, reports, start_variables
+from flytekitplugins.daskpytorch.protocol import calls, messages, start_variables
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Located, Question
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, Question
 from flytekitplugins.daskpytorch.rank import hints, liveness, process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
@@ -69,7 +69,7 @@ class Session:
         """Around the user's function, report its start and end, and record its time, usage, hints and profile."""
         link, order = self._link, self._order
         link.observers.tell("begins")  # directly before the call: they see the same process state as the function
-        link.send(reports.Ready())
+        link.send(messages.Ready())
         link.ledger.begin()
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
@@ -81,7 +81,7 @@ class Session:
                 gauge.reporting(place.world_size, link.send),
             ):
                 yield
-            link.send(reports.Spent(link.ledger.close(), is_last=True))
+            link.send(messages.Spent(link.ledger.close(), is_last=True))
         self.checkpoint.flush()
 
     @contextlib.contextmanager
@@ -119,19 +119,19 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.await_goodput(ACCOUNT_TIMEOUT))
 
-    def follow(self, order: orders.OrderToAll) -> None:
+    def follow(self, order: messages.OrderToAll) -> None:
         """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
-            case orders.Leave():
+            case messages.Leave():
                 link.ended.set()
             case Ask():
                 self._answer(order)
-            case orders.Release(last_call, number):
+            case messages.Release(last_call, number):
                 rank.stop_signal.release(last_call)
                 if number is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
-            case orders.Kept(checkpoints, settled):
+            case messages.Kept(checkpoints, settled):
                 link.kept = checkpoints
                 self.checkpoint.sharded.settle(settled)
             case Answer():

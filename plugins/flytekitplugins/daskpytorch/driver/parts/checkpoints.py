@@ -16,8 +16,7 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.orders import Kept
-from flytekitplugins.daskpytorch.protocol.questions import Answer, Ask, Question
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep

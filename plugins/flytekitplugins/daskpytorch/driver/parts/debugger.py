@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, has_terminal, talk
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.reports import Debugged
+from flytekitplugins.daskpytorch.protocol.messages import Debugged
 
 END_TIME = 1.0
 """Timeout, in seconds, for the terminal to be given back at the gang's end."""

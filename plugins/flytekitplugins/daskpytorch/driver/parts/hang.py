@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment, Moves, 
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
-from flytekitplugins.daskpytorch.protocol.questions import Question
+from flytekitplugins.daskpytorch.protocol.messages import Question
 
 STACKS_WAIT = 1.5
 """Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME` of these seconds, ranks without an

@@ -6,9 +6,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.driver.state import GangState, StopRequest
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.messages import Tell
-from flytekitplugins.daskpytorch.protocol.orders import Release
-from flytekitplugins.daskpytorch.protocol.questions import Question
+from flytekitplugins.daskpytorch.protocol.messages import Question, Release, Tell
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
 GROWS = "more workers have come"
