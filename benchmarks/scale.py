@@ -59,7 +59,7 @@ import selectors
 from flytekitplugins.daskpytorch.records import RankUsage
 from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial, heartbeat_interval
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import framing, orders, reports
+from flytekitplugins.daskpytorch.protocol import framing, messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.rank.usage import INTERVAL, MAX_SAMPLES
@@ -81,8 +81,8 @@ class Agent:
                 self.usage_at = time.monotonic() + random.random() * self.usage_interval
                 self.num_moves = {{place.rank: 0 for place in places}}
                 for rank in self.num_moves:
-                    self.report(rank, reports.Ready())
-            case Tell(orders.Leave()):
+                    self.report(rank, messages.Ready())
+            case Tell(messages.Leave()):
                 self.exit(self.num_moves, 0)
             case Stop():
                 self.exit(self.num_moves, -9, stopped=True)
@@ -106,7 +106,7 @@ class Agent:
 
     def deliver(self):
         for rank in self.num_moves:
-            self.report(rank, reports.Returned(os.urandom(1024)))
+            self.report(rank, messages.Returned(os.urandom(1024)))
 
     def fail(self):
         happened = {{"type_name": "ValueError", "message": "told to", "traceback": "", "pickled": None}}
