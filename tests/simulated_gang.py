@@ -431,7 +431,8 @@ class World:
         """The running evaluation ends, and so do those that the driver has cancelled."""
         if (evaluation := self.evaluating) is not None:
             evaluation.end(error)
-        self.evaluator.join()
+        if self.evaluator._thread is not None:
+            self.evaluator._thread.join()
         self.feed()
 
     # ---- agents

@@ -169,15 +169,11 @@ class Evaluator(Part):
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
         """Time at which the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
-        self._last_detail = ""
-        """Traceback or log of the last failed evaluation."""
         self._try_at = 0.0
         self._lacks_worker = False
         """True if the last look found no worker that can evaluate."""
-        self._delivered_at: float | None = None
-        """Time at which the end of all ranks' functions was first seen. None before."""
-        self._wanted_at: float | None = None
-        """Time since which ranks wait for the best checkpoint. None: none waits."""
+        self._waits_since: dict[Moment, float] = {}
+        """Time since which the core puts off each decision for evaluations."""
 
     # ---- what the training's gang tells
 
@@ -195,7 +191,7 @@ class Evaluator(Part):
 
     def begin(self, attempt: Attempt) -> None:
         """Count the waits of a new attempt."""
-        self._delivered_at = self._wanted_at = None
+        self._waits_since.clear()
 
     def enter(self, stage: Stage) -> None:
         """Tell rank 0 the metrics that came before it had joined the process group."""
@@ -211,20 +207,15 @@ class Evaluator(Part):
     def blocks(self, moment: Moment) -> bool:
         """Wait for outstanding evaluations at the end of the training, and before ranks load the best checkpoint."""
         attempt = self._state.attempt
-        if attempt is None or self._settings is None:
+        if attempt is None or self._settings is None or moment not in (Moment.LEAVE, Moment.CHOICE):
             return False
+        since = self._waits_since.setdefault(moment, self._now())
         if moment is Moment.LEAVE:
-            if self._delivered_at is None:
-                self._delivered_at = self._now()
             more_come = self._state.blocks(Moment.RESTART)
-            return self._is_awaited(self._delivered_at, more_come=more_come) and not attempt.has_stopped_early
-        if moment is Moment.CHOICE:
-            if self._wanted_at is None:
-                self._wanted_at = self._now()
-            if self._is_awaited(self._wanted_at):
-                return True
-            self._wanted_at = None
-        return False
+            return self._is_awaited(since, more_come=more_come) and not attempt.has_stopped_early
+        if not (is_awaited := self._is_awaited(since)):
+            del self._waits_since[moment]  # ranks may ask for the best again
+        return is_awaited
 
     def orders(self, now: float) -> None:
         """Begin the next evaluation if a worker is free for it, and cancel one that takes too long."""
@@ -252,19 +243,15 @@ class Evaluator(Part):
         self._agenda.close()
         if self._gang is not None:
             self._gang.cancel()
-        if self._settings is not None:
-            self._hold()
+        self._hold()
 
     def end(self) -> None:
         """Cancel the running evaluation, wait until its ranks have ended, and leave all checkpoints to the policy."""
         self.close()
-        self.join()
-        self._release()
-
-    def join(self) -> None:
-        """Wait until the last evaluation's gang has ended."""
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT)
+        self._agenda.running = None
+        self._hold()
 
     def conclude(self) -> None:
         """After a success of the training, tell the user how many checkpoints were evaluated."""
@@ -280,7 +267,6 @@ class Evaluator(Part):
         if not (num_known := agenda.num_found + agenda.num_kept):
             return
         text = f"{agenda.num_done} of {num_known} checkpoints evaluated"
-        text += f", as one of {settings.every} is due" if settings.every > 1 else ""
         text += f"; {agenda.num_skipped} skipped, since newer ones had come" if agenda.num_skipped else ""
         text += f"; {agenda.num_failed} failed" if agenda.num_failed else ""
         if unfinished := agenda.running or agenda.waiting:
@@ -295,11 +281,8 @@ class Evaluator(Part):
     # ---- one evaluation
 
     def _hold(self) -> None:
-        self._vault.hold(self._agenda.held)
-
-    def _release(self) -> None:
         if self._settings is not None:
-            self._vault.hold(())
+            self._vault.hold(self._agenda.held)
 
     def _begin(self, entry: Entry) -> None:
         assert self._template is not None  # noqa: S101 - without `Gang(evaluate=...)`, no checkpoint waits
@@ -318,13 +301,10 @@ class Evaluator(Part):
         relay = Relay(f"evaluation of step {entry.step}", self._tell_later)
         self._gang = gang = self._make(request, launcher, [relay])
         self._deadline = self._now() + self._settings.timeout
-        thread = threading.Thread(target=self._run, args=(gang, entry), name="daskpytorch-evaluation", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the process cannot start another thread
-            self._note_end(entry, error)
-        else:
-            self._thread = thread
+        self._thread = threading.Thread(
+            target=self._run, args=(gang, entry), name="daskpytorch-evaluation", daemon=True
+        )
+        self._thread.start()
 
     def _tell_later(self, method: str, *args: object) -> None:
         self._state.agents.post(functools.partial(self._observers.tell, method, *args))
@@ -342,10 +322,10 @@ class Evaluator(Part):
 
     def _note_end(self, entry: Entry, metrics: Mapping[str, float] | BaseException) -> None:
         self._gang = None
-        if self._agenda.is_closed:
-            self._release()
-            return
         self._agenda.note_end(has_failed=isinstance(metrics, BaseException))
+        if self._agenda.is_closed:
+            self._hold()
+            return
         if isinstance(metrics, BaseException):
             if isinstance(metrics, WorkerLostError):  # Dask's scheduler may still list the lost worker
                 self._try_at = self._now() + RETRY_INTERVAL
@@ -377,7 +357,5 @@ class Evaluator(Part):
             return
         blamed = error.__cause__ if isinstance(error.__cause__, GangError) else error
         kind = "" if isinstance(blamed, GangError) else f"{type(blamed).__name__}: "
-        detail = (blamed.rank_traceback or blamed.log_tail or "").rstrip() if isinstance(blamed, GangError) else ""
-        is_new, self._last_detail = detail != self._last_detail, detail  # often each evaluation fails alike
-        heading = f"{what}: {kind}{str(blamed).partition(chr(10))[0]}"
-        self._observers.note(f"{heading}\n{detail}" if detail and is_new else heading)
+        detail = (blamed.rank_traceback or blamed.log_tail or "") if isinstance(blamed, GangError) else ""
+        self._observers.note(f"{what}: {kind}{str(blamed).partition(chr(10))[0]}\n{detail}".rstrip())
