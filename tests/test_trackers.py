@@ -209,19 +209,18 @@ def test_event_files_of_all_attempts_of_a_task_are_one_run(tmp_path: Path) -> No
     assert scalars(folder) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
 
 
-def test_event_files_of_an_attempt_that_begins_anew_hide_those_before(tmp_path: Path) -> None:
-    for loss in (1.0, 2.0):
-        observer = begun(board(tmp_path))
-        losses(observer, range(3), loss)
-        observer.ended(GangError("no") if loss == 1.0 else None)
-    assert scalars(tmp_path / "train-f3a-n0") == [(0, 2.0), (1, 2.0), (2, 2.0)]
-
-
-def test_event_files_say_that_a_training_failed_and_why(tmp_path: Path) -> None:
-    observer = begun(board(tmp_path, name="mine"))
-    observer.ended(GangError("rank 1 failed"))
+def test_event_files_say_that_a_training_failed_and_why_and_an_attempt_that_begins_anew_hides_its_points(
+    tmp_path: Path,
+) -> None:
+    failed = begun(board(tmp_path, name="mine"))
+    losses(failed, range(3), 1.0)
+    failed.ended(GangError("rank 1 failed"))
     assert session(tmp_path / "mine", "end").status == 2  # failure
     assert texts(tmp_path / "mine", "notes") == [(0, "GangError: rank 1 failed")]
+    again = begun(board(tmp_path, name="mine"))
+    losses(again, range(3), 2.0)
+    again.ended(None)
+    assert scalars(tmp_path / "mine") == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_event_files_go_to_storage(tmp_path: Path) -> None:
@@ -279,10 +278,11 @@ def flow(store: Path, request: pytest.FixtureRequest) -> Flow:
     return Flow(store, request.node.name)
 
 
-def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -> None:
+def test_mlflow_run_has_numbers_texts_pictures_notes_parameters_and_the_end(flow: Flow) -> None:
     observer = begun(flow(tags={"team": "names"}), training(link="https://flyte.example/f3a"))
     observer.logged(record(0, loss=3.0, note="slow"))
     observer.logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
+    observer.logged(record(7, loss=1.0, sample=PICTURE, weights=Histogram.of([1.0])))
     observer.noted("train: rank 1 goes on")
     observer.ended(None)
     [run] = flow.runs
@@ -290,8 +290,12 @@ def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -
     assert (run.info.status, run.info.run_name) == ("FINISHED", "train")
     gang = {"gang.world_size": "2", "gang.num_workers": "1", "gang.backend": "gloo"}
     assert run.data.params == {"lr": "0.25", "data": "s3://names", **gang, "gang.hosts": "['h']", "gang.gpus": "[]"}
-    assert flow.points(run) == [(0, 3.0), (7, 1.5)]
+    assert flow.points(run) == [(0, 3.0), (7, 1.0), (7, 1.5)]
     assert "a_b/_/c" in run.data.metrics
+    files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
+    [file] = [file for file in files if file.suffix == ".png"]
+    with Image.open(flow.client.download_artifacts(run.info.run_id, str(file))) as image:
+        assert image.size == (3, 2)
     tags = {name: run.data.tags[name] for name in ("team", "note", "mlflow.note.content", "daskpytorch.execution")}
     assert tags == {
         "team": "names",
@@ -299,19 +303,6 @@ def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -
         "mlflow.note.content": "train: rank 1 goes on",
         "daskpytorch.execution": "https://flyte.example/f3a",
     }
-
-
-def test_mlflow_run_has_pictures(flow: Flow) -> None:
-    observer = begun(flow())
-    observer.logged(record(3, loss=1.0, sample=PICTURE, weights=Histogram.of([1.0])))
-    observer.ended(None)
-    [run] = flow.runs
-    assert flow.points(run) == [(3, 1.0)]
-    files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
-    [file] = [file for file in files if file.suffix == ".png"]
-    assert file.name.startswith(("sample%step%3%", "sample+step+3+"))
-    with Image.open(flow.client.download_artifacts(run.info.run_id, str(file))) as image:
-        assert image.size == (3, 2)
 
 
 @pytest.mark.parametrize("lost", range(1, 5))
@@ -351,16 +342,6 @@ def test_mlflow_run_is_one_for_all_attempts_and_has_each_step_once(flow: Flow) -
     [run] = flow.runs
     assert run.info.status == "FINISHED"
     assert flow.points(run) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
-
-
-def test_mlflow_run_takes_what_is_logged_of_one_step_in_several_calls(flow: Flow) -> None:
-    observer = begun(flow())
-    observer.logged(record(1, loss=1.0))
-    observer.logged(record(1, accuracy=0.5))
-    observer.logged(record(1, loss=2.0))
-    observer.ended(None)
-    [run] = flow.runs
-    assert (flow.points(run), flow.points(run, "accuracy")) == ([(1, 1.0), (1, 2.0)], [(1, 0.5)])
 
 
 @pytest.mark.parametrize(

@@ -77,17 +77,18 @@ class MLflow:
             "experiment": checks.text("an experiment's name"),
             "uri": checks.optional(checks.path_or("a server's address or a folder")),
             "name": checks.optional(checks.text()),
-            "tags": checks.must_be("a dictionary of texts", _are_texts),
+            "tags": checks.must_be(
+                "a dictionary of texts",
+                lambda tags: (
+                    isinstance(tags, Mapping) and all(isinstance(text, str) for text in (*tags, *tags.values()))
+                ),
+            ),
         }
         checks.Problems("MLflow", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
         """Return a new observer that writes the MLflow run of one gang."""
         return Tracker(_Run(self))
-
-
-def _are_texts(tags: object) -> bool:
-    return isinstance(tags, Mapping) and all(checks.is_text(k) and isinstance(v, str) for k, v in tags.items())
 
 
 class _Run(Run):
@@ -115,22 +116,18 @@ class _Run(Run):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._folder = _folder(self._asked.uri)
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        uri = self._asked.uri if self._folder is None else f"sqlite:///{self._folder / 'mlflow.db'}"
-        self._client = client = MlflowClient(tracking_uri=uri)
-        with _one_at_a_time.setdefault(client.tracking_uri, threading.Lock()):
-            self._call(self._begin, training)
+        uri, files = _store(self._asked.uri)
+        self._client = MlflowClient(tracking_uri=uri)
+        with _one_at_a_time.setdefault(self._client.tracking_uri, threading.Lock()):
+            self._call(self._begin, training, files)
         known = self._run.data.params
         given = {_key(name): str(value)[:MAX_TEXT] for name, value in flat(config, ".").items()}
         params = [Param(name, value) for name, value in given.items() if name not in known]
         for first in range(0, len(params), MAX_TAGS):
-            self._call(client.log_batch, self._run.info.run_id, params=params[first : first + MAX_TAGS])
+            self._call(self._client.log_batch, self._run.info.run_id, params=params[first : first + MAX_TAGS])
         self._logged = {metric.key: metric.step for metric in self._run.data.to_proto().metrics}
-        if NOTE_TAG in self._run.data.tags:
-            self._notes = [self._run.data.tags[NOTE_TAG]]
-        self.where = _place(client.tracking_uri, self._run)
+        self._notes = [text for name, text in self._run.data.tags.items() if name == NOTE_TAG]
+        self.where = _place(self._client.tracking_uri, self._run)
         self.rewind(step)
 
     def rewind(self, step: int | None) -> None:
@@ -147,8 +144,7 @@ class _Run(Run):
             if record.step > self._hidden.get(key, record.step - 1):
                 self._logged[key] = max(record.step, self._logged.get(key, record.step))
                 self._metrics.append(Metric(key, value, at, record.step))
-        texts = {name: value for name, value in record.metrics.items() if isinstance(value, str)}
-        self._tags |= {_key(name): value[:MAX_TEXT] for name, value in texts.items()}
+        self._tags |= {_key(name): value[:MAX_TEXT] for name, value in record.metrics.items() if isinstance(value, str)}
         for name, drawing in record.drawings.items():
             if isinstance(drawing, Picture):
                 self._requests.append(partial(self._log_image, drawing, key=_key(name), step=record.step, timestamp=at))
@@ -185,9 +181,8 @@ class _Run(Run):
         if self._parent is not None:  # the next model opens the parent run again
             self._call(self._client.set_terminated, self._parent, STATUS["finished"])
 
-    def _begin(self, training: Training) -> None:
+    def _begin(self, training: Training, files: str | None) -> None:
         """Find or create the training's MLflow run. A retry finds the run that a failed call has created."""
-        files = None if self._folder is None else (self._folder / "artifacts").as_uri()
         experiment = _experiment(self._client, self._asked.experiment, files)
         tags = {**self._asked.tags, SOURCE_TAG: training.name}
         if training.link is not None:
@@ -222,27 +217,28 @@ _one_at_a_time: dict[str, threading.Lock] = {}
 """Tracking address -> lock. Models open their runs one by one: the first creates MLflow's tables and experiment."""
 
 
-def _folder(uri: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder that a tracking address names. None for a server, a database, or no address.
+def _store(uri: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
+    """Return the tracking address for MLflow, and the place of files. None: MLflow's own.
 
     MLflow no longer accepts a folder as address, so the runs go to a database in the folder.
     """
     if uri is None or (not isinstance(uri, os.PathLike) and ("://" in uri or uri == "databricks")):
-        return None
-    return Path(uri).absolute()
+        return uri, None
+    folder = Path(uri).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
 
 
 def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
     from mlflow.exceptions import MlflowException
 
-    if (found := client.get_experiment_by_name(name)) is None:
+    if client.get_experiment_by_name(name) is None:
         try:
-            return str(client.create_experiment(name, artifact_location=files))
-        except MlflowException as error:  # another process has created the experiment meanwhile
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            client.create_experiment(name, artifact_location=files)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process has created the experiment meanwhile
                 raise
-            found = client.get_experiment_by_name(name)
-    return str(found.experiment_id)
+    return str(client.get_experiment_by_name(name).experiment_id)
 
 
 def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> MlflowRun:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, gang_config, run_id
-from flytekitplugins.daskpytorch.display.wandb_run import IN_POD, LABEL, LATER, RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
@@ -94,12 +94,10 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
     Raises:
         ValueError: The Flyte secret with the API key does not exist.
     """
-    in_pod = execution is not None and execution != "local"
     variables = _variables(wandb)
     if not variables.keys() & {KEY, MODE, TOKEN}:
         variables[MODE] = "offline"
-        remedy = "name its Flyte secret, Wandb(secret=...)" if in_pod else "set WANDB_API_KEY or call `wandb login`"
-        say(f"{LABEL}: no API key found; {remedy}. {IN_POD if in_pod else LATER}.")
+        say(f"{LABEL}: no API key found. Call `wandb login`, or name a Flyte secret: Wandb(secret=...). {OFFLINE}")
     short = task.rpartition(".")[2]
     own = dataclasses.replace(
         wandb,
@@ -108,7 +106,7 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
         name=wandb.name or os.environ.get("WANDB_NAME") or short,
         config=without_secrets(wandb.config),
     )
-    return RunSettings(wandb=own, variables=variables, in_pod=in_pod)
+    return RunSettings(wandb=own, variables=variables)
 
 
 def _variables(wandb: Wandb) -> dict[str, str]:

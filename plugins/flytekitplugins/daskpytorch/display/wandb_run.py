@@ -8,7 +8,6 @@ import functools
 import io
 import itertools
 import os
-import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,8 +30,10 @@ LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
 """Start of the output line in which rank 0 writes the open run's URL or upload command."""
 
-LATER = "The run is recorded offline; send it later with `wandb sync`"
-IN_POD = "The run is recorded offline, and is lost with the pod unless Wandb(dir=...) is a folder on a volume"
+OFFLINE = (
+    "The run is recorded offline, for `wandb sync`. In a pod, the run is lost with the pod, unless Wandb(dir=...) is a "
+    "folder on a volume."
+)
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Timeout, in seconds, for wandb's server when a run is opened. After the timeout, the run is recorded offline."""
@@ -50,8 +51,6 @@ class RunSettings:
     """Settings of the run, with its id, name and whole configuration."""
     variables: Mapping[str, str] = field(repr=False)
     """Environment variables of wandb from the driver, such as the mode and the API key."""
-    in_pod: bool = False
-    """True in a task on Flyte's backend, whose pods take their files with them when they end."""
 
 
 class Tracker(RankObserver):
@@ -148,13 +147,14 @@ class Tracker(RankObserver):
         try:
             run = self._init()
         except Exception as error:
-            say(f"{LABEL}: {error!r}. {IN_POD if self._settings.in_pod else LATER}.")
+            say(f"{LABEL}: {error!r}. {OFFLINE}")
             wandb.teardown(0)
             os.environ["WANDB_MODE"] = "offline"
             run = self._init()
         run.define_metric("*", step_metric="step")
         if not run.disabled:
-            print(f"{RUN_IS}{self._where(run)}", file=Screen(), flush=True)
+            where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
+            print(f"{RUN_IS}{where}", file=Screen(), flush=True)
         wandb.init = functools.wraps(wandb.init)(functools.partial(_join, wandb.init, run))
         return run
 
@@ -172,13 +172,6 @@ class Tracker(RankObserver):
             resume="allow",
             settings=wandb.Settings(**settings),
         )
-
-    def _where(self, run: Any) -> str:
-        if not run.offline:
-            return str(run.url)
-        if self._settings.in_pod and not (self._settings.wandb.dir or os.environ.get("WANDB_DIR")):
-            return f"offline, and lost with the pod {socket.gethostname()}: Wandb(secret=...) records online"
-        return f"wandb sync {run.settings.sync_dir}"
 
     def _end(self, exit_code: int, stopped_early: str | None) -> None:
         import wandb
