@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.report.chart import MAX_POINTS
+from flytekitplugins.daskpytorch.report.chart import MAX_EVENTS, MAX_POINTS
 from flytekitplugins.daskpytorch.report.pieces import shared
-from flytekitplugins.daskpytorch.report.timeline import MAX_EVENTS
 
 ODD_NAMES = [
     *("", "_private", "$", "$\\frac{$", "<script>alert(1)</script>", "--></svg><b>", "</script><b>"),

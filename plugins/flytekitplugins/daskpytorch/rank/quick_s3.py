@@ -6,6 +6,7 @@ Server, credentials and all other operations still come from `s3fs.S3FileSystem`
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -95,6 +96,8 @@ def open_store(
     """
     from obstore.store import S3Store
 
+    global _first_used_in
+    _first_used_in = _first_used_in or os.getpid()
     options: Any = {"allow_http": True, **timeouts}
     return S3Store(
         bucket,
@@ -106,6 +109,18 @@ def open_store(
         client_options=options,
         retry_config={"max_retries": num_retries},
     )
+
+
+def was_used_before_fork() -> bool:
+    """Return True if a store was opened before this process was forked.
+
+    obstore would hang, since its threads do not survive a fork.
+    """
+    return _first_used_in not in (None, os.getpid())
+
+
+_first_used_in: int | None = None
+"""Process in which the first store was opened, in forked processes, too. None: there is no store."""
 
 
 def _credentials(files: Any) -> Any:

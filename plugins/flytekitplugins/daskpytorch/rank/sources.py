@@ -49,17 +49,7 @@ def _renew_packages(folder: Path) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    """Add a note to the error of a missing file, or of a call of `share` on a Dask collection, which has no `share`.
-
-    Missing files get a note only on hosts with copies of the driver's sources.
-    """
-    if isinstance(error, AttributeError) and error.name == "share":
-        kind = type(error.obj)
-        if kind.__module__.partition(".")[0] in ("dask", "dask_expr", "numpy", "pandas"):
-            error.add_note(
-                f"A {kind.__name__} travels to the ranks as it is. To share a Dask collection's partitions among them, "
-                "pass data.DaskPartitions(client, collection)."
-            )
+    """Add a note to the error of a missing file on a host with copies of the driver's sources."""
     if not sources.originals or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return
     folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))

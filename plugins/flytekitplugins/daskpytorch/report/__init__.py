@@ -12,7 +12,7 @@ shared style and the library for drawing (70 kB). `page` contains them only once
 Runs in the driver. Called by `display`, `sweep` and users. May import `process`.
 """
 
-from flytekitplugins.daskpytorch.report.chart import Curve, line_chart
+from flytekitplugins.daskpytorch.report.chart import Curve, Event, Span, duration, line_chart, timeline
 from flytekitplugins.daskpytorch.report.pieces import (
     Link,
     Picture,
@@ -31,7 +31,6 @@ from flytekitplugins.daskpytorch.report.pieces import (
     table,
     text,
 )
-from flytekitplugins.daskpytorch.report.timeline import Event, Span, duration, timeline
 
 __all__ = [
     "Curve",
