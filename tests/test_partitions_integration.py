@@ -117,9 +117,6 @@ def test_a_data_frame_is_shared_out_with_its_columns_of_text(cluster: Cluster) -
         found = dispatch.run(client, totals, partitions, gang=ONCE).result()
         assert sum(total for total, _ in found) == sum(range(60))
         assert {kind for _, kind in found} <= {"string", "str"}  # pyarrow's
-        with pytest.raises(AttributeError, match="share") as caught:
-            dispatch.run(client, totals, table, gang=ONCE).result()
-    assert "pass data.DaskPartitions(client, collection)" in str(caught.value.__cause__)
 
 
 def test_each_rank_reads_what_its_own_worker_holds(client: Client) -> None:

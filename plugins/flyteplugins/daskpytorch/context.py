@@ -53,7 +53,7 @@ class Flyte2Execution(host.Execution):
             return None
         files = Files(self.filesystem(paths.checkpoint_path.strip()))
         own, previous = (_beside(files, path, key) for path in (paths.checkpoint_path, paths.prev_checkpoint_path))
-        if _is_there(f"{own}/{MANIFEST}"):  # by an earlier start of this attempt: see `earlier_system_errors`
+        if files.fs.exists(f"{own}/{MANIFEST}"):  # by an earlier start of this attempt: see `earlier_system_errors`
             previous = own
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
@@ -124,18 +124,6 @@ def earlier_system_errors() -> int:
         )
         return 0
     return number
-
-
-def _is_there(path: str) -> bool:
-    """Return True if Flyte's storage has a file at a path. If storage fails, log the error and return False."""
-    try:
-        return bool(_opened(path, storage()).exists(path))
-    except Exception as error:  # whatever a store's client raises
-        say(
-            f"cannot look for {path} ({type(error).__name__}: {error}). If an earlier start of this attempt has "
-            "written it, its checkpoints are not used: check the task's access to this storage"
-        )
-        return False
 
 
 def _beside(files: Files, checkpoint: str | None, key: str) -> str | None:
