@@ -299,7 +299,7 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
     folder.write(0, "a", [b"old"])
     folder.write(0, "a", pieces())
     assert files(tmp_path) == {"a": b"newer"}
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ResultPathError, match="ZeroDivisionError"):
         folder.write(0, "a", (bytes([1 // n]) for n in (1, 0)))
     assert files(tmp_path) == {"a": b"newer"}
 

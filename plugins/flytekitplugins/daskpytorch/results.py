@@ -194,30 +194,23 @@ def write_out(received: ReceivedResults, folder: ResultFolder) -> list[ResultPat
     def write(rank: int, path: str, pieces: Iterator[bytes]) -> None:
         try:
             folder.write(rank, path, pieces)
-        except OSError:  # a full disk
-            raise
         except ResultPathError as error:
             refusals.append(error)
-        except Exception as error:  # an unforeseen error of one file must not hold up the others
-            refusals.append(ResultPathError(rank, path, folder.name, f"{type(error).__name__}: {error}"))
-        else:
-            return
-        sys.stderr.write(f"{refusals[-1]}\n")
+            sys.stderr.write(f"{error}\n")
 
     received.write_files(write)
     return refusals
 
 
 def _all_received(futures: Iterable[Future[Any]]) -> list[ReceivedResults]:
-    all_received = []
+    found: dict[ReceivedResults, None] = {}
     for future in futures:
         if not isinstance(future, GangFuture):
             raise TypeError(
                 f"process_results takes what dispatch.run returned, or a list of such futures, not {future!r}"
             )
-        if future.received not in all_received:
-            all_received.append(future.received)
-    return all_received
+        found[future.received] = None
+    return list(found)
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
@@ -272,17 +265,17 @@ class ResultFolder:
             ResultPathError: The path is not relative, leads out of the folder, is too deep, or names a folder.
             OSError: The file cannot be written now.
         """
-        if (reason := _objection(path)) is not None:
-            raise ResultPathError(rank, path, self.name, reason)
         try:
-            self._write(self._resolve(path), pieces)
+            if (reason := _objection(path)) is None:
+                return self._write(self._resolve(path), pieces)
         except OSError as error:
             is_writable = os.access(self._root, os.W_OK | os.X_OK, effective_ids=True)
             if error.errno is None or error.errno in DISK_ERRORS or not is_writable:
                 raise
-            raise ResultPathError(rank, path, self.name, os.strerror(error.errno)) from error
-        except ValueError as error:  # a link to elsewhere, a NUL, a lone surrogate
-            raise ResultPathError(rank, path, self.name, str(error)) from error
+            reason = os.strerror(error.errno)
+        except Exception as error:  # an unforeseen error of one file must not hold up the others
+            reason = f"{type(error).__name__}: {error}"
+        raise ResultPathError(rank, path, self.name, reason)
 
     def _resolve(self, path: str) -> Path:
         target = os.path.realpath(f"{self._root}/{path}")
