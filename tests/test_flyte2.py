@@ -265,7 +265,7 @@ def test_sigterm_without_a_gang_ends_the_task(monkeypatch: pytest.MonkeyPatch) -
 def test_checkpoints_lie_beside_the_one_object_of_an_attempt() -> None:
     action = SimpleNamespace(run_name="r", name="a0")
     paths = SimpleNamespace(
-        checkpoint_path="s3://b/r/2/_flytecheckpoints", prev_checkpoint_path="s3://b/r/1/_flytecheckpoints "
+        checkpoint_path="memory://b/r/2/_flytecheckpoints", prev_checkpoint_path="memory://b/r/1/_flytecheckpoints "
     )
     ctx: Any = SimpleNamespace(
         mode="remote", action=action, report=object(), raw_data_path=None, checkpoint_paths=paths
@@ -273,8 +273,8 @@ def test_checkpoints_lie_beside_the_one_object_of_an_attempt() -> None:
     execution = context.Flyte2Execution(ctx, None)
     found = execution.checkpoint_paths("gang")
     assert found is not None
-    assert found.own == "s3://b/r/2/_flytecheckpoints.daskpytorch/gang"
-    assert found.previous == "s3://b/r/1/_flytecheckpoints.daskpytorch/gang"
+    assert found.own == "memory://b/r/2/_flytecheckpoints.daskpytorch/gang"
+    assert found.previous == "memory://b/r/1/_flytecheckpoints.daskpytorch/gang"
     assert execution.name == "r-a0"
     paths.prev_checkpoint_path = ""
     first = execution.checkpoint_paths("gang")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flyteplugins.dask import WorkerGroup as WorkerGroup
 
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
-    from flyteplugins.daskpytorch.config import DaskCluster as DaskCluster
-    from flyteplugins.daskpytorch.config import DaskDDP as DaskDDP
-    from flyteplugins.daskpytorch.config import SpawnDDP as SpawnDDP
+    from flyteplugins.daskpytorch.task import DaskCluster as DaskCluster
+    from flyteplugins.daskpytorch.task import DaskDDP as DaskDDP
+    from flyteplugins.daskpytorch.task import SpawnDDP as SpawnDDP
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = engine.NAMES  # noqa: PLE0605
@@ -28,7 +28,7 @@ if not TYPE_CHECKING:  # type checkers go by the imports above
 def __getattr__(name: str) -> Any:
     if name in engine.OF_FLYTE:
         require_extra("flyte2", f"flyteplugins.daskpytorch.{name}")
-        return getattr(import_module(f"{__name__}.config"), name)
+        return getattr(import_module(f"{__name__}.task"), name)
     if name in (*engine.HOMES, *engine.MODULES, "__version__"):
         return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

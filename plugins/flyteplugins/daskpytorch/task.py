@@ -1,4 +1,7 @@
-"""Task types for Flyte 2: how tasks of `TaskEnvironment(plugin_config=DaskDDP(...))` run. Runs in the driver."""
+"""Configs and task types for Flyte 2: how tasks of `TaskEnvironment(plugin_config=DaskDDP(...))` run.
+
+Loaded where environments are defined, and imports no torch. The import registers the task types with Flyte.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,33 @@ import contextlib
 import inspect
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flyte
 import flyte.report
+from flyte import Resources
 from flyte._internal.runtime.io import report_path
 from flyte._utils.asyncify import run_sync_in_thread
 from flyte.errors import NonRecoverableError, RuntimeSystemError
-from flyte.extend import AsyncFunctionTaskTemplate
+from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
+from flyteplugins.dask import Scheduler, WorkerGroup
 from flyteplugins.dask.task import DaskTask
 
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_all
-from flytekitplugins.daskpytorch.task import in_ranks, live_page, local_runs
-from flytekitplugins.daskpytorch.task.config import Cluster
+from flytekitplugins.daskpytorch.task import config, in_ranks, live_page, local_runs
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
@@ -236,8 +244,8 @@ class DaskClusterTask(_Resumable, _OnDask):
 
         refuse_unknown(inputs)
         fork_client.import_ahead(IMPORTED_AHEAD)
-        config: Cluster = self.plugin_config
-        opened = cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout)
+        asked: config.Cluster = self.plugin_config
+        opened = cluster.opened(num_workers=asked.num_workers, start_timeout=asked.start_timeout)
 
         def call() -> Any:
             with opened:
@@ -296,3 +304,97 @@ def _with_secret(secrets: Any, secret: Any) -> list[Any]:
     if (secret.group, secret.key) in asked:
         return present
     return [*present, flyte.Secret(key=secret.key, group=secret.group)]
+
+
+# ---- Configs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clustered(config.OnDask):
+    """Base of the configs of tasks that have a Dask cluster: its scheduler and its workers."""
+
+    KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
+
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    """Image and resources of the Dask scheduler's pod."""
+    workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
+    """Number, image and resources of the Dask workers' pods. Default: two workers."""
+
+    def _rules_of_pods(self) -> dict[str, Rule]:
+        resources = checks.optional(checks.must_be("a flyte.Resources", lambda value: isinstance(value, Resources)))
+        return super()._rules_of_pods() | {"workers.resources": resources, "scheduler.resources": resources}
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs in the resources of each Dask worker. 0: no GPUs."""
+        return num_gpus(self.workers.resources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskDDP(_Clustered, config.GangOnDask):
+    """Config of tasks whose functions run in every rank of a gang on an ephemeral Dask cluster.
+
+    Use `TaskEnvironment(plugin_config=DaskDDP(...))`. A task's output is rank 0's return value.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnDDP(config.GangOnOwnNode):
+    """Config of tasks whose functions run in every rank of a gang on the task's own node, without Dask.
+
+    Use `TaskEnvironment(plugin_config=SpawnDDP(...))`. A task's output is rank 0's return value. For Flyte, the task is
+    an ordinary Python task. The environment's `resources` have its GPUs, and the shared memory that DataLoader workers
+    need.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskCluster(_Clustered, config.Cluster):
+    """Config of tasks whose functions run once, with a Dask cluster whose client `current_client()` returns.
+
+    Use `TaskEnvironment(plugin_config=DaskCluster(...))`.
+    """
+
+
+# ---- Configs for flytekit, for flyte-migrate
+
+
+def _join_flyte_migrate() -> None:
+    """Let the tool flyte-migrate convert this package's configs, so that workflows for flytekit run under Flyte 2."""
+    from flyte_migrate._plugins import register_plugin
+
+    for kind in (DaskCluster, DaskDDP, SpawnDDP):
+        register_plugin(kind.__name__, partial(_converted, kind))
+
+
+def _converted(kind: type, config: Any) -> Any:
+    """Convert a config for flytekit to the config of the class `kind` for Flyte 2."""
+    pods = _pods(config) if hasattr(config, "workers") else {}
+    return kind(**{each.name: getattr(config, each.name) for each in fields(kind)} | pods)
+
+
+def _pods(config: Any) -> dict[str, Any]:
+    of_scheduler, of_workers = (
+        {"image": pods.image, "resources": _resources(pods.requests, pods.limits)}
+        for pods in (config.scheduler, config.workers)
+    )
+    workers = WorkerGroup(number_of_workers=config.workers.number_of_workers, **of_workers)
+    return {"scheduler": Scheduler(**of_scheduler), "workers": workers}
+
+
+def _resources(requests: Any, limits: Any) -> Any:
+    """Convert flytekit's requests and limits to a `flyte.Resources`, by flyte-migrate, with the GPUs as a number."""
+    from flyte_migrate._resource import _transform_resource_v1_to_v2
+
+    gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)
+    bare = [replace(each, gpu=None) if each is not None else None for each in (requests, limits)]
+    made = _transform_resource_v1_to_v2(requests=bare[0], limits=bare[1])
+    return replace(made, gpu=int(gpus)) if gpus else made
+
+
+HOST = config.Host(sdk="Flyte 2's SDK", package="flyteplugins.daskpytorch", register=TaskPluginRegistry.register)
+HOST.add(DaskDDP, DaskDDPTask)
+HOST.add(SpawnDDP, SpawnDDPTask)
+HOST.add(DaskCluster, DaskClusterTask)
+if "flyte_migrate" in sys.modules:  # flyte-migrate converts only configs that it knows
+    _join_flyte_migrate()

@@ -139,4 +139,4 @@ HOST.add(DaskCluster, DaskClusterTask)
 if (
     sys.modules.get("flyte") is not None and find_spec("flyteplugins") and find_spec("flyteplugins.dask")
 ):  # Flyte 2's SDK
-    import_module("flyteplugins.daskpytorch.config")
+    import_module("flyteplugins.daskpytorch.task")
