@@ -238,7 +238,7 @@ def measured(client: Any, order: Record) -> dict[str, Record]:
     kept: dict[int, float] = {}
 
     class Clock(Observer):
-        def kept(self, step: int) -> None:
+        def on_checkpoint(self, step: int) -> None:
             kept[step] = time.time()
 
     def run(function: Callable[[Record], list[Record]], told: Record) -> list[tuple[Record, ...]]:

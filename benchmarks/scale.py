@@ -155,7 +155,7 @@ DRIVER = f"""{SETUP}{SERVE}
 import subprocess
 import threading
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -202,10 +202,10 @@ class Times(Observer):
     def __init__(self):
         self.has_formed = threading.Event()
 
-    def placed(self, shape):
+    def on_start(self, shape):
         self.placed_at = now()
 
-    def formed(self, seconds):
+    def on_formed(self, seconds):
         self.formed_at = now()
         self.has_formed.set()
 
@@ -213,7 +213,7 @@ def run(num_ranks, per_agent, ending):
     times = Times()
     settings = Gang(ranks_per_worker=per_agent, max_restarts=0, hang_timeout=60, start_timeout={TIME_LIMIT})
     launcher = Launcher(num_ranks // per_agent)
-    supervisor = Supervisor(request_for(print, [], {{}}, settings), launcher, [times, Recorder("scale")])
+    supervisor = Supervisor(request_for(print, [], {{}}, settings), launcher, [times, RunState(name="scale")])
 
     def end():
         times.has_formed.wait()

@@ -119,23 +119,23 @@ class Watcher(Observer):
     def _write(self, kind, **what):
         self._events.write(json.dumps({{"kind": kind, "at": time.time(), **what}}) + "\\n")
 
-    def placed(self, shape):
+    def on_start(self, shape):
         workers = [node.worker for node, here in zip(shape.nodes, shape.places) for _ in here]
         self._write("placed", workers=workers)
 
-    def formed(self, seconds):
+    def on_formed(self, seconds):
         self._write("formed", seconds=seconds)
 
-    def kept(self, step):
+    def on_checkpoint(self, step):
         self._write("kept", step=step)
 
-    def restarting(self, reason, step):
+    def on_restart(self, reason, step):
         self._write("restarting", text=reason, step=step)
 
-    def noted(self, text):
+    def on_note(self, text):
         self._write("noted", text=text)
 
-    def ended(self, error):
+    def on_end(self, error):
         self._write("ended", text=f"{{type(error).__name__}}: {{error}}" if error else "")
         self._events.close()
 

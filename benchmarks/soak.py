@@ -79,7 +79,7 @@ class Watcher(Observer):
     def __init__(self):
         self.has_kept = threading.Event()
 
-    def kept(self, step):
+    def on_checkpoint(self, step):
         self.has_kept.set()
 
 KINDS = {"runs": 48, "early": 16, "late": 10, "raises": 10, "killed": 10, "left": 4, "worker": 2}

@@ -312,17 +312,17 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     class Watcher(Observer):
         watched: Watched
 
-        def kept(self, step: int) -> None:
+        def on_checkpoint(self, step: int) -> None:
             self.watched.kept.append(step)
             _leave(str(folder), f"kept-{step}", "")
 
-        def noted(self, text: str) -> None:
+        def on_note(self, text: str) -> None:
             self.watched.notes.append(text)
 
-        def restarting(self, reason: str, step: int | None) -> None:
+        def on_restart(self, reason: str, step: int | None) -> None:
             self.watched.restarted_at.append(time.time())
 
-        def formed(self, seconds: float) -> None:
+        def on_formed(self, seconds: float) -> None:
             self.watched.formed_at.append(time.time())
 
     def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:

@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
@@ -44,20 +45,21 @@ class Notes(Observer):
         self.resumed_steps: list[int | None] = []
         self.texts: list[str] = []
 
-    def kept(self, step: int) -> None:
+    def on_checkpoint(self, step: int) -> None:
         self.kept_steps.append(step)
 
-    def resumed(self, step: int) -> None:
+    def on_restart(self, reason: str, step: int | None) -> None:
         self.resumed_steps.append(step)
 
-    def restarting(self, reason: str, step: int | None) -> None:
-        self.resumed_steps.append(step)
-
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.texts.append(text)
 
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        self.texts.extend(lines)
+    def on_event(self, event: journal.Event) -> None:
+        super().on_event(event)
+        if isinstance(event, journal.Resumed):
+            self.resumed_steps.append(event.step)
+        elif isinstance(event, journal.Wrote):
+            self.texts.extend(event.lines)
 
     def told(self, pattern: str) -> list[str]:
         return [text for text in self.texts if re.search(pattern, text)]

@@ -17,17 +17,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
-from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
+from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.supervisor import RunningClock, assemble
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol import framing, messages
+from flytekitplugins.daskpytorch.protocol import framing, journal, messages
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
@@ -232,6 +232,7 @@ class Watcher(Observer):
     """Remembers what was said."""
 
     def __init__(self) -> None:
+        self.events: list[journal.Event] = []
         self.notes: list[str] = []
         self.kept_steps: list[int] = []
         self.reasons: list[str] = []
@@ -246,32 +247,34 @@ class Watcher(Observer):
         self.usages: list[RankUsage] = []
         self.wish: StoppedEarlyError | None = None
 
-    def accounted(self, goodput: Goodput) -> None:
+    def on_goodput(self, goodput: Goodput) -> None:
         self.accounts.append(goodput)
 
-    def used(self, usage: RankUsage) -> None:
+    def on_usage(self, usage: RankUsage) -> None:
         self.usages.append(usage)
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
-    def kept(self, step: int) -> None:
+    def on_checkpoint(self, step: int) -> None:
         self.kept_steps.append(step)
 
-    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        self.checkpoints.append(checkpoints)
+    def on_event(self, event: journal.Event) -> None:
+        super().on_event(event)
+        self.events.append(event)
+        if isinstance(event, journal.Listed):
+            self.checkpoints.append(event.checkpoints)
+        elif isinstance(event, journal.Restarted) and event.kind is not None:
+            self.kinds.append(event.kind)
 
-    def failed(self, kind: str) -> None:
-        self.kinds.append(kind)
-
-    def restarting(self, reason: str, step: int | None) -> None:
+    def on_restart(self, reason: str, step: int | None) -> None:
         self.reasons.append(reason)
         self.resumed.append(step)
 
-    def formed(self, seconds: float) -> None:
+    def on_formed(self, seconds: float) -> None:
         self.num_formed += 1
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         if record.is_evaluation:
             self.evaluated.append((record.step, record.metrics))
         if self.wish is not None:

@@ -13,18 +13,26 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch.display import feeder, logged, terminal
-from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display import feeder, run_state, terminal
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
+from flytekitplugins.daskpytorch.protocol.journal import Logged, Shape, Training
 from flytekitplugins.daskpytorch.protocol.messages import Spent
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
+from told import To
 
 FEW, FACTOR = 8_000, 4
 """Of what is told: after so many nothing may grow any more, though as many times as many follow."""
 UNCOUNTED = (ModuleType, type, FunctionType, BuiltinFunctionType, threading.Thread)
+
+
+@pytest.fixture(autouse=True)
+def few_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "MAX_RECORDS", 100)
+    monkeypatch.setattr(run_state, "MAX_NAMES", 100)
 
 
 def num_objects(root: object) -> int:
@@ -78,45 +86,40 @@ RECORDS = [usual, with_names_of_its_own, of_epochs]
 
 @pytest.mark.parametrize("made", RECORDS)
 def test_records_in_the_deck(made: Callable[[int], LogRecord]) -> None:
-    deck = Recorder("m.train")
-    assert_bounded(deck, lambda step: deck.logged(made(step)))
+    deck = RunState(name="m.train")
+    assert_bounded(deck, lambda step: To(deck).logged(made(step)))
+    assert [record.step for record in deck.records] == [*range(FACTOR * FEW - 100, FACTOR * FEW)]
 
 
 @pytest.mark.parametrize("made", RECORDS)
 def test_records_in_a_log(made: Callable[[int], LogRecord]) -> None:
     display = ProgressDisplay(Board(Console(quiet=True)), "m.train")
-    display.formed(1.0)
-    assert_bounded(display, lambda step: display.logged(made(step)), few=1_000)
-
-
-def test_records_that_futures_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged, "MAX_RECORDS", 100)
-    log = logged.Log()
-    assert_bounded(log, lambda step: log.logged(usual(step)), few=1_000)
-    assert [record.step for record in log.records] == [*range(3_900, 4_000)]
+    To(display).formed(1.0)
+    assert_bounded(display, lambda step: display.on_event(Logged(record=made(step))), few=1_000)
 
 
 def test_records_in_a_terminal() -> None:
     with Path(os.devnull).open("w") as file:
         display = ProgressDisplay(Board(Console(file=file, force_terminal=True, width=120)), "m.train")
-        display.formed(1.0)
+        To(display).formed(1.0)
         try:
-            assert_bounded(display, lambda step: display.logged(usual(step)), few=1_000, looks=5)  # every other a line
+            # Every other record has a line.
+            assert_bounded(display, lambda step: display.on_event(Logged(record=usual(step))), few=1_000, looks=5)
         finally:
-            display.ended(None)
+            To(display).ended(None)
 
 
 def test_what_else_a_deck_is_told() -> None:
-    deck = Recorder("m.train")
-    deck.placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
+    deck = RunState(name="m.train")
+    To(deck).placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
 
     def tell(number: int) -> None:
-        deck.used(usage(number % 5, number))
-        deck.noted(f"m.train: something happened for the {number}th time")
-        deck.kept(number)
+        To(deck).used(usage(number % 5, number))
+        To(deck).noted(f"m.train: something happened for the {number}th time")
+        To(deck).kept(number)
         if number % 10 == 0:
-            deck.restarting(f"worker {number} was lost", number)
-            deck.formed(1.0)
+            To(deck).restarting(f"worker {number} was lost", number)
+            To(deck).formed(1.0)
 
     assert_bounded(deck, tell)
 
@@ -140,8 +143,8 @@ def test_output_of_ranks_while_a_debugger_has_the_terminal(
 ) -> None:
     monkeypatch.setattr(terminal, "MAX_HELD", 100)
     display = make(Board(Console(file=None, quiet=True)))
-    display.debugging(1)
-    assert_bounded(display, lambda number: display.wrote(0, [f"line {number}"]))
+    To(display).debugging(1)
+    assert_bounded(display, lambda number: To(display).wrote(0, [f"line {number}"]))
 
 
 class Deaf(Run):
@@ -167,11 +170,11 @@ def test_records_that_wait_for_a_tracker(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(feeder, "STALL", 0.0)
     run = Deaf()
     deaf = Tracker(run)
-    deaf.begins(Training(name="m.train", id="train"))
-    deaf.placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
-    assert_bounded(deaf, lambda step: deaf.logged(usual(step)))
+    To(deaf).begins(Training(name="m.train", id="train"))
+    To(deaf).placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
+    assert_bounded(deaf, lambda step: To(deaf).logged(usual(step)))
     run.is_over.set()
-    deaf.ended(None)
+    To(deaf).ended(None)
     assert f"{FACTOR * FEW - 99} records were dropped" in capsys.readouterr().err
 
 

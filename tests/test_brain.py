@@ -24,8 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flytekitplugins.daskpytorch import Evaluate
 from flytekitplugins.daskpytorch.driver import brain, committer
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import (
+    GangCancelledError,
     GangError,
     GangHungError,
     GangStartError,

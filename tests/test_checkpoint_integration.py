@@ -39,7 +39,7 @@ def test_agent_and_driver_of_one_machine_have_one_file_together_of_which_not_a_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_elsewhere: bool
 ) -> None:
     class Watch(Observer):
-        def kept(self, step: int) -> None:
+        def on_checkpoint(self, step: int) -> None:
             (tmp_path / "kept").touch()
 
     sizes: list[int] = []

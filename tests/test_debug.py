@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch import (
     results,
     settings,
 )
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.errors import GangCancelledError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
@@ -37,16 +37,16 @@ HEARD: list[Any] = []
 
 
 class Ear(Observer):
-    def formed(self, seconds: float) -> None:
+    def on_formed(self, seconds: float) -> None:
         HEARD.append("formed")
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         HEARD.append(record.metrics)
 
-    def kept(self, step: int) -> None:
+    def on_checkpoint(self, step: int) -> None:
         HEARD.append(step)
 
-    def ended(self, error: Exception | None) -> None:
+    def on_end(self, error: Exception | None) -> None:
         HEARD.append(type(error))
 
 
@@ -241,7 +241,7 @@ def test_a_sharded_checkpoint_is_loaded_in_the_next_run(tmp_path: Path) -> None:
 
 
 class Impatient(Observer):
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         if record.step == 1:
             raise StoppedEarlyError("step 1", epoch=1, metric="loss", value=1.0)
 

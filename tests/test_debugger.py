@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.parts import debugger as module
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging, RankFile, find_ranks, listen
 from flytekitplugins.daskpytorch.protocol.messages import Debugged, Noted
 from processes import until
@@ -122,7 +122,6 @@ class Desk:
     def __init__(self, world: World, folder: Path) -> None:
         self.world = world
         self.folder = folder
-        self.shown: list[int | None] = []
         """The ranks that had the terminal, as observers have heard."""
         self.leaves = [threading.Event(), threading.Event()]
         """For each rank, set once it gives the terminal back."""
@@ -136,6 +135,10 @@ class Desk:
         """A rank of this machine stops at a prompt, and waits for a terminal."""
         self.leaves[rank].clear()
         say(self.world, rank, replace(STOPS, folder=str(self.folder)))
+
+    @property
+    def shown(self) -> list[int | None]:
+        return [event.rank for event in self.world.watcher.events if isinstance(event, journal.Prompted)]
 
     def is_shown(self, *ranks: int | None) -> None:
         """Wait until these ranks have had the terminal."""
@@ -152,7 +155,6 @@ def desk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     desk = Desk(world, tmp_path)
     monkeypatch.setattr(module, "has_terminal", lambda: True)
     monkeypatch.setattr(module, "talk", desk.talk)
-    monkeypatch.setattr(world.watcher, "debugging", desk.shown.append)
     yield desk
     for leaves in desk.leaves:
         leaves.set()

@@ -20,18 +20,18 @@ from rich.console import Console
 from any_records import records
 from clock import Clock
 from flytekitplugins.daskpytorch.checks import direction_of
-from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.deck import html
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.media import Histogram, Picture
-from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
 from flytekitplugins.daskpytorch.report.pieces import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of
-from told import node, record, shape_of, usage
+from told import To, node, record, shape_of, usage
 
 Points = list[tuple[float, float]]
 
@@ -42,14 +42,14 @@ def shape(num_workers: int, per_worker: int = 1, *, gpus: int = 0) -> Shape:
     return shape_of(*nodes, per_worker=per_worker)
 
 
-def by_step(recorder: Recorder) -> dict[str, Points]:
+def by_step(recorder: RunState) -> dict[str, Points]:
     """Every line over the steps."""
-    return {name: points for chart in recorder.story.metrics.charts() for name, points in chart.by_step.items()}
+    return {name: points for chart in recorder.metrics.charts() for name, points in chart.by_step.items()}
 
 
-def body(recorder: Recorder, places: Mapping[str, str] | None = None) -> str:
+def body(recorder: RunState, places: Mapping[str, str] | None = None) -> str:
     """The page without what all pages share, which has been parsed."""
-    page = recorder.html(places).replace(shared(), "")
+    page = html(recorder, places).replace(shared(), "")
     Parts(page)
     return page
 
@@ -71,10 +71,10 @@ def events(page: str) -> list[str]:
 
 
 def test_only_rank_0s_values_are_kept() -> None:
-    recorder = Recorder()
+    recorder = RunState()
     for step in range(3):
         for rank in (1, 0, 2):
-            recorder.logged(
+            To(recorder).logged(
                 record(step, rank=rank, loss=float(rank), note="text", of_1=0.5) if rank else record(step, loss=2)
             )
     assert by_step(recorder) == {"loss": [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0)]}
@@ -89,9 +89,9 @@ ENTRIES = st.lists(st.tuples(st.integers(-5, 40), st.integers(-9, 9)), max_size=
 def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chart, "MAX_POINTS", 8)
-        recorder = Recorder()
+        recorder = RunState()
         for step, value in entries:
-            recorder.logged(record(step, loss=value))
+            To(recorder).logged(record(step, loss=value))
         points, values = by_step(recorder).get("loss", []), [value for _, value in entries]
     assert len(points) <= 8
     assert set(points) <= set(entries)
@@ -105,11 +105,11 @@ def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chart, "MAX_POINTS", 8)
-        recorder, kept = Recorder(), []
+        recorder, kept = RunState(), []
         for entries, resumed in [*attempts, (last, 40)]:
             for step, value in entries:
-                recorder.logged(record(step, loss=value))
-            recorder.restarting("why", resumed)
+                To(recorder).logged(record(step, loss=value))
+            To(recorder).restarting("why", resumed)
             kept = [entry for entry in [*kept, *entries] if resumed is not None and entry[0] <= resumed]
             points = by_step(recorder).get("loss", [])
             assert len(points) <= 8
@@ -117,12 +117,12 @@ def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
 
 
 def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
-    recorder = Recorder()
+    recorder = RunState()
     for step in range(6):
-        recorder.logged(record(step, epoch=1 + step // 3, loss=float(step)))
+        To(recorder).logged(record(step, epoch=1 + step // 3, loss=float(step)))
         if step % 3 == 2:
-            recorder.logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
-    [chart] = recorder.story.metrics.charts()
+            To(recorder).logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
+    [chart] = recorder.metrics.charts()
     assert chart.title == "loss"
     assert chart.by_step == {
         "loss": [(float(step), float(step)) for step in range(6)],
@@ -148,9 +148,9 @@ def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
     ],
 )
 def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[str], title: str | None) -> None:
-    recorder = Recorder()
-    recorder.logged(record(0, **dict.fromkeys(names, 1.0)))
-    charts = list(recorder.story.metrics.charts())
+    recorder = RunState()
+    To(recorder).logged(record(0, **dict.fromkeys(names, 1.0)))
+    charts = list(recorder.metrics.charts())
     if title is None:
         assert [list(chart.by_step) for chart in charts] == [[name] for name in names]
     else:
@@ -180,13 +180,13 @@ def test_what_is_good_follows_from_the_name(name: str, mode: str | None) -> None
 
 def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
     clock = Clock()
-    recorder = Recorder("flows.train", clock=clock)
+    recorder = RunState(name="flows.train", clock=clock)
     assert state(body(recorder)) == "starting"
     clock.now += 5
-    recorder.placed(shape(2))
-    recorder.formed(5.0)
+    To(recorder).placed(shape(2))
+    To(recorder).formed(5.0)
     for step in range(11):
-        recorder.logged(record(step, num_steps=101, time=2.0 * step, epoch=1, loss=1 / (step + 1)))
+        To(recorder).logged(record(step, num_steps=101, time=2.0 * step, epoch=1, loss=1 / (step + 1)))
     clock.now += 55
     page = body(recorder)
     assert state(page) == "training"
@@ -212,13 +212,13 @@ def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
             "stopped early",
             "others are better",
         ),
-        (GangCancelledError("train was cancelled"), "interrupted", "train was cancelled"),
+        (GangCancelledError("train was cancelled"), "cancelled", "train was cancelled"),
         (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
     ],
 )
 def test_the_end_is_said_at_the_top(error: BaseException | None, word: str, first: str | None) -> None:
-    recorder = Recorder(clock=(clock := Clock()))
-    recorder.logged(record(0, loss=0.5))
+    recorder = RunState(clock=(clock := Clock()))
+    To(recorder).logged(record(0, loss=0.5))
     clock.now += 30
     recorder.conclude(error)
     clock.now += 1_000
@@ -234,15 +234,15 @@ def test_the_end_is_said_at_the_top(error: BaseException | None, word: str, firs
 
 
 def test_the_users_own_error_is_told_by_the_gangs_which_says_where() -> None:
-    recorder, error = Recorder(), ValueError("bad")
+    recorder, error = RunState(), ValueError("bad")
     error.__cause__ = GangError("rank 1 on node-0: ValueError: bad")
-    recorder.ended(error)
+    To(recorder).ended(error)
     assert "<strong>rank 1 on node-0: ValueError: bad</strong>" in body(recorder)
 
 
 def test_an_error_after_the_gangs_end_counts_and_the_first_stays() -> None:
-    recorder = Recorder()
-    recorder.ended(None)
+    recorder = RunState()
+    To(recorder).ended(None)
     recorder.conclude(OSError("the outputs did not arrive"))
     recorder.conclude(ValueError("another"))
     page = body(recorder)
@@ -252,22 +252,22 @@ def test_an_error_after_the_gangs_end_counts_and_the_first_stays() -> None:
 
 
 def test_a_gang_that_stays_is_idle_before_and_after_its_calls() -> None:
-    recorder = Recorder()
-    recorder.story.stays = True
-    recorder.formed(0.5)
+    recorder = RunState()
+    recorder.stays = True
+    To(recorder).formed(0.5)
     states = [state(body(recorder))]
-    recorder.calling("train")
+    To(recorder).calling("train")
     states.append(state(body(recorder)))
-    recorder.called("train", CancelledError())
+    To(recorder).called("train", CancelledError())
     states.append(state(body(recorder)))
     assert states == ["idle", "training", "idle"]
     assert "train was interrupted" in events(body(recorder))
 
 
 def test_a_loss_that_is_no_number_is_told_once() -> None:
-    recorder = Recorder()
+    recorder = RunState()
     for step, loss in enumerate([0.5, math.nan, math.nan, math.inf]):
-        recorder.logged(record(step, loss=loss))
+        To(recorder).logged(record(step, loss=loss))
     page = body(recorder)
     assert events(page) == ["loss is nan at step 1"]
     assert '<dd class="dpt-bad">inf</dd>' in page.replace("<small>", "</dd><small>")
@@ -277,27 +277,27 @@ def test_a_loss_that_is_no_number_is_told_once() -> None:
 
 
 def test_the_deck_shows_the_gangs_events() -> None:
-    recorder = Recorder(clock=(clock := Clock()))
-    recorder.resumed(40)
-    recorder.placed(shape(4))
-    recorder.formed(1.0)
+    recorder = RunState(clock=(clock := Clock()))
+    To(recorder).resumed(40)
+    To(recorder).placed(shape(4))
+    To(recorder).formed(1.0)
     for step in (50, 60, 70):
-        recorder.logged(record(step, loss=0.5))
-        recorder.kept(step)
+        To(recorder).logged(record(step, loss=0.5))
+        To(recorder).kept(step)
     clock.now += 60
-    recorder.restarting("rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)", 70)
-    recorder.noted("train: rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)")
-    recorder.noted("train: going on from step 70")
+    To(recorder).restarting("rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)", 70)
+    To(recorder).noted("train: rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)")
+    To(recorder).noted("train: going on from step 70")
     assert state(body(recorder)) == "starting again"
     clock.now += 20
-    recorder.placed(shape(3))
-    recorder.formed(1.0)
-    recorder.logged(record(71, loss=0.4))
-    recorder.restarting("more workers have come", 71)
-    recorder.placed(shape(4))
-    recorder.formed(1.0)
+    To(recorder).placed(shape(3))
+    To(recorder).formed(1.0)
+    To(recorder).logged(record(71, loss=0.4))
+    To(recorder).restarting("more workers have come", 71)
+    To(recorder).placed(shape(4))
+    To(recorder).formed(1.0)
     clock.now += 10
-    recorder.ended(None)
+    To(recorder).ended(None)
     page = body(recorder)
     assert events(page) == [
         "goes on from the checkpoint of step 40 of the attempt before",
@@ -319,22 +319,22 @@ def test_the_deck_shows_the_gangs_events() -> None:
 
 
 def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
-    recorder = Recorder()
-    recorder.noted("train: rank 1 raised\nTraceback (most recent call last):\nValueError")
+    recorder = RunState()
+    To(recorder).noted("train: rank 1 raised\nTraceback (most recent call last):\nValueError")
     page = body(recorder)
     assert events(page) == ["rank 1 raised"]
     assert "Traceback (most recent call last):\nValueError" in page
-    recorder.noted("train: rank 1 raised\n" + "".join(f"line {number}\n" for number in range(1_000)))
+    To(recorder).noted("train: rank 1 raised\n" + "".join(f"line {number}\n" for number in range(1_000)))
     assert re.search(r"…\nline \d+\n(line \d+\n)+line 999<", body(recorder))
 
 
 def test_an_evaluation_belongs_to_the_epoch_of_its_step() -> None:
     """The metrics of each epoch's checkpoint arrive in the next epoch."""
-    recorder = Recorder()
+    recorder = RunState()
     for epoch in (1, 2, 3):
-        recorder.logged(record(10 * epoch, epoch=epoch, loss=1 / epoch))
+        To(recorder).logged(record(10 * epoch, epoch=epoch, loss=1 / epoch))
         if epoch > 1:
-            recorder.logged(replace(record(10 * epoch - 10, eval_loss=2.0 / epoch), is_evaluation=True))
+            To(recorder).logged(replace(record(10 * epoch - 10, eval_loss=2.0 / epoch), is_evaluation=True))
     [of_epochs] = [data for data in chart_data(body(recorder)) if data["x_label"] == "epoch"]
     assert [(line["name"], line["x"]) for line in of_epochs["lines"]] == [("eval_loss", [1, 2])]
     assert figures(body(recorder))["epoch"] == "3"
@@ -344,10 +344,10 @@ def test_an_evaluation_belongs_to_the_epoch_of_its_step() -> None:
 
 
 def test_each_rank_has_its_usage_and_its_lines() -> None:
-    recorder = Recorder(clock=Clock())
+    recorder = RunState(clock=Clock())
     for moment in range(3):
         for rank in range(2):
-            recorder.used(usage(rank, 1_000.0 + 2 * moment, 10 * moment * (rank + 1), gpu_utilization=0.5))
+            To(recorder).used(usage(rank, 1_000.0 + 2 * moment, 10 * moment * (rank + 1), gpu_utilization=0.5))
     page = body(recorder)
     charts = {data["title"]: {line["name"]: line["y"] for line in data["lines"]} for data in chart_data(page)}
     assert charts["optimizer steps per second"] == {"rank 0": [5, 5], "rank 1": [10, 10]}
@@ -358,29 +358,29 @@ def test_each_rank_has_its_usage_and_its_lines() -> None:
 
 
 def test_a_program_that_logs_nothing_is_told_how_and_its_steps_are_counted() -> None:
-    recorder = Recorder(clock=Clock())
-    recorder.used(usage(0, 1_000.0, 10))
+    recorder = RunState(clock=Clock())
+    To(recorder).used(usage(0, 1_000.0, 10))
     page = body(recorder)
     assert "No records so far." in page
     assert re.search(r"steps</dt>\s*<dd[^>]*>10<", page)
-    recorder.logged(record(0, loss=1.0))
+    To(recorder).logged(record(0, loss=1.0))
     assert "No records" not in body(recorder)
 
 
 def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown() -> None:
     """Two hundred steps in 0.8 s, after 8 s that the user's code takes before the first."""
-    recorder, text = Recorder(clock=Clock()), io.StringIO()
+    recorder, text = RunState(clock=Clock()), io.StringIO()
     display = ProgressDisplay(Board(Console(file=text, width=200)))
     for observer in (recorder, display):
-        observer.placed(shape(1, 2))
-        observer.formed(1.0)
+        To(observer).placed(shape(1, 2))
+        To(observer).formed(1.0)
         for moment in (2.0, 4.0, 6.0, 8.0):
-            observer.used(usage(0, 1_000.0 + moment, 0, seconds={"preparing": moment}))
+            To(observer).used(usage(0, 1_000.0 + moment, 0, seconds={"preparing": moment}))
         for step in range(200):
             extra = {"held_out_loss": 1.0} if step == 198 else {}
             extra["samples_per_second"] = 64.0
-            observer.logged(record(step, num_steps=400, time=1_008.0 + step / 250, loss=1.0, **extra))
-        observer.used(usage(0, 1_008.8, 200, seconds={"preparing": 8.0, "stepping": 0.8}))
+            To(observer).logged(record(step, num_steps=400, time=1_008.0 + step / 250, loss=1.0, **extra))
+        To(observer).used(usage(0, 1_008.8, 200, seconds={"preparing": 8.0, "stepping": 0.8}))
     page = body(recorder)
     assert figures(page)["steps per second"] == "250"
     assert figures(page)["time left"].startswith("0.8 s")
@@ -394,9 +394,9 @@ def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown(
 
 
 def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
-    recorder = Recorder()
+    recorder = RunState()
     of_ranks = {"preparing": 1.0, "stepping": 80.0, "data": 5.0, "evaluation": 4.0, "saving": 3.0}
-    recorder.accounted(Goodput(total=100.0, starting=4.0, waiting=2.0, lost=1.0, **of_ranks))
+    To(recorder).accounted(Goodput(total=100.0, starting=4.0, waiting=2.0, lost=1.0, **of_ranks))
     page = body(recorder)
     assert figures(page)["goodput"] == "80%"
     assert re.findall(r"(\w+) <b>(\d+)%</b>", page) == [
@@ -407,9 +407,9 @@ def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
 
 def test_the_newest_pictures_and_histograms_are_drawn_as_far_as_the_page_has_room() -> None:
     def log(step: int, **metrics: Any) -> None:
-        recorder.logged(replace(record(step), metrics=metrics))
+        To(recorder).logged(replace(record(step), metrics=metrics))
 
-    recorder, empty = Recorder(), body(Recorder())
+    recorder, empty = RunState(), body(RunState())
     histogram = Histogram(counts=(1.0, 2.0), edges=(0.0, 1.0, 3.0))
     log(1, sample=Picture(png=b"\x89PNG old", width=28, height=14), weights=histogram)
     log(2, sample=Picture(png=b"\x89PNG new", width=28, height=14, caption="a seven"))
@@ -425,24 +425,24 @@ def test_the_newest_pictures_and_histograms_are_drawn_as_far_as_the_page_has_roo
         log(3, **{f"picture {number}": Picture(png=b"\x89PNG" * 20_000, width=28, height=14)})
     assert len(body(recorder)) < len(empty) + 1_000_000
     assert "picture 19, step 3" in body(recorder)
-    recorder.restarting("lost", 2)
+    To(recorder).restarting("lost", 2)
     assert "<img" not in body(recorder)
 
 
 def test_ranks_devices_and_versions_are_tables() -> None:
-    recorder = Recorder()
-    recorder.placed(shape(2, 2, gpus=2))
+    recorder = RunState()
+    To(recorder).placed(shape(2, 2, gpus=2))
     rows = rows_of(body(recorder))
     assert ["3", "1", "node-0", "tcp://10.0.0.1:4000", "H100 (GPU 1)", "2"] in rows
     assert ["torch", "2.9.0"] in rows
 
 
 def test_checkpoints_and_places_are_tables() -> None:
-    recorder = Recorder()
+    recorder = RunState()
     assert "Checkpoints" not in body(recorder)
     place = "s3://bucket/<own>/step-3.pt"
-    recorder.keeps([SavedCheckpoint(step=1, metrics={}, size=1, place=None)])
-    recorder.keeps(
+    To(recorder).keeps([SavedCheckpoint(step=1, metrics={}, size=1, place=None)])
+    To(recorder).keeps(
         [
             SavedCheckpoint(step=3, metrics={"loss": 0.123456789, "hits": 2.0}, size=1_234_567, place=place),
             SavedCheckpoint(step=7, metrics={"loss": math.nan}, size=5, place=None),
@@ -460,37 +460,37 @@ def test_checkpoints_and_places_are_tables() -> None:
 
 
 def test_a_large_gangs_page_weighs_less_than_a_megabyte() -> None:
-    recorder = Recorder("train", {f"input_{i}": "x" * 100 for i in range(50)}, clock=Clock())
-    recorder.placed(shape(125, 8, gpus=8))
-    recorder.formed(9.0)
+    recorder = RunState(name="train", inputs={f"input_{i}": "x" * 100 for i in range(50)}, clock=Clock())
+    To(recorder).placed(shape(125, 8, gpus=8))
+    To(recorder).formed(9.0)
     for step in range(3_000):
         metrics = {f"layer_{i}/gradient_norm": math.sin(step * i) * 10 ** (i % 9) for i in range(2 * MAX_CURVES)}
-        recorder.logged(record(step, epoch=step // 100, **metrics))
+        To(recorder).logged(record(step, epoch=step // 100, **metrics))
         if step % 100 == 99:
-            recorder.logged(
+            To(recorder).logged(
                 record(step, epoch=step // 100, **{f"val_{name}": value for name, value in metrics.items()})
             )
-            recorder.kept(step)
-            recorder.noted(f"train: a notice\n{'Traceback ' * 1_000}")
+            To(recorder).kept(step)
+            To(recorder).noted(f"train: a notice\n{'Traceback ' * 1_000}")
     for moment in range(200):
         for rank in range(0, 1_000, 1 if moment > 197 else 100):
-            recorder.used(usage(rank, 1_000.0 + moment, moment, gpu_memory=40 << 30, gpu_utilization=0.9))
-    recorder.keeps(
+            To(recorder).used(usage(rank, 1_000.0 + moment, moment, gpu_memory=40 << 30, gpu_utilization=0.9))
+    To(recorder).keeps(
         [SavedCheckpoint(step=i, metrics={"loss": 1.0}, size=10**9, place="s3://" + "x" * 100) for i in range(50)]
     )
-    recorder.ended(GangError("rank 1 failed\n" + "line\n" * 100_000))
+    To(recorder).ended(GangError("rank 1 failed\n" + "line\n" * 100_000))
     assert len(body(recorder).encode()) < 930_000
-    assert len(recorder.html().encode()) < 1_000_000
+    assert len(html(recorder).encode()) < 1_000_000
 
 
 def test_no_name_breaks_the_page_or_gets_into_it_unescaped() -> None:
-    recorder = Recorder("<b>", dict.fromkeys(ODD_NAMES, "<b>"))
+    recorder = RunState(name="<b>", inputs=dict.fromkeys(ODD_NAMES, "<b>"))
     for name in ODD_NAMES:
-        recorder.logged(record(0, **{name: 1.0}))
-        recorder.noted(name)
-    recorder.ended(ValueError("<b>\ud800"))
+        To(recorder).logged(record(0, **{name: 1.0}))
+        To(recorder).noted(name)
+    To(recorder).ended(ValueError("<b>\ud800"))
     page = body(recorder, dict.fromkeys(ODD_NAMES, "<b>"))
-    recorder.html().encode()
+    html(recorder).encode()
     assert "<b>" not in re.sub(r"<b>(1|no values)</b>", "", page)
     assert "\x1b" not in page
     assert "x" * 1_000 not in re.sub(r"<t[dh].*?</t[dh]>", "", page)
@@ -514,17 +514,17 @@ USAGES = st.builds(
 @settings(max_examples=60)
 @given(heard=st.lists(RECORDS | USAGES | st.text() | st.none() | st.integers(), max_size=6))
 def test_whatever_is_heard_can_be_shown(heard: list[Any]) -> None:
-    recorder = Recorder()
+    recorder = RunState()
     for each in heard:
         match each:
             case LogRecord():
-                recorder.logged(each)
+                To(recorder).logged(each)
             case RankUsage():
-                recorder.used(each)
+                To(recorder).used(each)
             case str():
-                recorder.noted(each)
+                To(recorder).noted(each)
             case None:
-                recorder.restarting("why", None)
+                To(recorder).restarting("why", None)
             case int():
-                recorder.kept(each)
+                To(recorder).kept(each)
     body(recorder).encode()

@@ -7,48 +7,51 @@ import pytest
 from browser import Inspected, inspect
 from clock import Clock
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.deck import html
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.values import values_table
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput
 from test_deck import shape
-from told import record, usage
+from told import To, record, usage
 
 WIDTHS = (1200, 600)
 LONG = "a-long-name/without-any-place-to-break_it" * 5
 
 
-def trained() -> Recorder:
+def trained() -> RunState:
     """All that a page may have, with a restart in it."""
-    recorder = Recorder("flows.train", {"lr": 0.1, LONG: LONG}, clock=(clock := Clock()))
-    recorder.placed(shape(4, gpus=1))
-    recorder.formed(1.0)
+    recorder = RunState(name="flows.train", inputs={"lr": 0.1, LONG: LONG}, clock=(clock := Clock()))
+    To(recorder).placed(shape(4, gpus=1))
+    To(recorder).formed(1.0)
     for step in range(200):
         clock.now += 1
-        recorder.logged(record(step, num_steps=400, time=clock.now, epoch=1 + step // 50, loss=100 / (1 + step)))
+        To(recorder).logged(record(step, num_steps=400, time=clock.now, epoch=1 + step // 50, loss=100 / (1 + step)))
         if step % 50 == 49:
-            recorder.logged(record(step, time=clock.now, epoch=1 + step // 50, held_out_loss=1.0 + 1 / (1 + step)))
-            recorder.kept(step)
+            To(recorder).logged(record(step, time=clock.now, epoch=1 + step // 50, held_out_loss=1.0 + 1 / (1 + step)))
+            To(recorder).kept(step)
         for rank in range(4):
-            recorder.used(usage(rank, clock.now, step, gpu_memory=1 << 35, gpu_utilization=0.5))
+            To(recorder).used(usage(rank, clock.now, step, gpu_memory=1 << 35, gpu_utilization=0.5))
         if step == 120:
-            recorder.restarting(f"rank 3 was killed {LONG}", 99)
-            recorder.placed(shape(3))
-            recorder.formed(1.0)
-    recorder.accounted(Goodput(total=9, starting=1, stepping=5, data=1, evaluation=1, saving=0.5, waiting=0.5, lost=0))
+            To(recorder).restarting(f"rank 3 was killed {LONG}", 99)
+            To(recorder).placed(shape(3))
+            To(recorder).formed(1.0)
+    To(recorder).accounted(
+        Goodput(total=9, starting=1, stepping=5, data=1, evaluation=1, saving=0.5, waiting=0.5, lost=0)
+    )
     return recorder
 
 
 @pytest.fixture(scope="module")
 def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Inspected]:
     failed = trained()
-    failed.ended(GangError(f"rank 1 raised ValueError: {LONG}\n{LONG}", rank=1))
+    To(failed).ended(GangError(f"rank 1 raised ValueError: {LONG}\n{LONG}", rank=1))
     points = [(0, 1.0), (1, 0.5), (2, 0.25)]
     loose = report.line_chart("first", {"a": points}, "step") + report.line_chart("second", {"b": points[:1]}, "step")
     pages = {
-        "training": trained().html({"results": f"s3://{LONG}"}),
-        "failed": failed.html(),
-        "empty": Recorder("flows.train").html() + report.line_chart("nothing", {"loss": []}, "step"),
+        "training": html(trained(), {"results": f"s3://{LONG}"}),
+        "failed": html(failed),
+        "empty": html(RunState(name="flows.train")) + report.line_chart("nothing", {"loss": []}, "step"),
         "two": report.page(report.line_chart("one", {"a": points}, "epoch")) + report.page(loose),
         "loose": loose,
         "values": report.page(values_table({LONG: LONG, "rows": [{LONG: LONG}] * 9}, {LONG: LONG}, {}), loose),

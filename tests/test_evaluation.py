@@ -14,9 +14,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch import DaskDDP, Evaluate, Gang, Keep, SpawnDDP, WorkerGroup, dispatch
-from flytekitplugins.daskpytorch.display.logged import Log, Logged
-from flytekitplugins.daskpytorch.display.story import Story
-from flytekitplugins.daskpytorch.display.tracker import Run, Tracker
+from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
+from flytekitplugins.daskpytorch.display.tracker import Run
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE
 from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK, Agenda
@@ -30,6 +29,7 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Ask, Leave, Question, Tell
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, MoodyFiles, World
+from told import To
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
 BEST = Keep(last=1, best=1, metric="held_out", mode="min")  # the lowest step, in the simulation
@@ -429,23 +429,21 @@ class NoRun(Run):
 
 
 class Futures(Logged):
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, state: RunState) -> None:
+        self._run_state = state
 
 
 def test_a_late_record_leaves_the_newest_step_as_it_is() -> None:
-    log, story, tracker = Log(), Story(), Tracker(NoRun())
+    state = RunState()
     values = {"rank": 0, "num_steps": 10, "time": 0.0}
     newest = LogRecord(**values, step=9, metrics={"loss": 0.5})  # type: ignore[arg-type]
     late = LogRecord(**values, step=2, metrics={"held_out": 0.7}, is_evaluation=True)  # type: ignore[arg-type]
-    for observer in (log, story, tracker):
-        observer.logged(newest)
-        observer.logged(late)
-    assert story.record == newest
-    assert story.metrics.newest == {"loss": 0.5, "held_out": 0.7}
-    assert [chart.by_step for chart in story.charts if "held_out" in chart.by_step] == [{"held_out": [(2.0, 0.7)]}]
-    assert (Futures(log).step, Futures(log).metrics) == (9, {"loss": 0.5, "held_out": 0.7})
-    assert [record.step for record in log.records] == [9, 2]
-    log.restarting("a rank was lost", 2)
-    assert [record.step for record in log.records] == [2]  # the checkpoint is what the restart begins with
-    assert tracker._newest == newest
+    To(state).logged(newest)
+    To(state).logged(late)
+    assert state.record == newest
+    assert state.metrics.newest == {"loss": 0.5, "held_out": 0.7}
+    assert [chart.by_step for chart in state.charts if "held_out" in chart.by_step] == [{"held_out": [(2.0, 0.7)]}]
+    assert (Futures(state).step, Futures(state).metrics) == (9, {"loss": 0.5, "held_out": 0.7})
+    assert [record.step for record in state.records] == [9, 2]
+    To(state).restarting("a rank was lost", 2)
+    assert [record.step for record in state.records] == [2]  # the checkpoint is what the restart begins with

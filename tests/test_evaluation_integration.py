@@ -41,10 +41,10 @@ class Seen(Notes):
         self.workers: set[str] = set()
         self.evaluated: list[LogRecord] = []
 
-    def placed(self, shape: Shape) -> None:
+    def on_start(self, shape: Shape) -> None:
         self.workers.update(node.worker for node in shape.nodes)
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         if record.is_evaluation:
             self.evaluated.append(record)
 

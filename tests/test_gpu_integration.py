@@ -487,7 +487,7 @@ USAGES: list[RankUsage] = []
 class Usages(Observer):
     """Keeps each rank's samples."""
 
-    def used(self, usage: RankUsage) -> None:
+    def on_usage(self, usage: RankUsage) -> None:
         USAGES.append(usage)
 
 

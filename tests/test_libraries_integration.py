@@ -189,10 +189,10 @@ class Logged(Observer):
         self.records: list[LogRecord] = []
         self.goodput = Goodput()
 
-    def accounted(self, goodput: Goodput) -> None:
+    def on_goodput(self, goodput: Goodput) -> None:
         self.goodput = goodput
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         self.records.append(record)
 
 
@@ -257,7 +257,7 @@ def test_a_training_that_is_told_to_end_keeps_its_state_and_returns(
     monkeypatch.setattr(ft, "train", library_trainings.TRAININGS[library])
 
     class EndsIt(Observer):
-        def logged(self, record: LogRecord) -> None:
+        def on_log(self, record: LogRecord) -> None:
             host.preempt_all("the test has had enough")
 
     with ft.watching(tmp_path / "stopped") as launch:

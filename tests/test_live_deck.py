@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from flytekit import Deck
@@ -15,13 +17,15 @@ from flytekit.core.context_manager import ExecutionParameters, ExecutionState, F
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.deck.deck import get_deck_template
 
-from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.journal_file import NAME, Journal
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.flyte import deck
+from flytekitplugins.daskpytorch.protocol.journal import Began, Training
 from flytekitplugins.daskpytorch.task import live_page
 from processes import until
 from test_deck import shape, state
-from told import record
+from told import To, record
 
 Entered = Callable[..., Path]
 
@@ -47,6 +51,11 @@ def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         FlyteContextManager.pop_context()
 
 
+def shown(state: RunState, files: Callable[[], dict[str, str]]) -> Any:
+    """What a task shows, as far as its Deck reads it."""
+    return SimpleNamespace(state=state, files=files, journal_folder=None)
+
+
 def decks() -> list[Deck]:
     return list(FlyteContextManager.current_context().user_space_params.decks)
 
@@ -56,15 +65,15 @@ LOCAL, BACKEND = ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.T
 
 def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) -> None:
     in_task(LOCAL)
-    recorder = Recorder("flows.train")
-    with deck.published(recorder, lambda: {"results": "s3://bucket/results"}):
+    recorder = RunState(name="flows.train")
+    with deck.published(shown(recorder, lambda: {"results": "s3://bucket/results"})):
         file = deck.local_file.get()
         assert file is not None
         assert state(file.read_text()) == "starting"
-        recorder.placed(shape(2))
-        recorder.formed(1.0)
+        To(recorder).placed(shape(2))
+        To(recorder).formed(1.0)
         until(lambda: state(file.read_text()) == "training", "the training")
-        recorder.logged(record(7, num_steps=9, loss=0.125))
+        To(recorder).logged(record(7, num_steps=9, loss=0.125))
         until(lambda: "0.125" in file.read_text(), "the loss")
         assert "s3://bucket/results" in file.read_text()
         assert [each.name for each in decks()] == ["Training"]
@@ -76,14 +85,18 @@ def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) ->
 
 def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, tmp_path: Path) -> None:
     in_task(BACKEND)
-    recorder = Recorder("flows.train")
-    published = tmp_path / "out" / "deck.html"
-    with deck.published(recorder, dict):
+    recorder = RunState(name="flows.train")
+    published, uploaded = tmp_path / "out" / "deck.html", tmp_path / "out" / NAME
+    with deck.published(task := shown(recorder, dict)):
         assert deck.local_file.get() is None  # the console shows the Deck
         until(lambda: published.exists() and ">starting</span>" in published.read_text(), "the start")
-        recorder.placed(shape(1))
-        recorder.formed(1.0)
+        begun = Began(training=Training(name="flows.train", id="train-f3a"))
+        Journal(task.journal_folder, NAME).on_event(begun)
+        To(recorder).placed(shape(1))
+        To(recorder).formed(1.0)
         until(lambda: ">training</span>" in published.read_text(), "the training")
+        until(uploaded.exists, "the journal")
+        assert "train-f3a" in uploaded.read_text()
 
 
 @pytest.mark.parametrize(
@@ -91,14 +104,14 @@ def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, t
 )
 def test_what_failed_stands_at_the_top_in_the_end(in_task: Entered, error: BaseException, word: str) -> None:
     in_task(LOCAL)
-    recorder = Recorder("flows.train")
-    recorder.logged(record(3, loss=0.5))
-    with pytest.raises(type(error)), deck.published(recorder, dict):
+    recorder = RunState(name="flows.train")
+    To(recorder).logged(record(3, loss=0.5))
+    with pytest.raises(type(error)), deck.published(shown(recorder, dict)):
         raise error
     [made] = decks()
     assert state(made.html) == word
     assert "dpt-chart" in made.html
-    recorder.noted("train: too late")
+    To(recorder).noted("train: too late")
     assert "too late" not in made.html
 
 
@@ -106,7 +119,7 @@ def test_a_later_trainings_deck_takes_the_place_of_the_one_before(in_task: Enter
     in_task(LOCAL)
     Deck("mine", "<p>own</p>")
     for name in ("first", "second"):
-        with deck.published(Recorder(name), dict):
+        with deck.published(shown(RunState(name=name), dict)):
             file = deck.local_file.get()
             assert file is not None
             assert "<p>own</p>" in file.read_text()
@@ -118,17 +131,17 @@ def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
     in_task: Entered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     in_task(BACKEND)
-    recorder, attempts = Recorder("flows.train"), []
+    recorder, attempts = RunState(name="flows.train"), []
 
     def refuse(*_: object, **__: object) -> None:
         attempts.append(1)
         raise OSError("no answer")
 
     monkeypatch.setattr(FileAccessProvider, "put_data", refuse)
-    with caplog.at_level(logging.WARNING), deck.published(recorder, dict):
+    with caplog.at_level(logging.WARNING), deck.published(shown(recorder, dict)):
         until(lambda: attempts, "the first attempt")
         for step in range(3):
-            recorder.logged(record(step, loss=0.5))
+            To(recorder).logged(record(step, loss=0.5))
             until(lambda step=step: len(attempts) > step + 1, "another attempt")
     assert [entry.message for entry in caplog.records if "Deck" in entry.message] == [
         "the Deck so far could not be published (OSError('no answer')); the training goes on"
@@ -141,7 +154,7 @@ def test_a_page_that_cannot_be_written_spoils_no_training(in_task: Entered) -> N
     def fail() -> dict[str, str]:
         raise OSError("no place")
 
-    with deck.published(Recorder("flows.train"), fail):
+    with deck.published(shown(RunState(name="flows.train"), fail)):
         pass
     [made] = decks()
     assert "This page could not be written" in made.html
@@ -150,11 +163,11 @@ def test_a_page_that_cannot_be_written_spoils_no_training(in_task: Entered) -> N
 
 def test_the_last_page_of_a_task_is_in_the_file_of_the_live_one(in_task: Entered) -> None:
     in_task(LOCAL)
-    with deck.published(Recorder("flows.train"), dict):
+    with deck.published(shown(RunState(name="flows.train"), dict)):
         file = deck.local_file.get()
     Deck("mine", "the last one")
     deck.write_local(FlyteContextManager.current_context())
     assert file is not None
     assert "the last one" in file.read_text()
-    with deck.published(Recorder("flows.other"), dict):
+    with deck.published(shown(RunState(name="flows.other"), dict)):
         assert deck.local_file.get() != file

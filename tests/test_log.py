@@ -19,10 +19,11 @@ from flytekitplugins.daskpytorch.display.machine import MachineLog
 from flytekitplugins.daskpytorch.display.terminal import Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+from flytekitplugins.daskpytorch.protocol.journal import Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput
 from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
-from told import node, shape_of
+from told import To, node, shape_of
 
 SHAPE = shape_of(node("ada", "ada"), node("bea", "bea"))
 record = partial(told.record, num_steps=9)
@@ -53,57 +54,59 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 def begun(observer: Observer | None = None) -> Any:
     observer = observer or MachineLog("flows.train")
-    observer.begins(Training(name="flows.train", id="train-f3a-n0", inputs={"lr": 0.5}))
-    observer.placed(SHAPE)
+    To(observer).begins(Training(name="flows.train", id="train-f3a-n0", inputs={"lr": 0.5}))
+    To(observer).placed(SHAPE)
     return observer
 
 
 def test_each_event_says_which_gang_attempt_rank_and_host_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
     observer = begun()
-    observer.wrote(1, ["a line"])
-    observer.restarting("rank 1 was lost", 4)
-    observer.placed(SHAPE)
-    observer.logged(record(5, loss=0.25, note="well"))
+    To(observer).wrote(1, ["a line"])
+    To(observer).restarting("rank 1 was lost", 4)
+    To(observer).placed(SHAPE)
+    To(observer).logged(record(5, loss=0.25, note="well"))
     parts = dict.fromkeys(("starting", "data", "evaluation", "saving", "waiting", "lost"), 0.0)
-    observer.accounted(Goodput(total=2.0, stepping=2.0, **parts))
-    observer.ended(GangError("rank 1 failed"))
-    begins, placed, output, restarting, _, metrics, goodput, ended = said(capsys)
+    To(observer).accounted(Goodput(total=2.0, stepping=2.0, **parts))
+    To(observer).ended(GangError("rank 1 failed"))
+    began, placed, output, restarted, _, logged, accounted, ended = said(capsys)
     own = {"gang": "train-f3a-n0", "level": "INFO"}
-    inputs = {"name": "flows.train", "inputs": {"lr": 0.5}}
-    assert {**begins, "host": ""} == {**own, **inputs, "event": "begun", "host": ""}
-    assert (placed["attempt"], placed["world_size"], placed["hosts"]) == (0, 2, ["ada", "bea"])
+    training = {"name": "flows.train", "id": "train-f3a-n0", "group": None, "index": None, "inputs": {"lr": 0.5}}
+    assert {**began, "host": ""} == {**own, "training": {**training, "link": None}, "event": "began", "host": ""}
+    assert (placed["attempt"], [node["host"] for node in placed["shape"]["nodes"]]) == (0, ["ada", "bea"])
     place = {"event": "output", "attempt": 0, "rank": 1, "host": "bea"}
     assert output == {**own, **place, "text": "a line"}
-    assert (restarting["level"], restarting["text"], restarting["step"]) == ("WARNING", "rank 1 was lost", 4)
-    place = {"event": "metrics", "attempt": 1, "rank": 0, "host": "ada", "step": 5, "num_steps": 9}
-    assert metrics == {**own, **place, "metrics": {"loss": 0.25, "note": "well"}}
-    assert (goodput["event"], goodput["total"], goodput["stepping"], goodput["lost"]) == ("goodput", 2.0, 2.0, 0.0)
-    assert (ended["level"], ended["error"], ended["text"]) == ("ERROR", "GangError", "rank 1 failed")
+    assert (restarted["level"], restarted["reason"], restarted["step"]) == ("WARNING", "rank 1 was lost", 4)
+    place = {"event": "logged", "attempt": 1, "rank": 0, "host": "ada"}
+    about = {"rank": 0, "step": 5, "num_steps": 9, "time": 0.0, "is_evaluation": False}
+    assert logged == {**own, **place, "record": {**about, "metrics": {"loss": 0.25, "note": "well"}}}
+    assert (accounted["event"], accounted["goodput"]["total"], accounted["goodput"]["lost"]) == ("accounted", 2.0, 0.0)
+    end = {"word": "failed", "error": "GangError", "text": "rank 1 failed"}
+    assert (ended["level"], ended["end"]) == ("ERROR", end)
 
 
 def test_a_model_that_is_stopped_early_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    begun().ended(StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0))
+    To(begun()).ended(StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0))
     ended = said(capsys)[-1]
-    assert (ended["level"], ended["text"]) == ("INFO", "others are better")
+    assert (ended["level"], ended["end"]["text"]) == ("INFO", "others are better")
 
 
 def test_a_call_that_is_interrupted_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
     observer = begun()
     for error in (None, CancelledError("the call was interrupted"), GangError("no")):
-        observer.called("evaluate", error)
+        To(observer).called("evaluate", error)
     assert [line["level"] for line in said(capsys)[-3:]] == ["INFO", "WARNING", "ERROR"]
 
 
 def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
-    begun().logged(record(1, loss=math.nan, best=-math.inf, text="\ud800\n"))
-    assert said(capsys)[-1]["metrics"] == {"loss": "nan", "best": "-inf", "text": "\ud800\n"}
+    To(begun()).logged(record(1, loss=math.nan, best=-math.inf, text="\ud800\n"))
+    assert said(capsys)[-1]["record"]["metrics"] == {"loss": "nan", "best": "-inf", "text": "\ud800\n"}
 
 
 @pytest.mark.parametrize(
     ("level", "events"),
     [
-        ("10", ["begun", "placed", "metrics", "metrics", "ended"]),
-        ("20", ["begun", "placed", "metrics", "ended"]),
+        ("10", ["began", "placed", "logged", "logged", "ended"]),
+        ("20", ["began", "placed", "logged", "ended"]),
         ("40", ["ended"]),
     ],
 )
@@ -112,9 +115,9 @@ def test_level_is_that_of_flyte(
 ) -> None:
     monkeypatch.setenv(log.LEVEL_VARIABLE, level)
     observer = begun()
-    observer.logged(record(1))
-    observer.logged(record(1, rank=1))
-    observer.ended(GangError("no"))
+    To(observer).logged(record(1))
+    To(observer).logged(record(1, rank=1))
+    To(observer).ended(GangError("no"))
     assert [line["event"] for line in said(capsys)] == events
 
 
@@ -123,7 +126,7 @@ def test_what_the_package_says_in_a_rank_is_no_text_within_an_object(capsys: pyt
     logging.getLogger("flytekitplugins.daskpytorch.data.bucket").warning("listing takes long")
     line = capsys.readouterr().err.rstrip("\n")
     users = '{"time": "now", "event": "of the user", "self": 1, "level": []}'
-    begun().wrote(1, [line, users, '{"time": "broken'])
+    To(begun()).wrote(1, [line, users, '{"time": "broken'])
     found = said(capsys)[-3:]
     assert [(each["event"], each["level"], each["text"], each["rank"], each["host"]) for each in found] == [
         ("log", "WARNING", "listing takes long", 1, "bea"),
@@ -144,13 +147,13 @@ def test_loggers_of_modules_say_objects_with_tracebacks(capsys: pytest.CaptureFi
 def test_a_sweep_says_what_its_models_do(capsys: pytest.CaptureFixture[str]) -> None:
     board = SweepDisplay(1)
     model = board.line(0, {"lr": 1})
-    model.begins(Training(name="train", id="sweep-f3a-0", group="sweep-f3a", index=0, inputs={"lr": 1}))
-    model.placed(SHAPE)
-    model.wrote(0, ["a line"])
-    model.ended(None)
+    To(model).begins(Training(name="train", id="sweep-f3a-0", group="sweep-f3a", index=0, inputs={"lr": 1}))
+    To(model).placed(SHAPE)
+    To(model).wrote(0, ["a line"])
+    To(model).ended(None)
     board.count(0, None)
     lines = said(capsys)
-    assert [line["event"] for line in lines] == ["begun", "placed", "output", "ended", "note"]
+    assert [line["event"] for line in lines] == ["began", "placed", "output", "ended", "note"]
     assert {line["model"] for line in lines[:-1]} == {0}
     assert lines[-1]["text"] == "1 of 1 models have ended: 1 finished"
 
@@ -166,14 +169,14 @@ def test_gangs_share_a_board_until_the_first_has_concluded(
     assert [each.board for each in displays] == [displays[0].board] * 3
     for display in displays:
         display.say("asked")
-        display.noted("noted")
+        To(display).noted("noted")
         display.conclude("done", {})
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith("ed")]
     assert lines == ["train: asked", "noted", "train: asked", "train, noted", "of.mine: asked", "of.mine, noted"]
     alone = machine.progress("flows.train")
     assert isinstance(alone, ProgressDisplay)
     assert alone.board is not displays[0].board
-    alone.noted("noted")
+    To(alone).noted("noted")
     assert capsys.readouterr().err == "noted\n"
     alone.conclude("done", {})
 

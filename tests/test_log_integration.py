@@ -44,8 +44,8 @@ def test_a_task_with_a_fault_says_objects_only(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert all({"time", "level", "event", "host"} <= line.keys() for line in lines)
     events = [line["event"] for line in lines]
-    assert events[0] == "begun"
-    assert [events.count(event) for event in ("placed", "formed", "restarting", "ended", "concluded")] == [
+    assert events[0] == "began"
+    assert [events.count(event) for event in ("placed", "formed", "restarted", "ended", "concluded")] == [
         2,
         2,
         1,
@@ -54,10 +54,10 @@ def test_a_task_with_a_fault_says_objects_only(tmp_path: Path) -> None:
     ]
     outputs = {(line["attempt"], line["rank"], line["text"]) for line in lines if line["event"] == "output"}
     assert outputs == {(0, rank, "from step 0") for rank in (0, 1)} | {(1, rank, "from step 3") for rank in (0, 1)}
-    [restarting] = [line for line in lines if line["event"] == "restarting"]
-    assert "SIGKILL" in restarting["text"]
-    assert (restarting["level"], restarting["step"]) == ("WARNING", 3)
-    steps = [(line["attempt"], line["step"]) for line in lines if line["event"] == "metrics"]
+    [restarted] = [line for line in lines if line["event"] == "restarted"]
+    assert "SIGKILL" in restarted["reason"]
+    assert (restarted["level"], restarted["step"]) == ("WARNING", 3)
+    steps = [(line["attempt"], line["record"]["step"]) for line in lines if line["event"] == "logged"]
     assert steps == [(0, 1), (0, 2), (0, 3), (1, 4)]
     assert {line["gang"] for line in lines if "gang" in line} == {
         folder.name for folder in (tmp_path / "logs").iterdir()

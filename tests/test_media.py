@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from flytekitplugins.daskpytorch import Histogram, LogRecord, Picture
-from flytekitplugins.daskpytorch.display.logged import Log
+from flytekitplugins.daskpytorch.display.run_state import RunState
+from told import To
 
 
 class Figure:
@@ -77,6 +78,6 @@ def test_drawings_of_rank_0_travel_and_are_kept_by_nobody_else() -> None:
     sent = [pickle.loads(pickle.dumps(record.sent())) for record in records]
     assert [set(record.metrics) for record in sent] == [{"loss", "sample", "weights"}, {"loss"}]
     assert sent[0].drawings == {name: metrics[name] for name in ("sample", "weights")}
-    log = Log()
-    log.logged(sent[0])
+    log = RunState()
+    To(log).logged(sent[0])
     assert log.newest == log.records[0].metrics == {"loss": 1.0}

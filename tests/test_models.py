@@ -11,12 +11,13 @@ import pytest
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.display import notebook as notebook_table
-from flytekitplugins.daskpytorch.display.logged import Log
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep import model as display
 from flytekitplugins.daskpytorch.sweep.model import ModelFuture, SweepDisplay
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 from processes import until
+from told import To
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Pair(NamedTuple):
 
 
 def model(index: int, experiment: Any, *records: dict[str, Any]) -> ModelFuture:
-    log = Log()
+    log = RunState()
     for step, metrics in enumerate(records):
-        log.logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics))
+        To(log).logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics))
     return ModelFuture(index, experiment, log, lambda: False)
 
 
@@ -136,9 +137,9 @@ def test_what_is_no_number_is_never_the_best(mode: Any) -> None:
 def test_after_a_restart_the_newest_values_are_those_of_the_records_that_stay() -> None:
     future = model(0, 1, {"loss": 3.0, "lr": 1.0}, {"loss": 2.0}, {"loss": 1.0, "late": 1.0})
     assert (future.metrics, future.step) == ({"loss": 1.0, "lr": 1.0, "late": 1.0}, 2)
-    future._log.restarting("a rank was lost", 1)
+    To(future._run_state).restarting("a rank was lost", 1)
     assert (future.metrics, future.step) == ({"loss": 2.0, "lr": 1.0}, 1)
-    future._log.restarting("a rank was lost", None)
+    To(future._run_state).restarting("a rank was lost", None)
     assert (future.metrics, future.step) == ({}, None)
 
 
@@ -179,7 +180,7 @@ def test_a_notebook_has_one_table_which_is_kept_up_to_date(
     monkeypatch.setattr(notebook_table, "REFRESH", 0.01)
     assert notebook_table.is_notebook()
     display.show_live(models)
-    models[4]._log.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.125}))
+    To(models[4]._run_state).logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.125}))
     until(lambda: "0.125" in notebook.outputs[-1]["data"]["text/html"], "the newest value")
     end(models)
     until(lambda: "2 cancelled" in notebook.outputs[-1]["data"]["text/html"], "the last state")
@@ -193,12 +194,12 @@ def test_beside_the_table_only_its_news_are_written(notebook: Any, capsys: pytes
     board = SweepDisplay(3, is_quiet=True)
     for index, error in enumerate((None, STOPPED, FAILED)):
         line = board.line(index, {"lr": index})
-        line.formed(0.1)
-        line.logged(LogRecord(rank=0, step=1, num_steps=2, time=0.0, metrics={"epoch": 1, "loss": 1.0}))
-        line.wrote(0, ["hello"])
-        line.noted("it goes on")
-        line.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
-        line.ended(error)
+        To(line).formed(0.1)
+        To(line).logged(LogRecord(rank=0, step=1, num_steps=2, time=0.0, metrics={"epoch": 1, "loss": 1.0}))
+        To(line).wrote(0, ["hello"])
+        To(line).noted("it goes on")
+        To(line).accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
+        To(line).ended(error)
         board.count(index, error)
     lines = [line for index in range(3) for line in (f"[model {index}, rank 0] hello", f"model {index}, it goes on")]
     assert capsys.readouterr().err.splitlines() == [*lines, "model 2 {'lr': 2} failed: LookupError: no good"]

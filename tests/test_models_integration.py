@@ -122,7 +122,7 @@ class Census(Observer):
     """Experiments that lie in shared memory."""
     threads: ClassVar[list[int]] = []
 
-    def formed(self, seconds: float) -> None:
+    def on_formed(self, seconds: float) -> None:
         self.packed.append(num_packed())
         self.threads.append(sum(thread.name.startswith("daskpytorch-gang") for thread in threading.enumerate()))
 

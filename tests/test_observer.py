@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObserver
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObserver, RankObservers
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
 RECORD = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
@@ -23,25 +25,25 @@ class Steady(Observer):
         self.steps: list[int] = []
         self.notes: list[str] = []
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         self.steps.append(record.step)
 
-    def noted(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
 class Broken(Steady):
     """Fails at the first record."""
 
-    def logged(self, record: LogRecord) -> None:
-        super().logged(record)
+    def on_log(self, record: LogRecord) -> None:
+        super().on_log(record)
         raise OSError(28, "No space left on device")
 
 
 class Choosy(Observer):
     """Wants no more after the first record."""
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         raise StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
 
 
@@ -50,11 +52,11 @@ def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: 
     observers = Observers([broken, steady])
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            observers.tell("logged", RECORD)
+            observers.tell(journal.Logged(record=RECORD))
     assert observers.stopped_early is None
     assert broken.steps == [1]
     assert steady.steps == [1, 1, 1]
-    told = "Broken.logged failed (OSError: [Errno 28] No space left on device) and is not called any more"
+    told = "Broken.on_event failed (OSError: [Errno 28] No space left on device) and is not called any more"
     assert steady.notes == [told]
     assert broken.notes == []
     [record] = caplog.records
@@ -66,7 +68,7 @@ def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> N
     choosy, steady = Choosy(), Steady()
     observers = Observers([choosy, steady])
     for _ in range(2):
-        observers.tell("logged", RECORD)
+        observers.tell(journal.Logged(record=RECORD))
         assert isinstance(observers.stopped_early, StoppedEarlyError)
     assert steady.steps == [1, 1]
 
@@ -81,7 +83,7 @@ class Frozen(Observer):
 def test_an_observer_is_told_of_the_gangs_account_and_its_fields_stay_its_own(caplog: pytest.LogCaptureFixture) -> None:
     frozen = Frozen()
     observers = Observers([frozen])
-    observers.tell("accounted", Goodput())
+    observers.tell(journal.Accounted(goodput=Goodput()))
     assert caplog.text == ""
     assert observers
     assert frozen.goodput == "the user's own"
@@ -98,10 +100,10 @@ class Part(RankObserver):
         self.fails_to = fails_to
         self._do("open")
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         self._do("logged")
 
-    def close(self, exit_code: int, stopped_early: str | None = None) -> None:
+    def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
         self._do("close")
 
     def _do(self, what: str) -> None:
@@ -124,12 +126,12 @@ class Divided(Steady):
 
 
 def heard_in_rank(*observers: Observer) -> list[list[str]]:
-    in_rank = Observers()
+    in_rank = RankObservers()
     in_rank.open(Observers(observers).for_rank())
     parts = [part for part in in_rank._observers if isinstance(part, Part)]
     for _ in range(2):
-        in_rank.tell("logged", RECORD)
-    in_rank.tell("close", 0, None)
+        in_rank.call("on_log", RECORD)
+    in_rank.call("on_end", 0, None)
     return [part.heard for part in parts]
 
 
@@ -152,10 +154,10 @@ def test_part_that_fails_is_left_out_and_the_other_goes_on(
 
 
 def test_observer_whose_part_cannot_travel_is_left_out_here(caplog: pytest.LogCaptureFixture) -> None:
-    lock, none, steady = Divided(functools.partial(Part, logging.getLogger().handlers[0])), Divided(None), Steady()
+    lock, none, steady = Divided(functools.partial(Part, threading.Lock())), Divided(None), Steady()
     observers = Observers([lock, none, steady])
     assert observers.for_rank() == []
-    observers.tell("logged", RECORD)
+    observers.tell(journal.Logged(record=RECORD))
     assert (lock.steps, none.steps, steady.steps) == ([], [], [1])
     assert [note.partition(" (")[0] for note in steady.notes] == ["Divided.for_rank failed"] * 2
     assert "cannot be sent to the ranks" in steady.notes[0]

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch import Goodput, OpenTelemetry, Training
 from flytekitplugins.daskpytorch.display import open_telemetry
 from flytekitplugins.daskpytorch.display.open_telemetry import FIGURES, PREFIX, RESTART_KINDS, GangFigures
 from otlp import name_in_prometheus
-from told import node, record, shape_of, usage
+from told import To, node, record, shape_of, usage
 
 Read = Callable[[], dict[tuple[str, ...], float]]
 
@@ -46,20 +46,20 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
 def begun(index: int | None = None) -> GangFigures:
     """The figures of a gang of two ranks that has begun."""
     figures = OpenTelemetry()()
-    figures.begins(Training(name="train", id="id", index=index))
-    figures.placed(shape_of(node("a"), node("b")))
+    To(figures).begins(Training(name="train", id="id", index=index))
+    To(figures).placed(shape_of(node("a"), node("b")))
     return figures
 
 
 def happen(figures: GangFigures) -> None:
     """Let one of everything happen to a gang."""
-    figures.formed(1.5)
-    figures.logged(record(7, num_steps=10, loss=0.5, note="warm"))
-    figures.logged(record(8, rank=1, num_steps=10, loss=9.0))
-    figures.kept(6)
-    figures.accounted(Goodput(total=3.0, starting=1.0, stepping=2.0))
-    figures.used(usage(1, num_steps=8, cpu=0.9, memory=3 * 2**30, gpu_memory=2**30, gpu_utilization=0.25))
-    figures.failed("lost")
+    To(figures).formed(1.5)
+    To(figures).logged(record(7, num_steps=10, loss=0.5, note="warm"))
+    To(figures).logged(record(8, rank=1, num_steps=10, loss=9.0))
+    To(figures).kept(6)
+    To(figures).accounted(Goodput(total=3.0, starting=1.0, stepping=2.0))
+    To(figures).used(usage(1, num_steps=8, cpu=0.9, memory=3 * 2**30, gpu_memory=2**30, gpu_utilization=0.25))
+    To(figures).restarting("a rank was lost", 7, "lost")
 
 
 def test_each_figure_has_its_name_unit_and_labels(read: Read) -> None:
@@ -94,15 +94,15 @@ def test_each_figure_has_its_name_unit_and_labels(read: Read) -> None:
 def test_names_that_a_training_makes_up_are_limited(read: Read) -> None:
     figures = begun()
     for step in range(1000):
-        figures.logged(record(step, **{f"loss {step}": 1.0}))
-        figures.used(usage(step))
+        To(figures).logged(record(step, **{f"loss {step}": 1.0}))
+        To(figures).used(usage(step))
     names = [name for name, *_ in read()]
     assert names.count("daskpytorch_metric") == 200
     assert names.count("daskpytorch_rank_steps") == 100
 
 
 def test_a_resumed_training_has_a_checkpoint_whose_age_counts(read: Read) -> None:
-    begun().resumed(40)
+    To(begun()).resumed(40)
     found = read()
     assert found["daskpytorch_checkpoint_step", "train"] == 40
     assert abs(found["daskpytorch_checkpoint_timestamp_seconds", "train"] - time.time()) < 60
@@ -111,9 +111,9 @@ def test_a_resumed_training_has_a_checkpoint_whose_age_counts(read: Read) -> Non
 
 def test_of_gangs_with_the_same_labels_the_newest_is_exported(read: Read) -> None:
     older, newer, other = begun(), begun(), begun(index=7)
-    older.formed(1.0)
-    newer.formed(2.0)
-    other.formed(3.0)
+    To(older).formed(1.0)
+    To(newer).formed(2.0)
+    To(other).formed(3.0)
     found = read()
     assert found["daskpytorch_forming_seconds", "train"] == 2.0
     assert found["daskpytorch_forming_seconds", "train", "7"] == 3.0
@@ -122,7 +122,7 @@ def test_of_gangs_with_the_same_labels_the_newest_is_exported(read: Read) -> Non
 def test_the_last_figures_of_a_gang_are_exported_for_a_while(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = begun()
     happen(figures)
-    figures.ended(None)
+    To(figures).ended(None)
     found = read()
     assert found["daskpytorch_running", "train"] == 0.0
     assert found["daskpytorch_step", "train"] == 7.0

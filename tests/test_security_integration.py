@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
 from processes import SCRIPTS, nothing_left_behind, run_program
+from told import To
 
 SOURCES = [path for folder in ("plugins", "tasks", "workflows") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 SECRETS = {
@@ -157,7 +158,7 @@ def test_an_input_that_is_a_secret_by_its_name_is_not_in_the_runs_configuration(
 def test_an_experiments_secret_is_not_in_the_log_of_many_models() -> None:
     text = io.StringIO()
     board = SweepDisplay(1, Console(file=text, width=160, highlight=False))
-    board.line(0, {"api_key": "sentinel", "lr": 1, "data": [{"password": "sentinel"}]}).ended(OSError("gone"))
+    To(board.line(0, {"api_key": "sentinel", "lr": 1, "data": [{"password": "sentinel"}]})).ended(OSError("gone"))
     assert "model 0 {'api_key': '(hidden)', 'lr'" in text.getvalue()
     assert "sentinel" not in text.getvalue()
 

@@ -10,6 +10,7 @@ from rich.console import Console
 import told
 from flytekitplugins.daskpytorch import Goodput
 from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
+from told import To
 
 record = partial(told.record, num_steps=8)
 
@@ -24,17 +25,17 @@ def shown(*, terminal: bool = False) -> str:
     board = board_of(3, text, terminal=terminal)
     lines = [board.line(index, {"lr": 0.1 * index, "[tag]": "x" * 60}) for index in range(3)]
     for line in lines:
-        line.formed(0.1)
+        To(line).formed(0.1)
     for step in range(4):
-        lines[0].logged(record(step, epoch=1 + step // 2, loss=1.0))
-        lines[0].logged(record(step, rank=1, epoch=1, loss=77.0))
+        To(lines[0]).logged(record(step, epoch=1 + step // 2, loss=1.0))
+        To(lines[0]).logged(record(step, rank=1, epoch=1, loss=77.0))
     board._board.bars.refresh()  # as its thread does ten times a second
-    lines[0].wrote(1, ["[brackets] stay"])
-    lines[0].ended(None)
-    lines[1].noted("train: going on from step 4")
-    lines[1].ended(ValueError("no good\nreally"))
+    To(lines[0]).wrote(1, ["[brackets] stay"])
+    To(lines[0]).ended(None)
+    To(lines[1]).noted("train: going on from step 4")
+    To(lines[1]).ended(ValueError("no good\nreally"))
     shown = text.getvalue()
-    lines[2].ended(None)  # takes the live display away
+    To(lines[2]).ended(None)  # takes the live display away
     return shown
 
 
@@ -54,8 +55,8 @@ def test_the_last_line_of_a_model_that_took_its_time_says_where_that_went() -> N
     board = board_of(3, text)
     for total in (59.0, 80.0):
         line = board.line(1, 7)
-        line.accounted(Goodput(total=total, stepping=total))
-        line.ended(None)
+        To(line).accounted(Goodput(total=total, stepping=total))
+        To(line).ended(None)
     assert text.getvalue().splitlines() == ["model 1 7: goodput 100 %: 80.0 s of 80.0 s stepping"]
 
 

@@ -36,6 +36,7 @@ from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Scheduler, SpawnDD
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
@@ -372,7 +373,9 @@ class _Trained:
 
     def run(self) -> list[bytes]:
         for observer in self._observers:
-            observer.logged(LogRecord(rank=0, step=7, num_steps=8, time=0.0, metrics={"loss": 0.25}))
+            observer.on_event(
+                journal.Logged(record=LogRecord(rank=0, step=7, num_steps=8, time=0.0, metrics={"loss": 0.25}))
+            )
         if self.ends_by is not None:
             raise self.ends_by
         return [pickle.dumps(TaskOutput(literal_map=LiteralMap({}).to_flyte_idl().SerializeToString(), decks=[]))]

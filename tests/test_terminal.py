@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,30 +25,32 @@ import any_records
 import told
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
 from flytekitplugins.daskpytorch.display.lines import MAX_LINE, describe_record
+from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
-from told import node, shape_of, usage
+from told import To, node, shape_of, usage
 
 SHAPE = shape_of(node("tcp://10.0.0.1:1", "h1"), node("tcp://10.0.0.2:1", "h2"))
 record = partial(told.record, num_steps=8)
 
 
-def begun(console: Console) -> ProgressDisplay:
+def begun(console: Console, clock: Callable[[], float] = time.time) -> ProgressDisplay:
     """A display of a gang whose ranks have met."""
     display = ProgressDisplay(Board(console))
-    display.placed(SHAPE)
-    display.formed(0.5)
+    display.state = RunState(clock=clock)
+    To(display).placed(SHAPE)
+    To(display).formed(0.5)
     return display
 
 
 def shown(*records: LogRecord) -> str:
     display = begun(Console(file=(text := io.StringIO()), width=200, highlight=False))
     for entry in records:
-        display.logged(entry)
-    display.wrote(1, ["[brackets] stay"])
-    display.ended(None)
+        To(display).logged(entry)
+    To(display).wrote(1, ["[brackets] stay"])
+    To(display).ended(None)
     return text.getvalue()
 
 
@@ -73,7 +76,7 @@ def test_plain_lines_show_every_epoch_but_not_every_step() -> None:
 def test_a_ranks_output_stays_as_it_is(*, is_terminal: bool, tab: str) -> None:
     text = io.StringIO()
     board = Board(Console(file=text, force_terminal=is_terminal, width=40, highlight=False))
-    Display(board).wrote(1, ["step:100:\tloss :x: " + "=" * 60])
+    To(Display(board)).wrote(1, ["step:100:\tloss :x: " + "=" * 60])
     assert text.getvalue() == f"[rank 1] step:100:{tab}loss :x: {'=' * 60}\n"
 
 
@@ -81,11 +84,11 @@ def steps_of_lines(records: list[LogRecord]) -> list[int]:
     """Steps of the permanent lines in a terminal."""
     console = Console(file=(text := io.StringIO()), force_terminal=True, width=200, color_system=None)
     display = ProgressDisplay(Board(console))
-    display.placed(SHAPE)
-    display.formed(0.5)
+    To(display).placed(SHAPE)
+    To(display).formed(0.5)
     display._board.bars.stop()  # only permanent lines are written
     for each in records:
-        display.logged(each)
+        To(display).logged(each)
     return [int(step) for step in re.findall(r"train: .*?step (\d+)", text.getvalue())]
 
 
@@ -125,8 +128,8 @@ def test_a_line_of_an_epoch_has_its_last_values_each_with_its_step() -> None:
 
 def test_the_value_of_an_evaluation_keeps_its_step_in_the_last_line() -> None:
     display = begun(Console(file=(text := io.StringIO()), width=200))
-    display.logged(record(1, loss=0.5))
-    display.logged(replace(record(4, distance=0.25), is_evaluation=True))
+    To(display).logged(record(1, loss=0.5))
+    To(display).logged(replace(record(4, distance=0.25), is_evaluation=True))
     display.conclude("done", {})
     assert text.getvalue().endswith("step 1/8  loss 0.5  distance 0.25 (step 4)\n")
 
@@ -145,9 +148,11 @@ def console_of(text: io.StringIO, clock: list[float], **options: Any) -> Console
 
 def training(console: Console, clock: list[float], num_steps: int = 8) -> ProgressDisplay:
     """A display after four steps of two seconds each."""
-    display = begun(console)
+    display = begun(console, lambda: clock[0])
     for step in range(4):
-        display.logged(record(step, num_steps=num_steps, time=clock[0], epoch=2, loss=0.25, samples_per_second=1000.0))
+        To(display).logged(
+            record(step, num_steps=num_steps, time=clock[0], epoch=2, loss=0.25, samples_per_second=1000.0)
+        )
         clock[0] += 2.0
     return display
 
@@ -156,7 +161,7 @@ def test_a_log_that_is_no_terminal_says_how_fast_it_goes_and_how_long_it_will_ta
     text = io.StringIO()
     display = training(console_of(text, clock, width=200), clock)
     clock[0] += 10.0
-    display.logged(record(4, time=clock[0], loss=0.5))
+    To(display).logged(record(4, time=clock[0], loss=0.5))
     assert (
         "train: epoch 2  step 4/8  loss 0.5  1,000 samples/s  0.083 steps/s  36 s left" in text.getvalue().splitlines()
     )
@@ -167,7 +172,7 @@ def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[flo
     console = console_of(io.StringIO(), clock, force_terminal=True, width=60)
     display = training(console, clock, num_steps)
     live = display._board.bars.get_renderable()
-    display.ended(None)
+    To(display).ended(None)
     with console.capture() as capture:
         console.print(live)
     [line] = capture.get().splitlines()
@@ -179,9 +184,9 @@ def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[flo
 def test_the_last_line_says_how_long_it_took_the_last_metrics_and_where_things_are(clock: list[float]) -> None:
     text = io.StringIO()
     display = training(console_of(text, clock, width=60), clock)
-    display.logged(record(7, epoch=2, held_out_loss=0.75))
-    display.logged(record(7, rank=1, loss=99.0))
-    display.ended(None)
+    To(display).logged(record(7, epoch=2, held_out_loss=0.75))
+    To(display).logged(record(7, rank=1, loss=99.0))
+    To(display).ended(None)
     display.conclude("done", {"Deck": "/tmp/deck.html", "results": "s3://bucket/results"})
     assert text.getvalue().splitlines()[-3:] == [
         "train: done after 8 s, epoch 2  step 7/8  loss 0.25 (step 3)  held_out_loss 0.75  1,000 samples/s",
@@ -196,11 +201,11 @@ def test_the_very_last_line_of_a_run_of_some_time_says_where_that_went(
 ) -> None:
     text, echo = io.StringIO(), Display(Board(is_quiet=True))
     display = training(console_of(text, clock, width=60), clock)
-    echo.placed(SHAPE)
+    To(echo).placed(SHAPE)
     for observer, error in ((display, None), (echo, GangError("rank 0 of 2 failed"))):
-        observer.accounted(Goodput(total=1.0, stepping=1.0))
-        observer.accounted(Goodput(total=total, stepping=total - 20.0, starting=20.0))
-        observer.ended(error)
+        To(observer).accounted(Goodput(total=1.0, stepping=1.0))
+        To(observer).accounted(Goodput(total=total, stepping=total - 20.0, starting=20.0))
+        To(observer).ended(error)
     display.conclude("done", {"Deck": "/tmp/deck.html"})
     told = ["train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s"] if is_said else []
     assert [line for line in text.getvalue().splitlines() if "goodput" in line] == told
@@ -210,30 +215,30 @@ def test_the_very_last_line_of_a_run_of_some_time_says_where_that_went(
 
 def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
     echo = Display(Board(is_quiet=True))
-    echo.accounted(Goodput(total=80.0, starting=80.0))
-    echo.ended(GangError("no worker came within 80 s"))
+    To(echo).accounted(Goodput(total=80.0, starting=80.0))
+    To(echo).ended(GangError("no worker came within 80 s"))
     assert capfd.readouterr().err == "the gang failed: no worker came within 80 s\n"
 
 
 def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
     display = begun(Console(file=(text := io.StringIO()), width=200))
-    display.logged(record(3, loss=0.25))
-    display.restarting("lost", 2)
+    To(display).logged(record(3, loss=0.25))
+    To(display).restarting("lost", 2)
     display.conclude("failed", {})
     assert "loss" not in text.getvalue().splitlines()[-1]
 
 
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
     display = begun(Console(file=(text := io.StringIO()), force_terminal=True, width=200, highlight=False))
-    display.logged(record(3, loss=0.25))
-    display.restarting("rank 1: its worker was lost", 4)
+    To(display).logged(record(3, loss=0.25))
+    To(display).restarting("rank 1: its worker was lost", 4)
     before = text.tell()
-    display.logged(record(3, loss=0.25))
-    display.placed(SHAPE)
+    To(display).logged(record(3, loss=0.25))
+    To(display).placed(SHAPE)
     assert "━" not in text.getvalue()[before:]
-    display.formed(0.5)
-    display.logged(record(3, loss=0.125))
-    display.ended(None)
+    To(display).formed(0.5)
+    To(display).logged(record(3, loss=0.125))
+    To(display).ended(None)
     assert "━" in text.getvalue()[before:]
     assert "loss 0.125" in text.getvalue()[before:]
 
@@ -272,15 +277,15 @@ def test_nothing_is_raised_where_nothing_can_be_written(
     board = Board()
     assert board.is_live == is_terminal
     for observer in (ProgressDisplay(board), Display(board, "model 0", "model 0, ")):
-        observer.placed(SHAPE)
-        observer.formed(0.5)
-        observer.wrote(1, ["a line"])
-        observer.logged(record(3, loss=0.25))
-        observer.noted("note")
-        observer.restarting("lost", 3)
-        observer.formed(0.5)
-        observer.logged(record(3, loss=0.25))
-        observer.ended(ValueError("no good"))
+        To(observer).placed(SHAPE)
+        To(observer).formed(0.5)
+        To(observer).wrote(1, ["a line"])
+        To(observer).logged(record(3, loss=0.25))
+        To(observer).noted("note")
+        To(observer).restarting("lost", 3)
+        To(observer).formed(0.5)
+        To(observer).logged(record(3, loss=0.25))
+        To(observer).ended(ValueError("no good"))
     if file is not None:
         with contextlib.suppress(OSError):
             file.close()
@@ -303,14 +308,14 @@ def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> N
     console = Console(file=text, force_terminal=terminal, width=200, highlight=False, color_system=None)
     board = Board(console)
     for observer in (ProgressDisplay(board), Display(board, "model 0", "model 0, ")):
-        observer.placed(SHAPE)
-        observer.formed(0.5)
+        To(observer).placed(SHAPE)
+        To(observer).formed(0.5)
         try:
             for each in records:
-                observer.logged(each)
+                To(observer).logged(each)
                 console.print(board.bars)  # as its thread does
         finally:
-            observer.ended(None)
+            To(observer).ended(None)
     assert "\x1b[2J" not in text.getvalue()  # of a name, which would clear the screen
 
 
@@ -336,7 +341,7 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
     own = ValueError("empty")
     own.__cause__ = gang_error
     for error in (gang_error, own, None, KeyError("something else")):
-        Display(Board(is_quiet=True), "train").ended(error)
+        To(Display(Board(is_quiet=True), "train")).ended(error)
     assert capsys.readouterr().err.splitlines() == [
         *(["train failed: rank 1 of 2 failed on w (host h): ValueError: empty"] * 2),
         "train failed: KeyError: 'something else'",
@@ -346,25 +351,25 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
 def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
     display = begun(Console(file=(text := io.StringIO()), force_terminal=True, width=200, highlight=False))
     bars = display._board.bars
-    display.debugging(1)
+    To(display).debugging(1)
     shown = text.getvalue()
-    display.wrote(0, ["said meanwhile"])
-    display.logged(record(0, loss=1.0))
+    To(display).wrote(0, ["said meanwhile"])
+    To(display).logged(record(0, loss=1.0))
     assert text.getvalue() == shown
     assert not bars.live.is_started
-    display.debugging(None)
+    To(display).debugging(None)
     assert "[rank 0] said meanwhile" in text.getvalue()
-    display.logged(record(1, loss=1.0))
+    To(display).logged(record(1, loss=1.0))
     assert bars.live.is_started
-    display.ended(None)
+    To(display).ended(None)
 
 
 def test_the_plain_echo_keeps_quiet_for_a_debugger_until_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     echo = Display(Board(is_quiet=True))
-    echo.debugging(1)
-    echo.wrote(0, ["said meanwhile"])
+    To(echo).debugging(1)
+    To(echo).wrote(0, ["said meanwhile"])
     assert capfd.readouterr().err == ""
-    echo.ended(None)
+    To(echo).ended(None)
     assert capfd.readouterr().err == "[rank 0] said meanwhile\n"
 
 
@@ -373,20 +378,21 @@ def test_the_plain_echo_keeps_quiet_for_a_debugger_until_the_end(capfd: pytest.C
 
 def show_calls(display: ProgressDisplay, clock: list[float]) -> None:
     """A quick call without metrics, one with metrics, one that fails, and two seconds of idling."""
-    display.placed(SHAPE)
-    display.formed(0.5)
-    display.calling("quick")
-    display.called("quick", None)
-    display.calling("flows.train")
+    display.state = RunState(clock=lambda: clock[0])
+    To(display).placed(SHAPE)
+    To(display).formed(0.5)
+    To(display).calling("quick")
+    To(display).called("quick", None)
+    To(display).calling("flows.train")
     for step in range(2):
-        display.logged(record(step, loss=0.5, num_steps=2))
+        To(display).logged(record(step, loss=0.5, num_steps=2))
     clock[0] += 3.0
-    display.used(usage(0))
-    display.called("flows.train", None)
-    display.calling("bad")
-    display.called("bad", ValueError("no"))
+    To(display).used(usage(0))
+    To(display).called("flows.train", None)
+    To(display).calling("bad")
+    To(display).called("bad", ValueError("no"))
     for rank in (0, 1):
-        display.used(usage(rank, memory=1 << 30, gpu_memory=1 << 30))
+        To(display).used(usage(rank, memory=1 << 30, gpu_memory=1 << 30))
     clock[0] += 2.0
 
 
@@ -394,7 +400,7 @@ def test_calls_of_a_gang_that_stays_have_a_line_if_they_log_fail_or_take_a_secon
     text = io.StringIO()
     display = ProgressDisplay(Board(console_of(text, clock, width=200)), "gang")
     show_calls(display, clock)
-    display.ended(None)
+    To(display).ended(None)
     display.conclude("done", {})
     assert text.getvalue().splitlines()[2:] == [
         "train: step 0/2  loss 0.5",
@@ -410,7 +416,7 @@ def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_ho
     [line] = display.board.bars.tasks
     assert line.fields["name"] == "gang"
     assert line.fields["text"] == "idle, its ranks hold 4.0 GiB"
-    display.calling("flows.train")
+    To(display).calling("flows.train")
     assert line.fields["name"] == "train"
     assert line.fields["text"] == ""
-    display.ended(None)
+    To(display).ended(None)

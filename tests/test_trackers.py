@@ -21,14 +21,14 @@ from flytekitplugins.daskpytorch.display import feeder, tracker
 from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.display.feeder import Feeder
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.host import Execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+from flytekitplugins.daskpytorch.protocol.journal import Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput
 from processes import until
 from seaweed import free_ports
-from told import node, record, shape_of, usage
+from told import To, node, record, shape_of, usage
 
 SHAPE = shape_of(node(), per_worker=2)
 PICTURE = Picture.of([[0, 100, 255]] * 2)
@@ -48,27 +48,27 @@ def training(id_: str = "train-f3a-n0", **changes: Any) -> Training:
 def begun(make: Make, about: Training | None = None, resumed: int | None = None) -> Observer:
     """An observer of a gang that has been formed."""
     observer = make()
-    observer.begins(about or training())
+    To(observer).begins(about or training())
     if resumed is not None:
-        observer.resumed(resumed)
-    observer.placed(SHAPE)
+        To(observer).resumed(resumed)
+    To(observer).placed(SHAPE)
     return observer
 
 
 def losses(observer: Observer, steps: range, loss: float) -> None:
     for step in steps:
-        observer.logged(record(step, loss=loss))
-        observer.logged(record(step, rank=1, loss=-1.0))
+        To(observer).logged(record(step, loss=loss))
+        To(observer).logged(record(step, rank=1, loss=-1.0))
 
 
 def retried(make: Make, about: Training | None = None) -> None:
     """Steps 1 to 5 in one attempt of a Flyte task. From the checkpoint of step 3, the next attempt goes on to 7."""
     first = begun(make, about)
     losses(first, range(1, 6), 1.0)
-    first.ended(PreemptedError("the task was told to end", cause="SIGTERM"))
+    To(first).ended(PreemptedError("the task was told to end", cause="SIGTERM"))
     second = begun(make, about, resumed=3)
     losses(second, range(4, 8), 2.0)
-    second.ended(None)
+    To(second).ended(None)
 
 
 # ---- Which run
@@ -148,10 +148,10 @@ def session(folder: Path, part: str) -> Any:
 
 def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_path: Path) -> None:
     observer = begun(board(tmp_path))
-    observer.logged(record(0, loss=3.0, note="slow"))
-    observer.logged(record(7, loss=1.5, epoch=1, odd=object()))
-    observer.noted("train: rank 1 goes on")
-    observer.ended(None)
+    To(observer).logged(record(0, loss=3.0, note="slow"))
+    To(observer).logged(record(7, loss=1.5, epoch=1, odd=object()))
+    To(observer).noted("train: rank 1 goes on")
+    To(observer).ended(None)
     folder = tmp_path / "train-f3a-n0"
     assert observer.places() == {"TensorBoard": str(folder)}
     assert scalars(folder) == [(0, 3.0), (7, 1.5)]
@@ -167,13 +167,13 @@ def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_pa
 def told_of_its_machine(make: Make) -> None:
     """A gang that says what it uses and where its time went."""
     observer = begun(make)
-    observer.used(usage(0, cpu=9.0))  # belongs to no step
+    To(observer).used(usage(0, cpu=9.0))  # belongs to no step
     losses(observer, range(1, 4), 1.0)
     for rank in (0, 1, 100):
-        observer.used(usage(rank, cpu=0.5, memory=1 << 29, gpu_utilization=0.25))
-    observer.accounted(Goodput(total=10.0, stepping=4.0))
-    observer.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
-    observer.ended(None)
+        To(observer).used(usage(rank, cpu=0.5, memory=1 << 29, gpu_utilization=0.25))
+    To(observer).accounted(Goodput(total=10.0, stepping=4.0))
+    To(observer).accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
+    To(observer).ended(None)
 
 
 def test_event_files_say_what_ranks_use_and_where_the_time_went(tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_event_files_say_what_ranks_use_and_where_the_time_went(tmp_path: Path) 
 
 def test_event_files_have_histograms_and_pictures(tmp_path: Path) -> None:
     observer = begun(board(tmp_path))
-    observer.logged(record(3, weights=Histogram.of([0.0, 0.0, 1.0]), sample=PICTURE))
-    observer.ended(None)
+    To(observer).logged(record(3, weights=Histogram.of([0.0, 0.0, 1.0]), sample=PICTURE))
+    To(observer).ended(None)
     found = events(tmp_path / "train-f3a-n0")
     [image] = found.Images("sample")
     assert (image.step, image.width, image.height, image.encoded_image_string) == (3, 3, 2, PICTURE.png)
@@ -214,19 +214,19 @@ def test_event_files_say_that_a_training_failed_and_why_and_an_attempt_that_begi
 ) -> None:
     failed = begun(board(tmp_path, name="mine"))
     losses(failed, range(3), 1.0)
-    failed.ended(GangError("rank 1 failed"))
+    To(failed).ended(GangError("rank 1 failed"))
     assert session(tmp_path / "mine", "end").status == 2  # failure
     assert texts(tmp_path / "mine", "notes") == [(0, "GangError: rank 1 failed")]
     again = begun(board(tmp_path, name="mine"))
     losses(again, range(3), 2.0)
-    again.ended(None)
+    To(again).ended(None)
     assert scalars(tmp_path / "mine") == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_event_files_go_to_storage(tmp_path: Path) -> None:
     observer = begun(board(f"file://{tmp_path}/kept/"))
     losses(observer, range(3), 1.0)
-    observer.ended(None)
+    To(observer).ended(None)
     assert observer.places() == {"TensorBoard": f"file://{tmp_path}/kept/train-f3a-n0"}
     assert scalars(tmp_path / "kept/train-f3a-n0") == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
@@ -238,7 +238,7 @@ def test_storage_that_takes_nothing_costs_a_notice(
     (tmp_path / "file").touch()
     observer = begun(board(f"file://{tmp_path}/file/below"))
     losses(observer, range(3), 1.0)
-    observer.ended(None)
+    To(observer).ended(None)
     said = capsys.readouterr().err
     assert f"TensorBoard: file://{tmp_path}/file/below/train-f3a-n0 cannot be written to (NotADirectoryError" in said
     assert "TensorBoard: the newest records could not be written in time" in said
@@ -280,11 +280,11 @@ def flow(store: Path, request: pytest.FixtureRequest) -> Flow:
 
 def test_mlflow_run_has_numbers_texts_pictures_notes_parameters_and_the_end(flow: Flow) -> None:
     observer = begun(flow(tags={"team": "names"}), training(link="https://flyte.example/f3a"))
-    observer.logged(record(0, loss=3.0, note="slow"))
-    observer.logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
-    observer.logged(record(7, loss=1.0, sample=PICTURE, weights=Histogram.of([1.0])))
-    observer.noted("train: rank 1 goes on")
-    observer.ended(None)
+    To(observer).logged(record(0, loss=3.0, note="slow"))
+    To(observer).logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
+    To(observer).logged(record(7, loss=1.0, sample=PICTURE, weights=Histogram.of([1.0])))
+    To(observer).noted("train: rank 1 goes on")
+    To(observer).ended(None)
     [run] = flow.runs
     assert observer.places() == {"MLflow": f"run {run.info.run_id} in sqlite:///{flow.store}/mlflow.db"}
     assert (run.info.status, run.info.run_name) == ("FINISHED", "train")
@@ -327,9 +327,9 @@ def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_th
             raise ConnectionError("no route")
 
     monkeypatch.setattr(mlflow_run, "knock", knock)
-    observer.logged(record(1, loss=1.0, one=PICTURE, other=PICTURE))
-    observer.logged(record(2, loss=2.0))
-    observer.ended(None)
+    To(observer).logged(record(1, loss=1.0, one=PICTURE, other=PICTURE))
+    To(observer).logged(record(2, loss=2.0))
+    To(observer).ended(None)
     [run] = flow.runs
     assert (run.info.status, flow.points(run)) == ("FINISHED", [(1, 1.0), (2, 2.0)])
     assert sent == [1, 2]
@@ -354,7 +354,7 @@ def test_mlflow_run_is_one_for_all_attempts_and_has_each_step_once(flow: Flow) -
     ],
 )
 def test_mlflow_run_ends_as_the_training_does(flow: Flow, error: Exception, status: str) -> None:
-    begun(flow()).ended(error)
+    To(begun(flow())).ended(error)
     [run] = flow.runs
     assert run.info.status == status
     assert run.data.tags["daskpytorch.reason"] == f"{type(error).__name__}: {error}"
@@ -366,8 +366,8 @@ def test_mlflow_runs_of_many_models_are_nested_in_one(flow: Flow) -> None:
         for index in (0, 1)
     ]
     for model in models:
-        model.logged(record(0, loss=1.0))
-        model.ended(None)
+        To(model).logged(record(0, loss=1.0))
+        To(model).ended(None)
     parent, *nested = sorted(flow.runs, key=lambda run: run.info.run_name)
     assert [run.info.run_name for run in (parent, *nested)] == ["train", "train-0", "train-1"]
     assert [run.data.tags["mlflow.parentRunId"] for run in nested] == [parent.info.run_id] * 2
@@ -378,7 +378,7 @@ def test_mlflow_runs_of_many_models_are_nested_in_one(flow: Flow) -> None:
 @pytest.fixture
 def serve(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], BaseWSGIServer]]:
     """Starts MLflow's own server, in a thread, at an address that is known before."""
-    begun(MLflow(uri=store, experiment="first")).ended(None)  # makes the database
+    To(begun(MLflow(uri=store, experiment="first"))).ended(None)  # makes the database
     monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", f"sqlite:///{store}/mlflow.db")
     monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(store / "artifacts"))
     servers: list[BaseWSGIServer] = []
@@ -422,7 +422,7 @@ def test_mlflow_server_that_comes_late_has_all(
     until(has_said, "the notice")
     assert observer.places() == {}
     serve(port)
-    observer.ended(None)
+    To(observer).ended(None)
     [run] = flow.runs
     assert (run.info.status, flow.points(run)) == ("FINISHED", [(0, 1.0), (1, 1.0), (2, 1.0)])
     place = f"http://127.0.0.1:{port}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"

@@ -20,10 +20,10 @@ class Own(Observer):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def begins(self, training: Training) -> None:
+    def on_begin(self, training: Training) -> None:
         (self.folder / "id").write_text(training.id)
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         (self.folder / f"heard-{record.step}").touch()
 
 

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel
 from flytekitplugins.daskpytorch.sweep.trials import Trials
-from told import record
+from told import To, record
 
 LOSS = EarlyStopping(metric="loss", reduction_factor=2)
 
@@ -59,7 +59,7 @@ class Models:
 
 def error_of(judge: Observer, logged: LogRecord) -> StoppedEarlyError | None:
     try:
-        judge.logged(logged)
+        To(judge).logged(logged)
     except StoppedEarlyError as error:
         return error
     return None
@@ -148,7 +148,7 @@ def test_odd_values_and_epochs_are_compared_or_passed_over(epoch: Any, value: An
     models.log(0, epoch=epoch, loss=value)
     models.log(1, epoch=epoch, loss=0.0)
     for judge in models.judges:
-        judge.ended(None)
+        To(judge).ended(None)
     assert len(models.said) <= 1  # where no epoch was one
 
 
@@ -232,10 +232,10 @@ def test_a_metric_that_does_not_come_is_said_once_when_a_model_has_finished() ->
     for model in range(3):
         models.log(model, accuracy=1.0)
         models.log(model, epoch=1, loss=1.0)
-    models.judges[0].ended(ValueError("it failed"))
+    To(models.judges[0]).ended(ValueError("it failed"))
     assert models.said == []
     for judge in models.judges:
-        judge.ended(None)
+        To(judge).ended(None)
     [said] = models.said
     assert said.startswith("early stopping: no record so far had both 'epoch' and 'accuracy'")
     assert "; logged were: accuracy, epoch, loss. Log both in one record" in said
@@ -325,7 +325,7 @@ def test_the_studys_pruner_stops_models() -> None:
     assert log(first, rank=1, epoch=2, loss=9.0)
     assert log(first, epoch=1.5, loss=9.0)  # still epoch 1
     with pytest.raises(StoppedEarlyError, match=r"experiment 0 of 10 .* epoch 2: its loss was 6.*ThresholdPruner"):
-        first.logged(record(step=2, epoch=2, loss=6.0))
+        To(first).logged(record(step=2, epoch=2, loss=6.0))
     assert log(first, epoch=3, loss=9.0)  # it may still say something
     assert log(second, step=9, num_steps=10, epoch=1, loss=9.0)  # it has done its last step
     assert not log(third, step=8, num_steps=10, epoch=1, loss=9.0)

@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape, Training
 from flytekitplugins.daskpytorch.records import Goodput
 from processes import until
-from told import node, record, shape_of
+from told import To, node, record, shape_of
 from wandb_file import read_run
 
 OURS = ("WANDB_", "FLYTE_", "_FSEC_", "NETRC")
@@ -81,9 +81,9 @@ def test_run_id_is_the_pods_name_or_execution_and_task(
 def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
     """What rank 0 opens after the gang was placed so."""
     observer = WandbObserver(run)
-    observer.begins(Training(name="train", id="train-f3a", inputs=inputs))
+    observer.on_begin(Training(name="train", id="train-f3a", inputs=inputs))
     for shape in shapes:
-        observer.placed(shape)
+        observer.on_start(shape)
     [part] = Observers([observer]).for_rank()
     made: RunSettings = unpack_call(part).function.args[0]  # type: ignore[attr-defined]
     return made
@@ -270,12 +270,12 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
     run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)), execution="local")
     tracker = Tracker(run)
-    tracker.logged(record(0, loss=3.0))  # before the run is open
-    tracker.begins()
-    tracker.logged(record(1, loss=2.0))
-    tracker.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
-    tracker.close(0, "others were better")
-    tracker.close(1)  # only the first end counts
+    tracker.on_log(record(0, loss=3.0))  # before the run is open
+    tracker.on_begin()
+    tracker.on_log(record(1, loss=2.0))
+    tracker.on_goodput(Goodput(total=10.0, stepping=8.0, lost=2.0))
+    tracker.on_end(0, "others were better")
+    tracker.on_end(1)  # only the first end counts
     found = run_in(tmp_path)
     assert (found["exit_code"], found["summary"]["stopped_early"]) == (0, "others were better")
     goodput = found["summary"]["goodput"]
@@ -283,16 +283,16 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     assert [(row["step"], row["loss"]) for row in found["history"]] == [(0, 3.0), (1, 2.0)]
     assert found["notes"] == "https://flyte.example/f3a"
     observer = WandbObserver(run)
-    observer.wrote(1, [f"{RUN_IS}another rank's"])
+    To(observer).wrote(1, [f"{RUN_IS}another rank's"])
     assert observer.places() == {}
-    observer.wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
+    To(observer).wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
     assert observer.places() == {"Weights & Biases": f"wandb sync {file_of(tmp_path).parent}"}
 
 
 def test_histograms_and_pictures_are_wandbs_own(tmp_path: Path) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.logged(record(1, weights=Histogram.of([0.0, 1.0]), sample=Picture.of([[0, 255]], caption="two")))
-    tracker.close(0)
+    tracker.on_log(record(1, weights=Histogram.of([0.0, 1.0]), sample=Picture.of([[0, 255]], caption="two")))
+    tracker.on_end(0)
     [row] = run_in(tmp_path)["history"]
     assert (row["weights._type"], sum(row["weights.values"])) == ("histogram", 2)
     shown = {part: row[f"sample.{part}"] for part in ("_type", "width", "height", "caption")}
@@ -312,8 +312,8 @@ def test_what_cannot_be_shown_costs_one_notice_and_of_a_name_its_row_but_not_the
 ) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(4):
-        tracker.logged(record(step, **odd if step in (1, 2) else {"loss": 1.0}))
-    tracker.close(1)
+        tracker.on_log(record(step, **odd if step in (1, 2) else {"loss": 1.0}))
+    tracker.on_end(1)
     run = run_in(tmp_path)
     assert [(row["step"], row["loss"]) for row in run["history"]] == [(step, 1.0) for step in rows]
     assert run["exit_code"] == 1
@@ -323,13 +323,13 @@ def test_what_cannot_be_shown_costs_one_notice_and_of_a_name_its_row_but_not_the
 def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _end_wandb()
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
-    tracker.logged(record(0, loss=0.0))
+    tracker.on_log(record(0, loss=0.0))
     until(lambda: list(tmp_path.glob("wandb/*/run-*.wandb")), "the run's file")
     services = [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
     assert services
     for service in services:
         service.kill()
-    tracker.close(0)
+    tracker.on_end(0)
     assert "Records may be missing" in capsys.readouterr().err
     _end_wandb()  # the next run has a process of its own again
 
@@ -349,13 +349,13 @@ def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_pa
     init = wandb.init
     wandb_of = Wandb(project="names", dir=str(tmp_path), tags=("ours",), config={"epochs": 3, "lr": 1.0})
     tracker = Tracker(settings(wandb_of))
-    tracker.begins()
+    tracker.on_begin()
     assert wandb.run is not None
     with wandb.init(project="others", config={"lr": 0.5, "depth": 2}, tags=["theirs"], notes="mine") as joined:
         assert joined is wandb.run
         joined.log({"own": 1.0})
-        tracker.logged(record(1, loss=2.0))
-    tracker.close(0)
+        tracker.on_log(record(1, loss=2.0))
+    tracker.on_end(0)
     assert wandb.init is init
     run = run_in(tmp_path)
     assert (run["runs"] > 0, run["id"], run["notes"]) == (True, "f3a-train", "mine")
@@ -372,13 +372,13 @@ def test_what_is_logged_after_wandbs_finish_is_told_and_what_was_before_is_kept(
     import wandb
 
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.begins()
-    tracker.logged(record(1, loss=0.0))
+    tracker.on_begin()
+    tracker.on_log(record(1, loss=0.0))
     wandb.finish()
     for step in (2, 3):
-        tracker.logged(record(step, loss=0.0))
-    tracker.accounted(Goodput(total=1.0, stepping=1.0))
-    tracker.close(0, "others were better")
+        tracker.on_log(record(step, loss=0.0))
+    tracker.on_goodput(Goodput(total=1.0, stepping=1.0))
+    tracker.on_end(0, "others were better")
     assert [row["step"] for row in rows_of(tmp_path)] == [1]
     assert run_in(tmp_path)["exit_code"] == 0
     assert capsys.readouterr().err.count("nothing after wandb.finish()") == 1
@@ -430,9 +430,9 @@ def test_the_drivers_login_reaches_rank_0_on_another_machine_and_its_own_server_
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_TAGS")
     tracker = Tracker(of_driver)
-    tracker.begins()
-    tracker.logged(record(1, loss=0.0))
-    tracker.close(0)
+    tracker.on_begin()
+    tracker.on_log(record(1, loss=0.0))
+    tracker.on_end(0)
     assert server.keys == {OTHERS}
     assert rows_of(tmp_path) == [{"step": 1, "loss": 0.0}]  # offline, since it grants nothing
     assert run_in(tmp_path)["tags"] == ["a", "b"]
@@ -449,11 +449,11 @@ def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
     monkeypatch.setenv("WANDB_API_KEY", MINE)
     monkeypatch.setattr(wandb_run, "CLOSE_TIMEOUT", 10.0)
     tracker = Tracker(settings(Wandb(project="names")))
-    tracker.begins()
+    tracker.on_begin()
     server.shutdown()
     server.server_close()
-    tracker.logged(record(1, loss=0.0))
-    tracker.close(0)
+    tracker.on_log(record(1, loss=0.0))
+    tracker.on_end(0)
     said = capsys.readouterr().err
     assert f"{RUN_IS}{url}/team/names/runs/f3a-train" in said
     assert "Records may be missing: `wandb sync` sends those" in said

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.display.run_state import View
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
 
 def record(step: int = 0, rank: int = 0, num_steps: int | None = None, time: float = 0.0, **metrics: Any) -> LogRecord:
@@ -26,3 +31,67 @@ def node(worker: str = "w", host: str = "h", **changes: Any) -> Node:
 
 def shape_of(*nodes: Node, per_worker: int = 1) -> Shape:
     return Shape(name="flows.train", backend="gloo", nodes=[*nodes], places=place_ranks(nodes, per_worker))
+
+
+class To:
+    """Gives an observer an event of each kind, as a gang does: first to the state that the observer reads."""
+
+    def __init__(self, *observers: Any) -> None:
+        self.observers = observers
+
+    def event(self, event: journal.Event) -> None:
+        for observer in self.observers:
+            read = observer.state if isinstance(observer, View) else observer
+            event = replace(event, time=getattr(read, "clock", time.time)())
+            if isinstance(observer, View):
+                observer.state.on_event(event)
+            observer.on_event(event)
+
+    def begins(self, training: journal.Training) -> None:
+        self.event(journal.Began(training=training))
+
+    def resumed(self, step: int) -> None:
+        self.event(journal.Resumed(step=step))
+
+    def placed(self, shape: Shape) -> None:
+        self.event(journal.Placed(shape=shape))
+
+    def formed(self, seconds: float) -> None:
+        self.event(journal.Formed(seconds=seconds))
+
+    def calling(self, name: str) -> None:
+        self.event(journal.Calling(name=name))
+
+    def called(self, name: str, error: BaseException | None) -> None:
+        self.event(journal.Called(name=name, end=journal.End.of(error)))
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        self.event(journal.Wrote(rank=rank, lines=lines))
+
+    def logged(self, record: LogRecord) -> None:
+        self.event(journal.Logged(record=record))
+
+    def kept(self, step: int) -> None:
+        self.event(journal.Checkpointed(step=step))
+
+    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        self.event(journal.Listed(checkpoints=checkpoints))
+
+    def used(self, usage: RankUsage) -> None:
+        self.event(journal.Used(usage=usage))
+
+    def accounted(self, goodput: Goodput) -> None:
+        self.event(journal.Accounted(goodput=goodput))
+
+    def debugging(self, rank: int | None) -> None:
+        self.event(journal.Prompted(rank=rank))
+
+    def restarting(self, reason: str, step: int | None, kind: str | None = "exit") -> None:
+        self.event(journal.Restarted(reason=reason, step=step, kind=kind))
+
+    def noted(self, text: str) -> None:
+        gang, _, words = text.rpartition(": ") if text.count(": ") == 1 else ("", "", text)
+        self.event(journal.Noted(text=words, gang=gang))
+
+    def ended(self, error: BaseException | None) -> None:
+        self.event(journal.Ended.by(error))

@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.system import runs_gangs
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
@@ -331,8 +332,9 @@ class _Start(Observer):
     seconds = 0.0
     """Seconds from the request for the gang until all ranks had joined the process group."""
 
-    def formed(self, seconds: float) -> None:
-        self.seconds = seconds
+    def on_event(self, event: journal.Event) -> None:
+        if isinstance(event, journal.Formed):
+            self.seconds = event.seconds
 
 
 def _in_words(error: Exception, limit: float) -> str:

@@ -151,6 +151,10 @@ class PreemptedError(WorkerLostError):
     _usual_kind: ClassVar[Kind] = "preempted"
 
 
+class GangCancelledError(Exception):
+    """The user cancelled the gang."""
+
+
 class GangHungError(GangError):
     """Ranks of a gang wait for each other for ever, or gave no sign of life for longer than `hang_timeout` allows.
 
@@ -202,7 +206,7 @@ class StoppedEarlyError(Exception):
         ...     Gang, LogRecord, Observer, StoppedEarlyError, current_rank, dispatch
         ... )
         >>> class Enough(Observer):
-        ...     def logged(self, record: LogRecord) -> None:
+        ...     def on_log(self, record: LogRecord) -> None:
         ...         if (loss := record.numbers["loss"]) < 0.1:
         ...             raise StoppedEarlyError("good enough", epoch=record.step, metric="loss", value=loss)
         >>> def train() -> None:

@@ -21,10 +21,10 @@ from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostErro
 from flytekitplugins.daskpytorch.media import Histogram as Histogram
 from flytekitplugins.daskpytorch.media import Picture as Picture
 from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs
+from flytekitplugins.daskpytorch.protocol.journal import Shape as Shape
+from flytekitplugins.daskpytorch.protocol.journal import Training as Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer as Observer
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankObserver
-from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
-from flytekitplugins.daskpytorch.protocol.observer import Training as Training
 from flytekitplugins.daskpytorch.protocol.script import run_module as run_module
 from flytekitplugins.daskpytorch.protocol.script import run_script as run_script
 from flytekitplugins.daskpytorch.records import Goodput as Goodput

@@ -30,7 +30,7 @@ class LogRecord:
         >>> class Lowest(Observer):
         ...     loss = float("inf")
         ...
-        ...     def logged(self, record: LogRecord) -> None:
+        ...     def on_log(self, record: LogRecord) -> None:
         ...         self.loss = min(self.loss, record.numbers.get("loss", self.loss))
         >>> lowest = Lowest()
         >>> lowest.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
@@ -190,7 +190,7 @@ class RankUsage:
     Examples:
         >>> from flytekitplugins.daskpytorch import Observer, RankUsage
         >>> class Memory(Observer):
-        ...     def used(self, usage: RankUsage) -> None:
+        ...     def on_usage(self, usage: RankUsage) -> None:
         ...         print(f"rank {usage.rank}: {usage.memory / 2**30:.1f} GiB, {usage.cpu:.1f} cores")
         >>> of_gpu = {"gpu_memory": None, "gpu_utilization": None}
         >>> Memory().used(RankUsage(rank=1, time=0.0, num_steps=8, seconds={}, cpu=0.9, memory=3 * 2**30, **of_gpu))

@@ -44,7 +44,7 @@ from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.task.shown import ShownTask
 
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
@@ -191,10 +191,10 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         return {**context.rank_environment(self.secrets), **(self.env_vars or {})}
 
     @contextlib.contextmanager
-    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+    def _published(self, shown: ShownTask) -> Iterator[None]:
         show, at_once = flyte.report.get_tab(live_page.TITLE).replace, self._page_file() is not None
         try:
-            with live_page.kept_up_to_date(recorder, places, show, flyte.report.flush, at_once=at_once):
+            with live_page.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once):
                 yield
         finally:
             with contextlib.suppress(Exception):  # Flyte tries again after the task

@@ -1,28 +1,22 @@
-"""Deck of a training: the recorder of its content, and the page with state, metrics, speed, events and ranks.
-
-Runs in the driver.
-"""
+"""Deck of a training: the page with state, metrics, speed, events and ranks. Runs in the driver."""
 
 import math
-import pickle
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
-from flytekitplugins.daskpytorch.display.story import Story
-from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, plain_inputs, seconds_left
+from flytekitplugins.daskpytorch.display.run_state import RunState
+from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left
 from flytekitplugins.daskpytorch.media import Histogram, Picture
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, SavedCheckpoint
 
-P = ParamSpec("P")
 MAX_FIGURES = 6
 """Maximum number of metrics among the key figures at the top of a Deck."""
 NUM_OPEN = 8
@@ -43,132 +37,84 @@ PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "prepar
 """Fields of `Goodput`, in the order in which a Deck's bar shows where the gang's time went."""
 
 
-def _recorded(tell: Callable[Concatenate[Story, P], None]) -> "Callable[Concatenate[Recorder, P], None]":
-    """Return a method of `Recorder` that calls `tell` on its `Story`, under a lock, and counts the change."""
+def html(run: RunState, places: Mapping[str, str] | None = None) -> str:
+    """Return a run's Deck as HTML, at the time of the call. Any thread may call it.
 
-    def record(self: "Recorder", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        with self.lock:
-            tell(self.story, *args, **kwargs)
-            self.num_changes += 1
+    Args:
+        run: State of the run.
+        places: Addresses to list in the Deck, such as those of outputs and tracker runs, by description.
+    """
+    return report.page(*_pieces_of(run.copy(), places or {}))
 
-    return record
 
-
-class Recorder(Observer):
-    """Observer that collects the content of a training's Deck. Any thread may call `html` during the training."""
-
-    def __init__(
-        self, name: str = "", inputs: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
-        self.lock = threading.Lock()
-        self.story = Story(name=name, clock=clock)
-        self._inputs = plain_inputs(inputs or {})
-        self.num_changes = 0
-        """Number of events that have changed the Deck. Times on the page, such as durations, change without events."""
-
-    resumed = _recorded(Story.resumed)
-    placed = _recorded(Story.placed)
-    formed = _recorded(Story.formed)
-    calling = _recorded(Story.calling)
-    called = _recorded(Story.called)
-    _logged = _recorded(Story.logged)
-    kept = _recorded(Story.kept)
-    keeps = _recorded(Story.keeps)
-    used = _recorded(Story.used)
-    accounted = _recorded(Story.accounted)
-    restarting = _recorded(Story.restarting)
-    noted = _recorded(Story.noted)
-    ended = _recorded(Story.ended)
-    conclude = _recorded(Story.ended)
-    """Called at the task's end with the task's error, such as a failed upload of outputs."""
-
-    def logged(self, record: LogRecord) -> None:
-        """Record the metrics of rank 0's log record. Ignore records of other ranks, without waiting for the lock."""
-        if record.rank == 0:
-            self._logged(record)
-
-    def html(self, places: Mapping[str, str] | None = None) -> str:
-        """Return the Deck as HTML, with the state of the training at the time of the call.
-
-        Args:
-            places: Addresses to list in the Deck, such as those of outputs and tracker runs, by description.
-        """
-        return report.page(*_pieces_of(self._copy(), self._inputs, places or {}))
-
-    def document(self, places: Mapping[str, str] | None = None) -> str:
-        """Return the Deck as a complete HTML file. See `html`."""
-        story = self._copy()
-        return report.document(story.name.rpartition(".")[2], *_pieces_of(story, self._inputs, places or {}))
-
-    def _copy(self) -> Story:
-        with self.lock:  # held as briefly as possible, since the gang's thread waits
-            copied = pickle.dumps(self.story)
-        story: Story = pickle.loads(copied)  # noqa: S301 - our own, of a moment ago
-        return story
+def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
+    """Return a run's Deck as a complete HTML file. See `html`."""
+    return report.document(run.title, *_pieces_of(run.copy(), places or {}))
 
 
 # ---- The page
 
 
-def _pieces_of(story: Story, inputs: Mapping[str, Any], places: Mapping[str, str]) -> list[str]:
+def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
     """Return the sections of a training's Deck as HTML, the most important first."""
     return [
-        *_how_it_goes(story),
-        *_learning(story),
-        *_drawn(story.drawings),
-        *_speed(story),
-        *([report.section("Hints", report.card("", *map(report.text, story.hints)))] if story.hints else []),
-        report.section("What happened", report.timeline(story.spans, story.events)),
-        *_who(story.shape),
-        *_with_what(inputs),
-        *_where(story.checkpoints, places),
+        *_how_it_goes(run),
+        *_learning(run),
+        *_drawn(run.drawings),
+        *_speed(run),
+        *([report.section("Hints", report.card("", *map(report.text, run.hints)))] if run.hints else []),
+        report.section("What happened", report.timeline(run.history.spans(run.now), run.history.events)),
+        *_who(run.shape),
+        *_with_what(run.inputs),
+        *_where(run.checkpoints, places),
     ]
 
 
-def _how_it_goes(story: Story) -> Iterable[str]:
-    state, record = story.state, story.record
+def _how_it_goes(run: RunState) -> Iterable[str]:
+    phase, record = run.phase, run.record
     share = None
     if record is not None and record.num_steps:
-        share = 1.0 if state.tone == "good" else num_done(record) / record.num_steps
-    moment = time.strftime("%H:%M:%S %Z", time.localtime(story.now))
-    note = f"ended at {moment}" if story.outcome else f"as of {moment}"
-    title = story.name.rpartition(".")[2] or "Training"
-    yield report.status(state.word, title, tone=state.tone, note=note, done=share)
-    if story.failure:
-        title, _, words = story.failure.strip().partition("\n")
-        yield report.alert(title, words, tone=state.tone)
-    yield report.figures(_figures(story))
+        share = 1.0 if phase.tone == "good" else num_done(record) / record.num_steps
+    moment = time.strftime("%H:%M:%S %Z", time.localtime(run.now))
+    note = f"ended at {moment}" if run.end is not None else f"as of {moment}"
+    title = run.title or "Training"
+    yield report.status(phase.word, title, tone=phase.tone, note=note, done=share)
+    if run.end is not None and run.end.error:
+        title, _, words = run.end.text.strip().partition("\n")
+        yield report.alert(title, words, tone=phase.tone)
+    yield report.figures(figures(run))
 
 
-def _figures(story: Story) -> dict[str, object]:
+def figures(run: RunState) -> dict[str, object]:
+    """Return the key figures of a run by name. A figure is a value, or a value and a remark."""
     figures: dict[str, object] = {}
-    record = story.record
-    if story.metrics.epoch is not None:
-        figures["epoch"] = story.metrics.epoch
+    record = run.record
+    if run.metrics.epoch is not None:
+        figures["epoch"] = run.metrics.epoch
     if record is not None:
         figures["step"] = (record.step, f"of {record.num_steps:,}" if record.num_steps else "")
-        left = _seconds_left(story)
+        left = _seconds_left(run)
         if left is not None:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
-    elif num_steps := max((usage.num_steps for usage in story.usages.values()), default=0):
+    elif num_steps := max((usage.num_steps for usage in run.usages.values()), default=0):
         figures["optimizer steps"] = num_steps
-    figures["took" if story.outcome else "running for"] = report.duration(story.seconds)
-    if story.goodput is not None and story.goodput.total >= MIN_TOTAL:
-        figures["goodput"] = (f"{story.goodput.share:.0%}", "of the time in steps")
-    figures |= _newest(story)
-    if story.rate.per_second:
-        figures["steps per second"] = story.rate.per_second
-    if story.restarts:
-        figures["restarts"] = len(story.restarts)
+    figures["took" if run.end is not None else "running for"] = report.duration(run.seconds)
+    if run.goodput is not None and run.goodput.total >= MIN_TOTAL:
+        figures["goodput"] = (f"{run.goodput.share:.0%}", "of the time in steps")
+    figures |= _newest(run)
+    if run.rate.per_second:
+        figures["steps per second"] = run.rate.per_second
+    if run.restarts:
+        figures["restarts"] = len(run.restarts)
     return figures
 
 
-def _newest(story: Story) -> dict[str, object]:
+def _newest(run: RunState) -> dict[str, object]:
     """Return key figures by metric: all NaN and infinite values, then newest and best values from the first charts."""
     found: dict[str, object] = {}
-    newest = story.metrics.newest
-    best = {name: _best_of(chart, name) for chart in story.charts for name in chart.best}
-    for name in (name for chart in story.charts for name in chart.by_step):
+    newest = run.metrics.newest
+    best = {name: _best_of(chart, name) for chart in run.charts for name in chart.best}
+    for name in (name for chart in run.charts for name in chart.by_step):
         if name in newest and len(found) < MAX_FIGURES:
             found[name.replace("_", " ")] = (newest[name], best.get(name, ""))
     spoilt = {name.replace("_", " "): value for name, value in newest.items() if not math.isfinite(value)}
@@ -183,27 +129,27 @@ def _best_of(chart: Chart, name: str) -> str:
     return f"best {y:.4g} at step {x:,.0f}"
 
 
-def _seconds_left(story: Story) -> float | None:
-    record, speed = story.record, story.rate.per_second
-    return None if story.state.tone != "busy" or record is None else seconds_left(record, speed)
+def _seconds_left(run: RunState) -> float | None:
+    record, speed = run.record, run.rate.per_second
+    return None if run.phase.tone != "busy" or record is None else seconds_left(record, speed)
 
 
-def _learning(story: Story) -> Iterable[str]:
-    charts = [chart for chart in story.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
+def _learning(run: RunState) -> Iterable[str]:
+    charts = [chart for chart in run.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
     if not charts:
-        if story.record is None and story.usages:
+        if run.record is None and run.usages:
             yield report.section("Is it learning?", report.text(NOTHING_LOGGED, quiet=True))
         return
-    num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in story.charts)
-    steps = [step for step, _ in story.restarts]
-    epochs = [epoch for step in steps if (epoch := story.metrics.epoch_at(step)) is not None]
+    num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in run.charts)
+    steps = [step for step, _ in run.restarts]
+    epochs = [epoch for step in steps if (epoch := run.metrics.epoch_at(step)) is not None]
     marks = {label: [(float(x), "started again") for x in at] for label, at in (("step", steps), ("epoch", epochs))}
     budget = max(50, MAX_PAGE_POINTS // num_lines)
     drawn = [piece for chart in charts for piece in _draw(chart, marks, budget)]
     pieces = [report.grid(*drawn[:NUM_OPEN])]
     if more := drawn[NUM_OPEN:]:
         pieces.append(report.details(f"{len(more)} more charts", report.grid(*more)))
-    if story.metrics.is_crowded:
+    if run.metrics.is_crowded:
         pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
     yield report.section("Is it learning?", *pieces)
 
@@ -234,24 +180,23 @@ def _drawn(drawings: Mapping[str, tuple[int, Histogram | Picture]]) -> Iterable[
         yield report.section("Pictures", *shown, *([report.grid(*histograms)] if histograms else []))
 
 
-def _speed(story: Story) -> Iterable[str]:
+def _speed(run: RunState) -> Iterable[str]:
     pieces = []
-    if story.goodput is not None:
-        pieces.append(report.card("Where the gang's time went", report.shares(_seconds_of(story.goodput), unit="s")))
+    if run.goodput is not None:
+        pieces.append(report.card("Where the gang's time went", report.shares(_seconds_of(run.goodput), unit="s")))
     charts = [
         report.line_chart(name.replace("_", " "), {name: points}, "step", from_zero=True, max_points=500)
-        for chart in story.charts
+        for chart in run.charts
         if SPEEDS.search(chart.title.replace(" ", "_"))
         for name, points in chart.by_step.items()
     ]
     charts += [
-        report.line_chart(what, lines, "seconds", from_zero=True, log=False)
-        for what, lines in story.usage_charts.items()
+        report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in run.usage_charts.items()
     ]
     if charts:
         pieces.append(report.grid(*charts))
-    if story.usages:
-        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(story)))
+    if run.usages:
+        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(run)))
     if pieces:
         yield report.section("Is it fast?", *pieces)
 
@@ -261,8 +206,8 @@ def _seconds_of(goodput: Goodput) -> dict[str, float]:
     return {name: seconds[name] for name in PHASES}
 
 
-def _ranks_table(story: Story) -> str:
-    usages = [usage for _, usage in sorted(story.usages.items())][:MAX_SHOWN_RANKS]
+def _ranks_table(run: RunState) -> str:
+    usages = [usage for _, usage in sorted(run.usages.items())][:MAX_SHOWN_RANKS]
     spent = list(dict.fromkeys(name for usage in usages for name in usage.seconds))
     used = [name for name in LABELS if any(name in amounts(usage) for usage in usages)]
     header = ["rank", "optimizer steps", "optimizer steps/s", *(f"{name} (s)" for name in spent)]
@@ -270,7 +215,7 @@ def _ranks_table(story: Story) -> str:
         [
             usage.rank,
             usage.num_steps,
-            _brief(story.speeds[usage.rank].per_second),
+            _brief(run.speeds[usage.rank].per_second),
             *(_brief(usage.seconds.get(name), ".1f") for name in spent),
             *(_brief(amounts(usage).get(name)) for name in used),
         ]

@@ -1,8 +1,9 @@
 """Log records, pace and errors as lines of text. Runs in the driver."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from flytekitplugins.daskpytorch.display.run_state import MAX_VALUES, Values
 from flytekitplugins.daskpytorch.display.training import num_done, seconds_left
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.streams import one_line
@@ -12,34 +13,12 @@ from flytekitplugins.daskpytorch.report.pieces import name_of
 
 MAX_LINE = 2_000
 """Maximum number of characters of a line with a record's metrics."""
-MAX_METRICS = 200
-"""Maximum number of metrics in the line at a task's end. If there are more, the line has the last record's metrics."""
 LARGE = 1e15
 """Smallest absolute value of a whole number that is shown with an exponent, as in 1e+15."""
 LARGE_RATE = 10.0
 """Smallest rate, in steps per second, that is shown as a whole number."""
 MAX_LEFT = 1e9
 """Longest estimate of a training's remaining time, in seconds, that is shown."""
-
-
-@dataclass
-class Values:
-    """Newest value of each metric of rank 0, with its step."""
-
-    record: LogRecord | None = None
-    """Newest record, completed by earlier values. None before the first record."""
-    _steps: dict[str, int] = field(default_factory=dict)
-
-    def add(self, record: LogRecord) -> None:
-        """Add a record. Of too many metrics, only the newest record's are kept."""
-        values, steps = dict(record.metrics), dict.fromkeys(record.metrics, record.step)
-        if self.record is not None and len(self.record.metrics.keys() | values.keys()) <= MAX_METRICS:
-            values, steps = {**self.record.metrics, **values}, {**self._steps, **steps}
-        of = self.record if self.record is not None and record.is_evaluation else record
-        self.record, self._steps = replace(of, metrics=values), steps
-
-    def __str__(self) -> str:
-        return "" if self.record is None else describe_record(self.record, steps=self._steps)
 
 
 @dataclass
@@ -66,7 +45,7 @@ class News:
         if record.epoch not in (None, self._epoch):
             is_late = self._epoch is not None and not self._is_told
             self._epoch, self._expected, self._seen, self._is_told = record.epoch, self._seen, set(), False
-        if len(self._known) < MAX_METRICS:
+        if len(self._known) < MAX_VALUES:
             is_new = not names <= self._known
             self._known |= names
         changes, self._newest = not names <= self._newest, names
@@ -75,6 +54,11 @@ class News:
         is_news = is_late or is_new or is_complete or (self._epoch is None and changes and is_due)
         self._is_told |= is_news
         return is_news
+
+
+def describe_values(values: Values) -> str:
+    """Return the newest values as a line, older ones with their step. Empty without records."""
+    return "" if values.record is None else describe_record(values.record, steps=values.steps)
 
 
 def describe_record(

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Picture
-from flytekitplugins.daskpytorch.protocol.observer import Training
+from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
+from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import Kind
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
+from flytekitplugins.daskpytorch.protocol.journal import Training
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
@@ -72,6 +73,40 @@ FIGURES = {
 """Exported figures by name."""
 
 
+def values_of(run: RunState) -> dict[str, dict[str, float]]:
+    """Return the known values of the figures by name, and by the figure's own label ("" without one)."""
+    shape, values = run.shape, {"running": {"": float(run.end is None)}}
+
+    def add(name: str, value: float | None, label: str = "") -> None:
+        if value is not None:
+            values.setdefault(name, {})[label] = float(value)
+
+    if shape is not None:
+        add("ranks", shape.world_size)
+        add("nodes", len(shape.nodes))
+    if (last := run.last) is not None:
+        add("step", last.step)
+        add("steps", last.num_steps)
+    numbers = ((name, value) for name, value in run.newest.items() if isinstance(value, (int, float)))
+    values["metric"] = {name: float(value) for name, value in itertools.islice(numbers, MAX_METRICS)}
+    values["restarts"] = {kind: float(run.failures[kind]) for kind in RESTART_KINDS}  # a first 1 shows no increase
+    add("forming", run.forming)
+    if run.goodput is not None:
+        values["goodput"] = {use: seconds for use, seconds in run.goodput.as_dict().items() if use != "total"}
+    add("checkpoints", run.num_checkpoints)
+    if run.checkpoint is not None:
+        add("checkpoint_step", run.checkpoint[0])
+        add("checkpoint_timestamp", run.checkpoint[1])
+    for usage in list(run.usages.values()) if run.end is None else ():
+        if (rank := usage.rank) < MAX_RANKS:
+            add("rank_steps", usage.num_steps, str(rank))
+            add("rank_cpu_cores", usage.cpu, str(rank))
+            add("rank_memory", usage.memory, str(rank))
+            add("rank_gpu_memory", usage.gpu_memory, str(rank))
+            add("rank_gpu_utilization", usage.gpu_utilization, str(rank))
+    return values
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenTelemetry:
     """Figures of the gang for OpenTelemetry, with names such as `daskpytorch.rank_memory`.
@@ -100,108 +135,27 @@ class OpenTelemetry:
         return GangFigures()
 
 
-class GangFigures(Observer):
-    """Observer that holds the newest figures of one gang. The meter provider's threads read them."""
+class GangFigures(View):
+    """Observer whose gang's state the meter provider's threads read."""
 
     def __init__(self) -> None:
-        self.attributes = {"training": "", "model": ""}
-        self._values: dict[tuple[str, str], float] = {}
-        """Value of each figure, by the figure's name and its own label."""
-        self._metrics: set[str] = set()
-        self._ended_at: float | None = None
+        self.state = RunState()
 
-    def begins(self, training: Training) -> None:
-        """Export the figures. Counters begin at 0, since a counter that appears with 1 shows no increase."""
+    def on_begin(self, training: Training) -> None:
+        """Export the gang's figures from now on."""
         self.attributes = {"training": training.name, "model": "" if training.index is None else str(training.index)}
-        self._set("running", 1)
-        self._set("checkpoints", 0)
-        for kind in RESTART_KINDS:
-            self._set("restarts", 0, kind)
         _export(self)
-
-    def placed(self, shape: Shape) -> None:
-        """Note the number of ranks, of which a restart may have other ones."""
-        self._forget_ranks()
-        self._set("ranks", shape.world_size)
-        self._set("nodes", len(shape.nodes))
-
-    def formed(self, seconds: float) -> None:
-        """Note the duration of a start."""
-        self._set("forming", seconds)
-
-    def logged(self, record: LogRecord) -> None:
-        """Note the step and metrics of rank 0."""
-        if record.rank != 0:
-            return
-        if not record.is_evaluation:
-            self._set("step", record.step)
-        if record.num_steps is not None:
-            self._set("steps", record.num_steps)
-        for name, value in record.numbers.items():
-            if name in self._metrics or len(self._metrics) < MAX_METRICS:
-                self._metrics.add(name)
-                self._set("metric", value, name)
-
-    def resumed(self, step: int) -> None:
-        """Note the checkpoint of an earlier run. Its age counts from now."""
-        self._note_checkpoint(step)
-
-    def kept(self, step: int) -> None:
-        """Note and count a safe checkpoint."""
-        self._note_checkpoint(step)
-        self._count("checkpoints")
-
-    def _note_checkpoint(self, step: int) -> None:
-        self._set("checkpoint_step", step)
-        self._set("checkpoint_timestamp", time.time())
-
-    def used(self, usage: RankUsage) -> None:
-        """Note a rank's use of its machine."""
-        if usage.rank >= MAX_RANKS:
-            return
-        self._set("rank_steps", usage.num_steps, str(usage.rank))
-        of_machine = {"cpu_cores": usage.cpu, "memory": usage.memory}
-        of_gpu = {"gpu_memory": usage.gpu_memory, "gpu_utilization": usage.gpu_utilization}
-        for name, value in {**of_machine, **of_gpu}.items():
-            if value is not None:
-                self._set(f"rank_{name}", value, str(usage.rank))
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Note the account of the gang's time."""
-        for name, seconds in goodput.as_dict().items():
-            if name != "total":
-                self._set("goodput", seconds, name)
-
-    def failed(self, kind: str) -> None:
-        """Count a restart."""
-        self._count("restarts", kind)
-
-    def ended(self, error: Exception | None) -> None:
-        """Note the end, after which no rank uses its machine."""
-        self._forget_ranks()
-        self._set("running", 0)
-        self._ended_at = time.monotonic()
 
     @property
     def is_shown(self) -> bool:
         """True from the gang's start to some time after its end."""
-        return self._ended_at is None or time.monotonic() - self._ended_at < SHOWN_AFTER_END
+        return self.state.ended_at is None or time.time() - self.state.ended_at < SHOWN_AFTER_END
 
-    def samples(self, wanted: str) -> Iterator[tuple[dict[str, str], float]]:
+    def samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
         """Yield attributes and value of a figure, for each value that is known now."""
-        name_of_label = FIGURES[wanted].label
-        for (name, label), value in self._values.copy().items():
-            if name == wanted:
-                yield self.attributes if name_of_label is None else {**self.attributes, name_of_label: label}, value
-
-    def _set(self, name: str, value: float, label: str = "") -> None:
-        self._values[name, label] = value
-
-    def _count(self, name: str, label: str = "") -> None:
-        self._set(name, self._values.get((name, label), 0) + 1, label)
-
-    def _forget_ranks(self) -> None:
-        self._values = {key: value for key, value in self._values.items() if not key[0].startswith("rank_")}
+        own = FIGURES[name].label
+        for label, value in values_of(self.state).get(name, {}).items():
+            yield self.attributes if own is None else {**self.attributes, own: label}, value
 
 
 # ---- The process's instruments --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Training
+from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import LogRecord
 
 UPLOAD_INTERVAL = 15.0

@@ -13,13 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.display.lines import News, Values, describe_record, in_a_line, pace_in_words
-from flytekitplugins.daskpytorch.display.training import GIB, Pace, num_done, size_of
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.display.lines import (
+    News,
+    describe_record,
+    describe_values,
+    in_a_line,
+    pace_in_words,
+)
+from flytekitplugins.daskpytorch.display.run_state import RunState, Values, View
+from flytekitplugins.daskpytorch.display.training import GIB, num_done, size_of
+from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import Screen
-from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver, Shape
-from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord, RankUsage
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord
 from flytekitplugins.daskpytorch.report import duration
 
 PLAIN_INTERVAL = 10.0
@@ -144,7 +150,7 @@ class Board:
                     self.bars.start()
 
 
-class Display(GoodputObserver):
+class Display(View):
     """Observer that shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
 
     _has_row = True
@@ -159,53 +165,63 @@ class Display(GoodputObserver):
             mark: Start of notices and of output lines, such as `model 3, `, to tell many models apart. Empty for one
                 gang.
         """
+        self.state = RunState()
         self._board = board
         self._name = name
         self._mark = mark
         self._line: TaskID | None = None
         """Id of the gang's live line. None without a terminal, and before all ranks have joined the process group."""
         self._is_debugging = False
-        self._pace = Pace()
         self._shown_at = 0.0
-        self._formed_at: float | None = None
-        """Time at which the ranks have joined the process group for the first time."""
         self._news, self._row = News(), Values()
         """Records that got a line, and the values since the last line."""
 
-    def placed(self, shape: Shape) -> None:
-        """Keep the gang's name."""
-        self._name = self._name or shape.name.rpartition(".")[2]
+    def on_event(self, event: journal.Event) -> None:
+        """Show an event. The state has it already."""
+        match event:
+            case journal.Formed():
+                self._begin_line(event)
+            case journal.Wrote():
+                text = "\n".join(f"[{self._mark}rank {event.rank}] {line}" for line in event.lines)
+                self._board.print(text, is_output=True)
+            case journal.Prompted():
+                self._hold(event.rank)
+            case journal.Logged():
+                self._show_record(event.record)
+            case journal.Restarted():
+                self._close_line()
+            case journal.Noted():
+                self._board.print(f"{self._mark}{event.line}")
+            case journal.Ended():
+                self._conclude(event.error)
 
-    def formed(self, seconds: float) -> None:
-        """Add the gang's live line."""
+    @property
+    def _title(self) -> str:
+        return self._name or self.state.title
+
+    def say(self, text: str) -> None:
+        """Write a line with the gang's name."""
+        self._board.print(f"{self._title}: {text}")
+
+    def _begin_line(self, event: journal.Formed) -> None:
         self._news, self._row = News(), Values()  # the first record of an attempt is news
-        self._formed_at = self._formed_at or time.monotonic()
         if self._line is None:
-            self._line = self._board.add(self._name, self._formed_at)
+            begun = event.time - (self.state.formed_at or event.time)
+            self._line = self._board.add(self._title, time.monotonic() - begun)
 
-    def noted(self, text: str) -> None:
-        """Write a notice."""
-        self._board.print(f"{self._mark}{text}")
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        """Write a rank's output, each line marked with the rank."""
-        self._board.print("\n".join(f"[{self._mark}rank {rank}] {line}" for line in lines), is_output=True)
-
-    def debugging(self, rank: int | None) -> None:
+    def _hold(self, rank: int | None) -> None:
         """Hold all lines back while the debugger of `rank` has the terminal. None: write the held lines."""
         if self._is_debugging != (rank is not None):
             self._is_debugging = rank is not None
             self._board.hold(is_held=self._is_debugging)
 
-    def logged(self, record: LogRecord) -> None:
-        """Show the metrics of rank 0's newest record."""
+    def _show_record(self, record: LogRecord) -> None:
         if record.rank != 0 or self._board.is_quiet:
             return
         if record.is_evaluation:
             self.say(f"evaluated: {describe_record(record)}")
             return
-        self._pace.add(record.time, record.step)
-        pace = pace_in_words(record, self._pace.per_second)
+        pace = pace_in_words(record, self.state.rate.per_second)
         if self._line is not None:
             self._board.update(self._line, record, pace)
         is_live, is_due = self._board.is_live, time.monotonic() - self._shown_at >= PLAIN_INTERVAL
@@ -214,19 +230,10 @@ class Display(GoodputObserver):
         # A terminal shows many models by their live lines alone.
         if not (is_live and self._mark) and (is_news or (is_due and not is_live)):
             self._shown_at = time.monotonic()
-            self.say(f"{self._row}{pace and f'  {pace}'}")
+            self.say(f"{describe_values(self._row)}{pace and f'  {pace}'}")
             self._row = Values()
 
-    def say(self, text: str) -> None:
-        """Write a line with the gang's name."""
-        self._board.print(f"{self._name}: {text}")
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the gang's live line until all ranks have joined the process group again."""
-        self._close_line()
-        self._pace.clear()
-
-    def ended(self, error: Exception | None) -> None:
+    def _conclude(self, error: Exception | None) -> None:
         """Write the held lines, the error in one line, and the account of the gang's time."""
         self._close_line()
         self._tell_error(error)
@@ -236,22 +243,22 @@ class Display(GoodputObserver):
         if isinstance(error, StoppedEarlyError):
             if not self._board.is_quiet:
                 how = f"after epoch {error.epoch}: {error.metric} {error.value:.4g}"
-                self._board.print(f"{self._name} was stopped early, {how}")
+                self._board.print(f"{self._title} was stopped early, {how}")
         elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
-            how = "" if isinstance(error, PreemptedError) else f"{self._name or 'the gang'} failed: "
+            how = "" if isinstance(error, PreemptedError) else f"{self._title or 'the gang'} failed: "
             self._board.print(f"{how}{in_a_line(error)}")
 
     def _close_line(self) -> None:
-        self.debugging(None)
+        self._hold(None)
         if self._line is not None:
             self._board.remove(self._line)
             self._line = None
 
     def _tell_goodput(self) -> None:
         """Write the account of the gang's time, unless the gang has ended within a minute or before it had workers."""
-        is_in_table = self._has_row and self._board.is_quiet and bool(self._mark)
-        if self.goodput is not None and self.goodput.total >= MIN_TOTAL and self._name and not is_in_table:
-            self.say(str(self.goodput))
+        goodput, is_in_table = self.state.goodput, self._has_row and self._board.is_quiet and bool(self._mark)
+        if goodput is not None and goodput.total >= MIN_TOTAL and self._title and not is_in_table:
+            self.say(str(goodput))
 
 
 class ProgressDisplay(Display):
@@ -275,68 +282,44 @@ class ProgressDisplay(Display):
         self.is_over = False
         """True once `conclude` was called."""
         self._unsaid = unsaid
-        self._began_at = time.monotonic()
-        self._gang = ""
-        """Name of a gang that stays, in whose place the present call's name is shown. Empty in a gang of one call."""
-        self._called_at: float | None = None
-        """Time at which the present call of a gang that stays has begun. None between its calls."""
-        self._memory: dict[int, int] = {}
-        """Main and GPU memory of each rank of a gang that stays, in bytes."""
-        self._newest = Values()
 
-    def placed(self, shape: Shape) -> None:
-        """Write the gang's size, devices and backend."""
-        super().placed(shape)
-        devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
-        self.say(f"starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
+    def on_event(self, event: journal.Event) -> None:
+        """Show an event, those of the start and of a staying gang's calls included."""
+        match event:
+            case journal.Placed(shape=shape):
+                devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
+                self.say(f"starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
+            case journal.Formed(seconds=seconds):
+                self.say(f"all ranks have met after {seconds:.2f} s")
+            case journal.Calling(name=name):
+                self._news, self._row = News(), Values()
+                if self._line is not None:
+                    self._board.rename(self._line, name.rpartition(".")[2], "")
+            case journal.Called():
+                self._show_called(event)
+            case journal.Used() if self.state.stays and self.state.call is None:
+                self._show_idle()
+        super().on_event(event)
 
-    def formed(self, seconds: float) -> None:
-        """Write that all ranks have met, and add the gang's live line."""
-        self.say(f"all ranks have met after {seconds:.2f} s")
-        super().formed(seconds)
+    @property
+    def _title(self) -> str:
+        return self.state.call.rpartition(".")[2] if self.state.call is not None else super()._title
 
-    def logged(self, record: LogRecord) -> None:
-        """Show the metrics of rank 0's newest record, and keep them for the line at the end."""
-        super().logged(record)
-        if record.rank == 0:
-            self._newest.add(record)
-
-    def calling(self, name: str) -> None:
-        """Show a call of a gang that stays in the live line."""
-        self._gang, self._called_at = self._gang or self._name, time.monotonic()
-        self._name, self._newest = name.rpartition(".")[2], Values()
-        self._pace.clear()
-        self._news, self._row = News(), Values()
-        if self._line is not None:
-            self._board.rename(self._line, self._name, "")
-
-    def called(self, name: str, error: Exception | None) -> None:
+    def _show_called(self, event: journal.Called) -> None:
         """Write how a call of a gang that stays has ended, if the call has failed, logged or taken a second."""
-        seconds = time.monotonic() - (self._called_at or 0.0)
-        if error is not None or self._newest.record is not None or seconds >= MIN_CALL:
-            values = f", {self._newest}" if self._newest.record is not None else ""
-            how = "done" if error is None else "interrupted" if isinstance(error, CancelledError) else "failed"
-            self.say(f"{how} after {duration(seconds)}{values}")
-        self._name, self._called_at, self._newest = self._gang, None, Values()
+        seconds, values = event.time - self.state.called_at, describe_values(self.state.values)
+        if event.end.error or values or seconds >= MIN_CALL:
+            how = "failed" if event.end.is_failure else "interrupted" if event.end.error else "done"
+            name = event.name.rpartition(".")[2]
+            self._board.print(f"{name}: {how} after {duration(seconds)}{values and f', {values}'}")
         self._show_idle()
-
-    def used(self, usage: RankUsage) -> None:
-        """Show the memory that the ranks hold between calls."""
-        if self._gang and self._called_at is None:
-            self._memory[usage.rank] = usage.memory + (usage.gpu_memory or 0)
-            self._show_idle()
 
     def _show_idle(self) -> None:
         if self._line is not None:
-            held = sum(self._memory.values()) / GIB
-            self._board.rename(self._line, self._name, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
+            held = self.state.memory / GIB
+            self._board.rename(self._line, self._title, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
 
-    def restarting(self, reason: str, step: int | None) -> None:
-        """Remove the gang's live line, and forget the metrics, which will be logged again."""
-        super().restarting(reason, step)
-        self._newest = Values()
-
-    def ended(self, error: Exception | None) -> None:
+    def _conclude(self, error: Exception | None) -> None:
         """Remove the gang's live line, and write lines that waited for a debugger. `conclude` writes the outcome."""
         self._close_line()
         if not isinstance(error, self._unsaid):
@@ -350,9 +333,9 @@ class ProgressDisplay(Display):
             places: Addresses of outputs, checkpoints and tracker runs, by description.
             advice: Text on how to go on from the checkpoint that the task has kept. None: no advice.
         """
-        self.is_over, self._name = True, self._gang or self._name
-        values = f", {self._newest}" if self._newest.record is not None else ""
-        text = f"{how} after {duration(time.monotonic() - self._began_at)}{values}"
+        self.is_over = True
+        values = "" if self.state.stays else describe_values(self.state.values)
+        text = f"{how} after {duration(self.state.clock() - self.state.began_at)}{values and f', {values}'}"
         self.say(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
             self._board.print(f"  {what}: {where}")

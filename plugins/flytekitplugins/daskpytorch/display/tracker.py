@@ -13,13 +13,16 @@ from functools import partial
 from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.display.feeder import Feeder
+from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, gang_config
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import GoodputObserver, Shape, Training
-from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
+from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.journal import Training
+from flytekitplugins.daskpytorch.records import LogRecord
 
 State = Literal["finished", "failed", "killed"]
+STATES: Mapping[str, State] = {"done": "finished", "stopped early": "finished", "failed": "failed"}
+"""States of a tracker's run by the word of the gang's end. Other ends: killed."""
 
 CLOSE_TIMEOUT = 60.0
 """Timeout, in seconds, for sending a tracker's queued records at the gang's end."""
@@ -72,77 +75,50 @@ class Run:
         raise NotImplementedError
 
 
-class Tracker(GoodputObserver):
-    """Observer that records a gang's events in a tracker's run. Only `ended` waits for the tracker.
+class Tracker(View):
+    """Observer that records a gang's events in a tracker's run. Only the gang's end waits for the tracker.
 
     No error of the tracker reaches the training.
     """
 
     def __init__(self, run: Run) -> None:
+        self.state = RunState()
         self._run = run
         self._feeder = Feeder(run.label, run.flush)
-        self._training: Training | None = None
-        self._is_placed = False
-        self._resumed_at: int | None = None
-        self._newest: LogRecord | None = None
 
     def places(self) -> Mapping[str, str]:
         """Return the address of the run, by the tracker's name. Empty until the run is open."""
         return {self._run.label: self._run.where} if self._run.where is not None else {}
 
-    def begins(self, training: Training) -> None:
-        """Keep the training's name, inputs and id for the run."""
-        self._training = training
-
-    def resumed(self, step: int) -> None:
-        """Keep the step of the checkpoint that the gang resumes from."""
-        self._resumed_at = step
-
-    def placed(self, shape: Shape) -> None:
-        """Open the run in the gang's first attempt. Later calls, at restarts, do nothing."""
-        if self._training is not None and not self._is_placed:
-            self._is_placed = True
-            config = {**self._training.inputs, "gang": gang_config(shape)}
-            self._feeder.start(partial(self._run.open, self._training, config, self._resumed_at))
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        """Queue a call of `Run.rewind` with the step of the checkpoint that the gang restarts from."""
-        self._newest = None
-        self._feeder.put(partial(self._run.rewind, step))
-
-    def logged(self, record: LogRecord) -> None:
-        """Queue a record of rank 0 for the run. Records of other ranks are ignored."""
-        if record.rank == 0:
-            self._newest = self._newest if record.is_evaluation else record
-            self._feeder.offer(partial(self._run.log, record))
-
-    def used(self, usage: RankUsage) -> None:
-        """Queue a rank's usage of CPU, memory and GPU as metrics of rank 0's newest step."""
-        if usage.rank < MAX_RANKS:
-            self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
+    def on_event(self, event: journal.Event) -> None:
+        """Queue an event for the run."""
+        match event:
+            case journal.Placed(shape=shape) if self.state.attempt == 0 and self.state.training is not None:
+                config = {**self.state.training.inputs, "gang": gang_config(shape)}
+                self._feeder.start(partial(self._run.open, self.state.training, config, self.state.resumed_step))
+            case journal.Restarted(step=step):
+                self._feeder.put(partial(self._run.rewind, step))
+            case journal.Logged(record=record) if record.rank == 0:
+                self._feeder.offer(partial(self._run.log, record))
+            case journal.Used(usage=usage) if usage.rank < MAX_RANKS:
+                self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
+            case journal.Noted():
+                self._feeder.offer(partial(self._run.note, event.line))
+            case journal.Ended():
+                self._end(event)
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         """Queue the plugin's own metrics under the newest step, if rank 0 has logged a step."""
-        if (newest := self._newest) is not None:
+        if (newest := self.state.record) is not None:
             self._feeder.offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 
-    def noted(self, text: str) -> None:
-        """Queue a notice for the run."""
-        self._feeder.offer(partial(self._run.note, text))
-
-    def ended(self, error: Exception | None) -> None:
+    def _end(self, event: journal.Ended) -> None:
         """Close the run. Wait until all records are sent, the tracker cannot be reached, or the timeout is over."""
         if not self._feeder.is_feeding:
             return
-        if self.goodput is not None:
-            account = {"share": self.goodput.share, **self.goodput.as_dict()}
+        if (goodput := self.state.goodput) is not None:
+            account = {"share": goodput.share, **goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})
-        limit = PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT
-        self._feeder.end(partial(self._run.close, *_state(error)), limit)
-
-
-def _state(error: Exception | None) -> tuple[State, str | None]:
-    reason = None if error is None else f"{type(error).__name__}: {error}"
-    if error is None or isinstance(error, StoppedEarlyError):
-        return "finished", reason
-    return "killed" if isinstance(error, (GangCancelledError, PreemptedError)) else "failed", reason
+        limit = PREEMPTED_TIMEOUT if isinstance(event.error, PreemptedError) else CLOSE_TIMEOUT
+        reason = f"{event.end.error}: {event.error}" if event.end.error else None
+        self._feeder.end(partial(self._run.close, STATES.get(event.end.word, "killed"), reason), limit)

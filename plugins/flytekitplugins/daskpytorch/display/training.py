@@ -11,7 +11,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.function import arguments_of, name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
-from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
+from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
 from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 

@@ -19,8 +19,10 @@ from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, gang_con
 from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Wandb
 
 KEYLESS = ("offline", "dryrun", "disabled")
@@ -54,21 +56,23 @@ class WandbObserver(Observer):
         self.where: str | None = None
         """URL of the run, or the command that uploads an offline run. None until rank 0 has opened the run."""
 
-    def begins(self, training: Training) -> None:
+    def on_begin(self, training: Training) -> None:
         """Keep the training's inputs for the run's configuration."""
         self._inputs = training.inputs
 
-    def wrote(self, rank: int, lines: list[str]) -> None:
+    def on_event(self, event: journal.Event) -> None:
         """Read the run's URL from rank 0's output."""
-        for line in lines:
-            if rank == 0 and line.startswith(RUN_IS):
-                self.where = line.removeprefix(RUN_IS)
+        super().on_event(event)
+        if isinstance(event, journal.Wrote) and event.rank == 0:
+            for line in event.lines:
+                if line.startswith(RUN_IS):
+                    self.where = line.removeprefix(RUN_IS)
 
     def places(self) -> Mapping[str, str]:
         """Return the run's URL, or the command that uploads an offline run. Empty until rank 0 has opened the run."""
         return {LABEL: self.where} if self.where is not None else {}
 
-    def placed(self, shape: Shape) -> None:
+    def on_start(self, shape: Shape) -> None:
         """Keep the gang's shape in its first attempt for the run's configuration."""
         self._shape = self._shape or shape
 

@@ -69,14 +69,14 @@ class Tracker(RankObserver):
         """True once the user knows that records or values are missing."""
         self._opening = in_thread(self._open, "daskpytorch-wandb")
 
-    def begins(self) -> None:
+    def on_begin(self) -> None:
         """Wait until the run is open, so that the user's function finds the run in `wandb.run`."""
         try:
             self._opening.result(OPEN_TIMEOUT)
         except TimeoutError:
             say(f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s. The training begins, and its records wait.")
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         """Log a record, together with the newest histograms of gradients."""
         if self._histograms:
             record = dataclasses.replace(record, metrics={**record.metrics, **self._histograms})
@@ -85,7 +85,7 @@ class Tracker(RankObserver):
         if self._opening.done():
             self._log_waiting()
 
-    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
+    def on_watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Take histograms of the model's gradients before every `log_freq`-th step of its optimizer.
 
         `wandb.watch` is no alternative. wandb logs from inside the backward pass, sees only one rank's gradients, and
@@ -105,12 +105,12 @@ class Tracker(RankObserver):
 
         register_optimizer_step_pre_hook(look)
 
-    def accounted(self, goodput: Goodput) -> None:
+    def on_goodput(self, goodput: Goodput) -> None:
         """Write the account of the gang's time to the run's summary."""
         if self._opening.done() and _is_open(run := self._opening.result()):
             run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict()}
 
-    def close(self, exit_code: int, stopped_early: str | None = None) -> None:
+    def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
         """Close the run.
 
         Args:

@@ -20,9 +20,9 @@ from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE,
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, is_late
-from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, Kind, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.process import program_end
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.code import Code
 
 BLAME_WINDOW = 0.7
@@ -33,10 +33,6 @@ SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
 """Maximum number of seconds between two decisions, as some changes cause no event."""
-
-
-class GangCancelledError(Exception):
-    """The user cancelled the gang."""
 
 
 def verdict(
@@ -347,26 +343,26 @@ class Brain:
         return self._go_on()
 
     def _go_on(self) -> Phase:
-        reason = self._reason_to_go_on(self._attempt)
+        reason, kind = self._reason_to_go_on(self._attempt)
         self._state.stop_request = None
         self._state.number += 1
         for part in self._state.parts:
             part.restart(self._state.number)
         step = self._state.newest_step()
-        self._observers.tell("restarting", reason, step)
+        self._observers.tell(journal.Restarted(reason=reason, step=step, kind=kind))
         start = "without a checkpoint: current_rank().checkpoint has saved nothing"
         self._observers.note(reason)
         self._observers.note(f"going on from step {step}" if step is not None else f"going on {start}")
         return self._begin_to_gather()
 
-    def _reason_to_go_on(self, attempt: Attempt) -> str:
-        """Return the reason for a restart, or raise the error that ends the gang."""
+    def _reason_to_go_on(self, attempt: Attempt) -> tuple[str, Kind | None]:
+        """Return the reason for a restart and the kind of the failure, or raise the error that ends the gang."""
         request = self._state.stop_request
         if request is not None and request.explains(attempt):
             return self._go_on_without(request)
         for part in self._state.parts:
             if (reason := part.reason(attempt)) is not None:
-                return reason
+                return reason, None
         failure = self._failure(attempt)
         root_failure = attempt.root_failure()
         if (refusal := self._policy.refusal(failure)) is not None:
@@ -378,11 +374,10 @@ class Brain:
         if trace and failure.cause not in {each.cause for each in self._policy.failures}:
             self._observers.note(f"rank {root_failure.rank} raised\n{trace}")
         self._policy.note(failure)
-        self._observers.tell("failed", failure.kind)
         self._agents.faulty_gpus |= attempt.faulty_gpus
-        return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
+        return f"{failure.what}; starting again (failure {len(self._policy.failures)})", failure.kind
 
-    def _go_on_without(self, request: StopRequest) -> str:
+    def _go_on_without(self, request: StopRequest) -> tuple[str, Kind]:
         """Return the reason for a restart without the removed worker.
 
         Raises:
@@ -392,8 +387,7 @@ class Brain:
         if request.ends_gang or self._policy.refusal(failure) is not None:
             raise self._preempted(request)
         self._policy.note(failure)
-        self._observers.tell("failed", failure.kind)
-        return failure.what
+        return failure.what, failure.kind
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # The stop request itself may make a rank fail.

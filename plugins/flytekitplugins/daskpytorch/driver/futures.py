@@ -10,10 +10,9 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, overload
 
 from flytekitplugins.daskpytorch.driver.blame import from_user
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, GangStartError
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 

@@ -15,7 +15,8 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_function, evaluate, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+from flytekitplugins.daskpytorch.protocol.journal import Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from flytekitplugins.daskpytorch.protocol.script import Script

@@ -6,10 +6,9 @@ from dataclasses import replace
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import placement
+from flytekitplugins.daskpytorch.protocol import journal, placement
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.job import Job, log_folder
-from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
@@ -31,10 +30,10 @@ def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
     places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
     backend = placement.choose_backend(settings.backend, nodes, places)
     logs = log_folder(settings, state.id)
-    shape = Shape(
+    shape = journal.Shape(
         name=request.name, backend=backend, nodes=nodes, places=places, log_folder=str(logs) if logs else None
     )
-    state.observers.tell("placed", shape)
+    state.observers.tell(journal.Placed(shape=shape))
     carriers = [agents.peers[node.worker] for node in nodes]
     store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
     job = _job(state, number, backend, store)

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.protocol import framing, messages
+from flytekitplugins.daskpytorch.protocol import framing, journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -264,7 +264,7 @@ class GangState:
             case messages.Leaving():
                 self._note_leaving(peer)
             case messages.Lines(rank, lines):
-                self.observers.tell("wrote", rank, lines)
+                self.observers.tell(journal.Wrote(rank=rank, lines=lines))
             case messages.Reported():
                 pass  # the listener unpacks reports for `hear_of_rank`
             case _:
@@ -360,7 +360,7 @@ class GangState:
         match report:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
-                self.observers.tell("logged", report)
+                self.observers.tell(journal.Logged(record=report))
             case messages.Noted(text, ""):
                 self.observers.note(f"rank {rank} {text}")
             case messages.Noted(text, hint):
@@ -386,7 +386,7 @@ class GangState:
             self.enter("training")
         if attempt.is_formed:
             began_at = self.asked_at if attempt.number == 0 else attempt.began_at
-            self.observers.tell("formed", self.now() - began_at)
+            self.observers.tell(journal.Formed(seconds=self.now() - began_at))
 
 
 def is_late(state: GangState, attempt: Attempt) -> bool:

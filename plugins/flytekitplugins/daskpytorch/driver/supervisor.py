@@ -16,7 +16,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
 from flytekitplugins.daskpytorch.driver.blame import from_user
-from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
+from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
@@ -31,10 +31,10 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
-from flytekitplugins.daskpytorch.protocol import host, messages
+from flytekitplugins.daskpytorch.protocol import host, journal, messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -191,7 +191,7 @@ class Supervisor:
         error: Exception | None = None
         running.add(self)
         if self._request.training is not None:
-            self._observers.tell("begins", self._request.training)
+            self._observers.tell(journal.Began(training=self._request.training))
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._launcher.close)
@@ -234,8 +234,8 @@ class Supervisor:
         finally:
             running.discard(self)
             if self._brain is not None:
-                self._observers.tell("accounted", self._gang.accounting.accountant.final(error))
-            self._observers.tell("ended", error)
+                self._observers.tell(journal.Accounted(goodput=self._gang.accounting.accountant.final(error)))
+            self._observers.tell(journal.Ended.by(error))
 
     def _give_up(self, committer: Committer) -> None:
         """Stop writing checkpoints to storage, which a newer gang has taken over, and end this gang."""
@@ -296,8 +296,8 @@ class Supervisor:
         committer.begin()
         evaluator.prepare(code if self._request.script is None else None, checkpoints.newest_entry)
         if (step := checkpoints.newest_step()) is not None:
-            self._observers.tell("resumed", step)
-            self._observers.tell("keeps", checkpoints.saved())
+            self._observers.tell(journal.Resumed(step=step))
+            self._observers.tell(journal.Listed(checkpoints=checkpoints.saved()))
         text = start_of(self._request.storage, self._request.settings, step)
         if text is not None and self._request.start is None:
             self._observers.note(text)

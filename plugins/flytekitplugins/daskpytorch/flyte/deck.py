@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,13 +22,14 @@ from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 from flytekit.deck.renderer import Renderable
 
 from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.display import journal_file
 from flytekitplugins.daskpytorch.flyte.context import is_on_backend
 from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date
 
 if TYPE_CHECKING:
     from flytekit.models.literals import Literal
 
-    from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.task.shown import ShownTask
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -40,12 +41,10 @@ local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=Non
 """Local HTML file of the task's Deck. None on Flyte's backend, and until the task makes a Deck."""
 
 
-def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[None]:
+def published(shown: ShownTask) -> AbstractContextManager[None]:
     """Return a context manager that keeps a Deck with the training's page up to date, as the first Deck of the task.
 
-    Args:
-        recorder: Observer that writes the page.
-        places: Function that returns paths and URLs of the training's files, by name.
+    On Flyte's backend, the gang's journal is uploaded with the Deck.
     """
     ctx = FlyteContextManager.current_context()
     decks, file = ctx.user_space_params.decks, _DeckFile(ctx)
@@ -53,8 +52,10 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Ab
     def show(page: str) -> None:
         decks[:] = [Deck(TITLE, page, auto_add_to_deck=False), *(other for other in decks if other.name != TITLE)]
 
+    if not file.is_local:
+        shown.journal_folder = file.path.parent
     # A local file is there before the training, too.
-    return kept_up_to_date(recorder, places, show, file.write, at_once=file.is_local)
+    return kept_up_to_date(shown.state, shown.files, show, file.write, at_once=file.is_local)
 
 
 def write_local(ctx: FlyteContext) -> None:
@@ -83,12 +84,14 @@ class _DeckFile:
         beside.write_text(page, encoding="utf-8", errors="replace")
         beside.replace(self.path)  # a browser that reloads gets a whole page
         if not self.is_local:
-            self._ctx.file_access.put_data(str(self.path), self._remote_path(), **HEADERS)
+            self._ctx.file_access.put_data(str(self.path), self._remote_path(DECK_FILE_NAME), **HEADERS)
+            if (journal := self.path.with_name(journal_file.NAME)).exists():
+                self._ctx.file_access.put_data(str(journal), self._remote_path(journal_file.NAME))
 
-    def _remote_path(self) -> str:
-        """Return the URI from which Flyte's console reads the task's Deck."""
+    def _remote_path(self, name: str) -> str:
+        """Return the URI of a file in the task's outputs, from which Flyte's console reads the Deck."""
         prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
-        return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{DECK_FILE_NAME}"
+        return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{name}"
 
 
 # ---- Tabs of inputs and outputs

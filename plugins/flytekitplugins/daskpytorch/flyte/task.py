@@ -42,8 +42,8 @@ from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import exit_quickly, heeding_sigterm
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
+    from flytekitplugins.daskpytorch.task.shown import ShownTask
 
 
 # Workers import torch for their ranks while the driver still waits for other workers.
@@ -234,8 +234,8 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         # Flyte sets the task's own variables on a backend only, where Dask's variables for its workers may win.
         return {**context.rank_environment(), **self.environment}
 
-    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[object]:
-        return deck.published(recorder, places)
+    def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
+        return deck.published(shown)
 
     def _page_file(self) -> str | None:
         return str(deck.local_file.get() or "") or None

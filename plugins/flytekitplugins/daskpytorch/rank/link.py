@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import messages, payload
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
-from flytekitplugins.daskpytorch.protocol.observer import Observers
+from flytekitplugins.daskpytorch.protocol.observer import RankObservers
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.rank.returned import pickled
@@ -110,7 +110,7 @@ class GangLink(Link):
         self.worker_data = order.data
         self.progress = Progress()
         self.ledger = Ledger()
-        self.observers = Observers()
+        self.observers = RankObservers()
         """Observers in this process, which receive each log record at once. Only rank 0 has observers."""
         self._observers_lock = threading.RLock()
         """Lock of the observers, as metrics of evaluations arrive in another thread than the function's."""
@@ -162,11 +162,11 @@ class GangLink(Link):
     def show(self, record: LogRecord) -> None:
         """Give this process's observers a log record, such as one of an evaluation, which the driver has already."""
         with self._observers_lock:
-            self.observers.tell("logged", record)
+            self.observers.call("on_log", record)
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Make the trackers in rank 0 record a model's gradients every `log_freq` optimizer steps."""
-        self.observers.tell("watch", model, log_freq)
+        self.observers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
         """Send a result file to the driver in pieces. Other reports may be sent between two pieces.

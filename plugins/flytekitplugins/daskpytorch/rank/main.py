@@ -172,7 +172,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
             link.has_closed_observers.wait(latest - time.monotonic())  # the main thread closes them
         if link.has_reported:
             os._exit(STOPPED)
-    link.observers.tell("close", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
+    link.observers.call("on_end", 1 if order.reason is None else 0, None if link.has_delivered else order.reason)
     os._exit(STOPPED)
 
 

@@ -68,7 +68,7 @@ class Session:
     def at_work(self) -> Iterator[None]:
         """Around the user's function, report its start and end, and record its time, usage, hints and profile."""
         link, order = self._link, self._order
-        link.observers.tell("begins")  # directly before the call: they see the same process state as the function
+        link.observers.call("on_begin")  # directly before the call: they see the same process state as the function
         link.send(messages.Ready())
         link.ledger.begin()
         place = order.place
@@ -117,7 +117,7 @@ class Session:
         link.ended.wait()
         if link.observers:
             with contextlib.suppress(TimeoutError):
-                link.observers.tell("accounted", link.await_goodput(ACCOUNT_TIMEOUT))
+                link.observers.call("on_goodput", link.await_goodput(ACCOUNT_TIMEOUT))
 
     def follow(self, order: messages.OrderToAll) -> None:
         """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
@@ -257,7 +257,7 @@ def wind_up(rank: int, link: GangLink, outcome: int, *, has_returned: bool) -> N
     ranks exit by `os._exit`, which skips these steps. After `program_end.MAX_WAIT` the rank ends regardless, with the
     exit code `program_end.LATE`.
     """
-    link.observers.tell("close", outcome)
+    link.observers.call("on_end", outcome)
     link.has_closed_observers.set()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
     with program_end.watched(f"rank {rank}", program_end.MAX_WAIT):

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 
 from flytekitplugins.daskpytorch.display import notebook
-from flytekitplugins.daskpytorch.display.logged import Log, Logged
 from flytekitplugins.daskpytorch.display.machine import MachineLog
+from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, View
 from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.training import count, inputs_of
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
@@ -24,7 +24,6 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
-from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
@@ -51,7 +50,7 @@ class ModelFuture(Logged, GangFuture):
         self,
         index: int,
         experiment: Any,
-        log: Log,
+        state: RunState,
         cancel: Callable[[], bool],
         end: Callable[[], bool] | None = None,
     ) -> None:
@@ -60,7 +59,7 @@ class ModelFuture(Logged, GangFuture):
         """Index of the experiment, from 0."""
         self.experiment = experiment
         """Argument of the training function. None in a search until the study suggests an experiment."""
-        self._log = log
+        self._run_state = state
         self._cancel = cancel
 
     @property
@@ -85,20 +84,20 @@ class Model:
     """State of one model of a `dispatch.map`, in the driver."""
 
     index: int
-    line: Observer
+    line: View
     """Observer that shows the model in the sweep's display."""
     kept: KeptModel | None = None
     """State that an earlier call of `dispatch.map` left in storage. None for a new model."""
     experiment: Any = None
     num_workers: int = 0
     storage: ModelStorage | None = None
-    log: Log = field(init=False)
+    state: RunState = field(init=False)
     future: ModelFuture = field(init=False)
     gang: GangFutures | None = None
     """Futures of the model's gang during training, else None."""
 
     def __post_init__(self) -> None:
-        self.log = Log(self.kept.records if self.kept is not None else ())
+        self.state = RunState(before=self.kept.records if self.kept is not None else ())
 
     def settle(self, result: Any, error: BaseException | None) -> None:
         """Set the result or the error of the model's future."""
@@ -149,7 +148,7 @@ class SweepDisplay:
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
 
-    def line(self, index: int, experiment: object) -> Observer:
+    def line(self, index: int, experiment: object) -> View:
         """Return the observer that displays one model's gang."""
         if log.is_for_machines():
             return MachineLog()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed, wait
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -24,6 +25,7 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.signals import deferred
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, as_html, counted, error_of, rows_of, show_live
@@ -73,7 +75,7 @@ class ModelFutures(Futures[ModelFuture]):
         """Last time (monotonic clock, seconds) at which the cluster had enough workers for each waiting model."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
-            model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self._end_all)
+            model.future = ModelFuture(model.index, model.experiment, model.state, cancel, self._end_all)
             if model not in missing:
                 self._restore(model)
         self._futures = [model.future for model in models]
@@ -208,7 +210,7 @@ class ModelFutures(Futures[ModelFuture]):
         """Settle the future of a model that an earlier call has completed, with its stored records and result."""
         if (kept := model.kept) is not None:
             self._sweep.recall(model)
-            model.log.cut(kept.records)
+            model.state.cut(kept.records)
             model.future.set_running_or_notify_cancel()
             model.settle(kept.result, kept.stopped)
 
@@ -274,8 +276,8 @@ class ModelFutures(Futures[ModelFuture]):
     def _start(self, model: Model, request: Request, workers: Sequence[str]) -> None:
         share = Share(self.cluster, workers, functools.partial(self._refill, model))
         world_size = model.num_workers * request.ranks_per_worker
-        observers = self._sweep.observers(model)
-        supervisor = Supervisor(request, share, observers, received=model.future.received)
+        observers = self._sweep.observers(model, request.observers)
+        supervisor = Supervisor(replace(request, observers=[]), share, observers, received=model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))
@@ -311,7 +313,7 @@ class ModelFutures(Futures[ModelFuture]):
         """Set `error` on the futures of waiting models, which will never start."""
         for model in list(models):
             self._waiting.remove(model)
-            model.line.ended(error)
+            model.line.on_event(journal.Ended.by(error))
             self._sweep.tell(model, error)
             if model.future.set_running_or_notify_cancel():
                 model.future.set_exception(error)
@@ -348,7 +350,7 @@ class ModelFutures(Futures[ModelFuture]):
         stopped = error if isinstance(error, StoppedEarlyError) else None
         if model.storage is not None:
             if error is stopped:
-                model.storage.note_end(result, stopped, model.line.noted)
+                model.storage.note_end(result, stopped, model.line.note)
             else:  # records since the last checkpoint
                 self._sweep.note_progress(model, model.storage)
         if error is not None and stopped is None:  # its message names the experiment

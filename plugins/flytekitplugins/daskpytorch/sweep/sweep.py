@@ -15,7 +15,9 @@ from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
+from flytekitplugins.daskpytorch.display.run_state import watched
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
@@ -128,7 +130,7 @@ class Sweep:
         try:
             storage.note_progress()
         except Exception as error:  # a store's client may raise anything, and the next checkpoint writes again
-            model.line.noted(
+            model.line.note(
                 f"the model's records could not be kept in {storage.folder} ({type(error).__name__}: {error}); the "
                 "next checkpoint tries again"
             )
@@ -167,13 +169,18 @@ class Sweep:
         about = training.of_model(self.function, self._group, model.index, model.experiment)
         return replace(request, key=key, storage=paths, observers=observers, training=about)
 
-    def observers(self, model: Model) -> list[Observer]:
-        """Return the observers for a model's gang: its display, its records, and early stopping or the search."""
-        observers = [model.line, model.log]
+    def observers(self, model: Model, asked: Sequence[Observer]) -> list[Observer]:
+        """Return the observers of a model's gang: its state and display, early stopping or the search, and the user's.
+
+        Args:
+            model: The model.
+            asked: Observers of the user and of trackers.
+        """
+        observers: list[Observer] = [model.line]
         if self.trials is not None:
             before = model.kept.records if model.kept is not None else ()
-            observers.append(self.trials.watch(model.index, model.line.noted, before))
-        return observers
+            observers.append(self.trials.watch(model.index, model.line.note, before))
+        return watched(model.state, [*observers, *journal_in(None), *asked])
 
     def is_over(self, model: Model) -> bool:
         """Return True if an earlier `dispatch.map` with the same storage has completed the model.
@@ -193,9 +200,9 @@ class Sweep:
         self.board.count(model.index, error)
         try:
             if self.trials is not None:
-                self.trials.tell(model.index, error, result, model.log.newest)
+                self.trials.tell(model.index, error, result, model.state.newest)
         except BaseException as failure:  # a study's storage may raise anything, and the model keeps its result
-            model.line.noted(
+            model.line.note(
                 f"the study could not record how the model ended ({type(failure).__name__}: {failure}). The model "
                 "keeps its result, but the study does not learn from it"
             )
@@ -205,7 +212,7 @@ class Sweep:
         return training.group_of(self.keys[0].removesuffix("-0"), self.execution)
 
     def _about(self, model: Model) -> dict[str, Any]:
-        about = {"experiment": model.experiment, "records": list(model.log.records)}
+        about = {"experiment": model.experiment, "records": list(model.state.records)}
         if self.trials is None or not self.trials.suggests:
             return about
         return {**about, "trial": self.trials.trial(model.index)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Search
@@ -169,8 +170,10 @@ class _Judge(Observer):
     """Names of the metrics that the model has logged, until the metric for early stopping comes."""
     _is_stopped: bool = False
 
-    def resumed(self, step: int) -> None:
-        self.take_before(step)
+    def on_event(self, event: journal.Event) -> None:
+        if isinstance(event, journal.Resumed):
+            self.take_before(event.step)
+        super().on_event(event)
 
     def take_before(self, step: float) -> None:
         """Report an earlier call's records up to `step` to the study. Their values do not stop the model again."""
@@ -178,7 +181,7 @@ class _Judge(Observer):
             if record.step <= step:
                 self._falls_behind(record)
 
-    def logged(self, record: LogRecord) -> None:
+    def on_log(self, record: LogRecord) -> None:
         if record.rank != 0 or self._is_stopped or not self._falls_behind(record) or _is_last(record):
             return
         self._is_stopped = True
@@ -192,7 +195,7 @@ class _Judge(Observer):
             value=value,
         )
 
-    def ended(self, error: Exception | None) -> None:
+    def on_end(self, error: Exception | None) -> None:
         if error is not None or not self._trials.claim_notice():
             return
         names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"

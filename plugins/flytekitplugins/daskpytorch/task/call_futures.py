@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display.logged import Log, Logged
+from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
@@ -44,7 +44,7 @@ class CallFutures(Logged, Futures[GangFuture]):
             end: Ends the call, by `cancel` or at Ctrl-C.
             keep: Gang, function and arguments, which are referenced until the call's end.
         """
-        self.log = self._log = Log()
+        self.run_state = self._run_state = RunState()
         self._end = end
         self._keep: object = keep
         self._cause: int | None = None

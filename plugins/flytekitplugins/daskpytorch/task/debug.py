@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import Checkpoint, Link, RankContext
 from flytekitplugins.daskpytorch.driver import manifest
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.errors import GangCancelledError
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol import payload
+from flytekitplugins.daskpytorch.protocol import journal, payload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
+from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObservers
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as_program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
@@ -86,7 +87,7 @@ def run_here(
         say(f"{name}: debugging: Gang(evaluate=...) has no effect, since there is one process")
     told = Observers(observers, name=name)
     error: Exception | None = None
-    told.tell("begins", training)
+    told.tell(journal.Began(training=training))
     told.note(f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process")
     try:
         with ExitStack() as stack:
@@ -98,8 +99,8 @@ def run_here(
             link = _Link(told, received, results_folder)
             _become_rank(RankContext(checkpoint=checkpoint, link=link), name, settings, checkpoint, told, stack)
             link.trackers.open(told.for_rank())
-            link.trackers.tell("begins")
-            stack.push(lambda kind, *_: link.trackers.tell("close", int(kind is not None)))
+            link.trackers.call("on_begin")
+            stack.push(lambda kind, *_: link.trackers.call("on_end", int(kind is not None)))
             profiler = Profiler(0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
             stack.enter_context(profiler.watching(settings.profile))
             stack.enter_context(ending_as_program())  # then the result is None
@@ -114,7 +115,7 @@ def run_here(
         error = caught
         raise
     finally:
-        told.tell("ended", error)
+        told.tell(journal.Ended.by(error))
 
 
 def _become_rank(
@@ -146,8 +147,8 @@ def _become_rank(
     process_group.expect(place, job, lambda: None)
     process_group.join()
     context.enter(rank)
-    told.tell("placed", Shape(name=name, backend="gloo", nodes=[node], places=places))
-    told.tell("formed", time.monotonic() - begun_at)
+    told.tell(journal.Placed(shape=Shape(name=name, backend="gloo", nodes=[node], places=places)))
+    told.tell(journal.Formed(seconds=time.monotonic() - begun_at))
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
@@ -182,8 +183,8 @@ class _LocalCheckpoint(Checkpoint):
             self._vault.hold([self._start.identity])  # `load` reads the file, perhaps after other saves
         step = max((saved.step for saved in self.list()), default=None)
         if step is not None:
-            told.tell("resumed", step)
-            told.tell("keeps", self.list())
+            told.tell(journal.Resumed(step=step))
+            told.tell(journal.Listed(checkpoints=self.list()))
         if (text := start_of(storage, settings, step)) is not None:
             told.note(text)
 
@@ -227,7 +228,7 @@ class _LocalCheckpoint(Checkpoint):
         self._vault.flush(self._end_timeout)
         self._committer.flush(max(0.0, until - time.monotonic()))
         self._committer.close()
-        self._told.tell("keeps", self.list())
+        self._told.tell(journal.Listed(checkpoints=self.list()))
 
     def _find(self, entries: Sequence[E], step: int | None) -> E | None:
         found = manifest.find(entries, self._keep, step)
@@ -253,8 +254,8 @@ class _LocalCheckpoint(Checkpoint):
         self._sharded.settle(number)
 
     def _note_kept(self, step: int) -> None:
-        self._told.tell("kept", step)
-        self._told.tell("keeps", self.list())
+        self._told.tell(journal.Checkpointed(step=step))
+        self._told.tell(journal.Listed(checkpoints=self.list()))
 
 
 class _Link(Link):
@@ -266,7 +267,7 @@ class _Link(Link):
         self._told = told
         self._received = received
         self._results_folder = results_folder
-        self.trackers = Observers()
+        self.trackers = RankObservers()
         """Observers of rank 0."""
 
     def log(self, record: LogRecord) -> None:
@@ -275,14 +276,14 @@ class _Link(Link):
         Raises:
             StoppedEarlyError: An observer wants the training to stop.
         """
-        self.trackers.tell("logged", record)
-        self._told.tell("logged", record.sent())
+        self.trackers.call("on_log", record)
+        self._told.tell(journal.Logged(record=record.sent()))
         if self._told.stopped_early is not None:
             raise self._told.stopped_early
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Make the trackers record a model's gradients."""
-        self.trackers.tell("watch", model, log_freq)
+        self.trackers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
         """Put a file among the results."""

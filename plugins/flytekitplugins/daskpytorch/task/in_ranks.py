@@ -24,10 +24,10 @@ from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
-    from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+    from flytekitplugins.daskpytorch.protocol.journal import Training
+    from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
     from flytekitplugins.daskpytorch.task.shown import ShownTask
 
@@ -98,13 +98,8 @@ class InRanks:
         """Return the environment variables of Flyte and of the task that ranks get."""
         raise NotImplementedError
 
-    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> AbstractContextManager[object]:
-        """Return a context manager that publishes the training's page during its block and at the end.
-
-        Args:
-            recorder: Observer that writes the page.
-            places: Function that returns paths and URLs of the training's files, by name.
-        """
+    def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
+        """Return a context manager that publishes the training's page during its block and at the end."""
         raise NotImplementedError
 
     def _page_file(self) -> str | None:
@@ -162,7 +157,7 @@ class InRanks:
                 gang,
                 received,
                 lambda: self._as_output(shown.results.folder),
-                observers=[shown.display, shown.recorder, *shown.observers],
+                observers=shown.all_observers(),
                 training=self._training(inputs),
                 storage=storage_of(current_execution(), "gang", gang),
             )
@@ -180,10 +175,10 @@ class InRanks:
         with self._shown(inputs) as shown:
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
-            request = self._request(inputs, rank_host(shown.results.folder), shown.observers)
+            request = self._request(inputs, rank_host(shown.results.folder))
             shown.show_storage(request.storage)
             with self._received(shown) as received, self._launcher() as launcher:
-                supervisor = Supervisor(request, launcher, [shown.display, shown.recorder], received)
+                supervisor = Supervisor(request, launcher, shown.all_observers(), received)
                 with ctrl_c.get(CtrlC()).ends(supervisor.cancel):
                     outputs = supervisor.run()
                 output = received.load_returned(0, outputs[0])
@@ -194,13 +189,13 @@ class InRanks:
         """During the block, show the training's progress. At the end, show where its files are."""
         # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
-        from flytekitplugins.daskpytorch.display.deck import Recorder
+        from flytekitplugins.daskpytorch.display.run_state import RunState
         from flytekitplugins.daskpytorch.results import TaskResults
         from flytekitplugins.daskpytorch.task.shown import ShownTask
 
         shown = ShownTask(
             display=machine.progress(self.name, is_plain=self._is_debugging),
-            recorder=Recorder(self.name, self._arguments(inputs)),
+            state=RunState(name=self.name, inputs=self._arguments(inputs)),
             observers=self._observers(),
             run=local_runs.local_run.get(),
             results=TaskResults(self.task_config.gang.grace_period, current_execution()),
@@ -223,12 +218,12 @@ class InRanks:
         """During the block, receive the files that ranks submit, and keep the task's Deck up to date if it has one."""
         with contextlib.ExitStack() as stack:
             if self.enable_deck:
-                stack.enter_context(self._published(shown.recorder, shown.files))
+                stack.enter_context(self._published(shown))
                 if (file := self._page_file()) is not None:
                     shown.display.say(f"its Deck, to be opened and reloaded: {file}")
             yield stack.enter_context(shown.results.received())
 
-    def _request(self, inputs: dict[str, Any], host: RankHost, observers: list[Observer]) -> Request:
+    def _request(self, inputs: dict[str, Any], host: RankHost) -> Request:
         from flytekitplugins.daskpytorch.protocol.function import pack_call
 
         config = self.task_config
@@ -241,7 +236,6 @@ class InRanks:
             gpu_check=packed_check(config.gang),
             host=pickle.dumps(host),
             environment=self._environment_of_ranks(),
-            observers=observers,
             training=self._training(inputs),
             storage=storage_of(current_execution(), "gang", config.gang),
         )

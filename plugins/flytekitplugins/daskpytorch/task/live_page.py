@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.display import deck
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.display.run_state import RunState
 
 TITLE = "Training"
 """Name of the Deck or report tab with the training's page."""
@@ -31,7 +32,7 @@ logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 @contextlib.contextmanager
 def kept_up_to_date(
-    recorder: Recorder,
+    state: RunState,
     places: Callable[[], Mapping[str, str]],
     show: Callable[[str], object],
     publish: Callable[[], object],
@@ -43,7 +44,7 @@ def kept_up_to_date(
     After the block, show the final page, which the caller publishes.
 
     Args:
-        recorder: Observer that records the training. An exception of the block is recorded, too.
+        state: State of the run. An exception of the block ends the run.
         places: Function that returns paths and URLs of the training's files, by name.
         show: Function that replaces the page's HTML by its argument.
         publish: Function that writes or uploads the shown page.
@@ -53,14 +54,14 @@ def kept_up_to_date(
 
     def write() -> None:
         try:
-            show(recorder.html(places()))
+            show(deck.html(state, places()))
             publish()
         except Exception as error:  # a full disk, a storage that does not answer, another page's error
             if not has_failed.is_set():
                 logger.warning("the Deck so far could not be published (%r); the training goes on", error)
             has_failed.set()
 
-    work = functools.partial(contextvars.copy_context().run, _write_all, recorder, write, is_over)
+    work = functools.partial(contextvars.copy_context().run, _write_all, state, write, is_over)
     thread = threading.Thread(target=work, name="daskpytorch-deck", daemon=True)
     if at_once:
         write()
@@ -68,28 +69,28 @@ def kept_up_to_date(
     try:
         yield
     except BaseException as error:
-        recorder.conclude(error)
+        state.conclude(error)
         raise
     finally:
         is_over.set()
         thread.join(MAX_WAIT)
-        show(_last_page(recorder, places))
+        show(_last_page(state, places))
 
 
-def _write_all(recorder: Recorder, write: Callable[[], None], is_over: threading.Event) -> None:
+def _write_all(state: RunState, write: Callable[[], None], is_over: threading.Event) -> None:
     seen, pause = -1, 0.0
     while not is_over.wait(pause):
         pause = INTERVAL
-        if recorder.num_changes != seen:
-            seen, began_at = recorder.num_changes, time.monotonic()
+        if state.num_changes != seen:
+            seen, began_at = state.num_changes, time.monotonic()
             write()
             pause = min(MAX_INTERVAL, max(INTERVAL, (time.monotonic() - began_at) / SHARE))
 
 
-def _last_page(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
+def _last_page(state: RunState, places: Callable[[], Mapping[str, str]]) -> str:
     """Return the HTML of the training's page. If writing it fails, return a page with the error."""
     try:
-        return recorder.html(places())
+        return deck.html(state, places())
     except Exception as error:
         logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
         return report.page(report.alert("This page could not be written", repr(error)))

@@ -40,6 +40,8 @@ MAX_NAME = 200
 """Maximum number of characters of the name of a folder with local runs. Longer names lose their beginning."""
 MAX_AGE = 14 * 86_400.0
 """Age, in seconds since the last write, from which a local run's folder is removed: two weeks."""
+MAX_JOURNALS = 50
+"""Number of a task's newest local runs whose folder stays although it has no checkpoint, but a journal."""
 MAX_BYTES = 10 << 30
 """Maximum number of bytes of all local runs' folders together. Beyond, the oldest folders are removed."""
 
@@ -47,7 +49,7 @@ MAX_BYTES = 10 << 30
 class LocalRun:
     """Local run of a task or of `dispatch.run`, with a folder for its checkpoints.
 
-    The folder stays after the run if it has a checkpoint.
+    The folder stays after the run if it has a checkpoint. With a journal alone, the folders of the newest runs stay.
     """
 
     def __init__(self, runs_of_task: Path, previous: Path | None) -> None:
@@ -129,6 +131,7 @@ def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "daskpytorch", "checkpoints")
         root = Path(place or cache).expanduser().resolve()
         make_private(root / task)
+        _remove_journals(root / task)
     except (OSError, RuntimeError) as error:  # there may be no home
         if asked:
             raise
@@ -190,6 +193,14 @@ def clean(root: Path, previous: Path | None = None) -> None:
             if is_over and run != previous and f"{json.dumps(str(run))[1:-1]}/" not in manifests:
                 remove_unlocked(run)
             manifests += "".join(path.read_text() for path in run.glob(f"*/{MANIFEST}"))
+
+
+def _remove_journals(runs_of_task: Path) -> None:
+    """Remove the oldest folders of a task's runs that have a journal and no checkpoint."""
+    runs = [run for run in runs_of_task.iterdir() if NAME.fullmatch(run.name)]
+    for run in sorted(runs)[:-MAX_JOURNALS]:
+        if not any(map(Path.is_dir, run.iterdir())):
+            remove_unlocked(run)
 
 
 def _runs(root: Path) -> Iterator[tuple[float, Path]]:

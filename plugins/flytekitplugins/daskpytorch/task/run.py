@@ -12,28 +12,27 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display import machine, training
-from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.display.logged import Log, Logged
+from flytekitplugins.daskpytorch.display import deck, machine, training
+from flytekitplugins.daskpytorch.display.journal_file import journal_in
+from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, watched
 from flytekitplugins.daskpytorch.driver import manifest
-from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.storage import call_of, note_unfinished, storage_of, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import is_interactive
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import function_of, key_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.shown import Shown
@@ -45,14 +44,6 @@ if TYPE_CHECKING:
 
 GANG = "gang"
 """Name of the folder with the checkpoints in a local run's folder."""
-OUTCOMES: Mapping[type[BaseException], str] = {
-    PreemptedError: "interrupted",
-    KeyboardInterrupt: "interrupted",
-    GangCancelledError: "cancelled",
-    CancelledError: "cancelled",
-    StoppedEarlyError: "stopped early",
-}
-"""Outcomes of a gang for the user, by the error that ended it. Other errors: failed."""
 
 
 def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
@@ -93,13 +84,13 @@ class RunFutures(Logged, GangFutures):
     def __init__(self, run: Run, supervisor: Supervisor, num_ranks: int) -> None:
         """Run the gang in a thread."""
         self._about = run
-        self._log = run.log
+        self._run_state = run.state
         super().__init__(supervisor, num_ranks, run.conclude)
 
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Checkpoints that the gang keeps, sorted by step: step, metrics, size and place of each."""
-        return list(self._about.recorder.story.checkpoints)
+        return list(self._run_state.checkpoints)
 
     @property
     def newest_checkpoint(self) -> SavedCheckpoint | None:
@@ -126,7 +117,7 @@ class RunFutures(Logged, GangFutures):
             OSError: The file cannot be written.
         """
         file = Path(path)
-        file.write_text(self._about.recorder.document(self._about.places()), encoding="utf-8", errors="replace")
+        file.write_text(deck.document(self._run_state, self._about.places()), encoding="utf-8", errors="replace")
         return file
 
 
@@ -136,7 +127,7 @@ class _SettledFutures(RunFutures):
     def __init__(self, run: Run, call: Callable[[ReceivedResults], Any]) -> None:
         received = ReceivedResults()
         future = GangFuture(received)
-        self._about, self._log = run, run.log
+        self._about, self._run_state = run, run.state
         self._num_ranks, self._futures = 1, [future]
         try:
             future.set_result(call(received))
@@ -169,8 +160,7 @@ class Run:
         self._note_failed = functools.partial(note_unfinished, call, self.key)
         self.training = training.of_call(function, self.key, execution, args, kwargs)
         self.keep = settings.keep
-        self.log = Log()
-        self.recorder = Recorder(self.training.name, self.training.inputs)
+        self.state = RunState(name=self.training.name, inputs=self.training.inputs)
         self._is_alone = execution.task is None
         keeps_locally = self._is_alone and settings.checkpoint_uri is None
         self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
@@ -199,10 +189,10 @@ class Run:
     def supervised(self, request: Request, launcher: AgentLauncher) -> Supervisor:
         """Show the gang from now on, and return its supervisor, for `RunFutures`. See `start`."""
         self._show(request.observers, is_plain=is_interactive())
-        self.recorder.story.stays = request.calls is not None
+        self.state.stays = request.calls is not None
         try:
             asked = replace(request, key=self.key, training=self.training, storage=self.storage)
-            return Supervisor(asked, launcher, self._observers)
+            return Supervisor(replace(asked, observers=[]), launcher, self._observers(request.observers))
         except BaseException as error:
             self.conclude(error)
             raise
@@ -224,7 +214,7 @@ class Run:
                     function,
                     self._settings,
                     received,
-                    observers=[*self._observers, *observers],
+                    observers=self._observers(observers),
                     training=self.training,
                     storage=self.storage,
                 )
@@ -236,11 +226,11 @@ class Run:
 
         return _SettledFutures(self, call)
 
-    @property
-    def _observers(self) -> Sequence[Observer]:
-        """Observers that this package adds to the gang: display, recorder of the page, and log records."""
-        display = self.shown.display if self.shown is not None else machine.echo()
-        return [display, self.recorder, self.log]
+    def _observers(self, asked: Sequence[Observer]) -> Sequence[Observer]:
+        """Return the observers of the gang: its state, its display, and those that the user has asked for."""
+        if self.shown is not None:
+            return self.shown.all_observers()
+        return watched(self.state, [machine.echo(), *journal_in(None), *asked])
 
     def places(self) -> dict[str, str]:
         """Return paths and URLs of the training's checkpoints and tracker pages, by name."""
@@ -252,8 +242,7 @@ class Run:
             self._note_failed()
         with optional("showing how the run has ended"):
             if self.shown is not None:
-                how = "done" if error is None else "failed"
-                self.shown.conclude(next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), how))
+                self.shown.conclude(End.of(error).word)
         if self._local is not None:
             self._local.close()
 
@@ -262,5 +251,5 @@ class Run:
         if self._is_alone:
             unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
             display = machine.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
-            self.shown = Shown(display=display, recorder=self.recorder, observers=[*observers], run=self._local)
+            self.shown = Shown(display=display, state=self.state, observers=[*observers], run=self._local)
             self.shown.show_table()

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import notebook
+from flytekitplugins.daskpytorch.display.journal_file import Journal, journal_in
+from flytekitplugins.daskpytorch.display.run_state import RunState, watched
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
-from flytekitplugins.daskpytorch.display.training import amounts
+from flytekitplugins.daskpytorch.display.training import GIB
 from flytekitplugins.daskpytorch.process.system import optional
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.display.machine import MachineLog
     from flytekitplugins.daskpytorch.protocol.host import StoragePaths
     from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -24,25 +25,34 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.task.local_runs import LocalRun
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Shown:
-    """Objects that show a training: display, recorder of its page, and observers."""
+    """Objects that show a training: display, state, and observers."""
 
     display: ProgressDisplay | MachineLog
-    recorder: Recorder
-    """Observer that records the training, and writes the page of its Deck."""
+    state: RunState
     observers: list[Observer]
     """Observers from the gang's settings, and the observer for Weights & Biases if the config has it."""
     run: LocalRun | None
     """Folder of the user with the training's checkpoints. None: no such folder."""
+    journal_folder: Path | None = None
+    """Folder of the gang's journal without a local run. None: no such folder."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _tables: list[threading.Thread] = field(default_factory=list)
+
+    def all_observers(self) -> list[Observer]:
+        """Return the observers of the gang, in the order in which they get its events."""
+        return watched(self.state, [self.display, *self.journal(), *self.observers])
+
+    def journal(self) -> list[Journal]:
+        """Return the gang's journal, in the folder of its local run unless the user names another."""
+        return journal_in(self.run.folder if self.run is not None else self.journal_folder)
 
     def show_table(self) -> None:
         """In a notebook, show a table with state, step and metrics in the cell that runs now, until `conclude`."""
         with optional("showing the notebook's table"):
             if notebook.is_notebook():
-                table = notebook.LiveTable(functools.partial(_table_of, self.recorder))
+                table = notebook.LiveTable(functools.partial(_table_of, self.state))
                 self._tables.append(table.follow(self._is_over.wait))
 
     @contextlib.contextmanager
@@ -68,7 +78,7 @@ class Shown:
         """
         has_checkpoint = self.run is not None and self.run.newest_step() is not None
         left = {"checkpoints": str(self.run.folder)} if self.run is not None and has_checkpoint else {}
-        shape = self.recorder.story.shape
+        shape = self.state.shape
         if shape is not None and shape.log_folder is not None and Path(shape.log_folder).is_dir():
             left["logs"] = shape.log_folder
         for observer in self.observers:
@@ -90,7 +100,7 @@ class Shown:
             table.join(notebook.UPDATE_TIMEOUT)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ShownTask(Shown):
     """Objects that show a task's training, and the store of the files that the task's ranks submit."""
 
@@ -106,7 +116,7 @@ class ShownTask(Shown):
 
     def places(self) -> dict[str, str]:
         """Return paths and URLs of the training's results, checkpoints and tracker pages, by name such as `results`."""
-        kept = self._storage if self.recorder.story.checkpoints else {}
+        kept = self._storage if self.state.checkpoints else {}
         return ({"results": self.results.folder} if self.results.has_files else {}) | kept | super().places()
 
     def files(self) -> dict[str, str]:
@@ -114,14 +124,13 @@ class ShownTask(Shown):
         return self.places() | self.results.profiles()
 
 
-def _table_of(recorder: Recorder) -> str:
+def _table_of(state: RunState) -> str:
     """Return an HTML table of one gang: name, state, step and the newest value of each metric.
 
     A gang that stays also has the memory of its ranks.
     """
-    with recorder.lock:
-        story = recorder.story
-        row: dict[str, Any] = {"training": story.name.rpartition(".")[2], "status": story.state.word}
-        if story.stays and (held := sum(amounts(usage)["memory_gib"] for usage in story.usages.values())):
-            row["memory_gib"] = held
-        return notebook.table_of([notebook.row_of(row, story.record, story.metrics.newest)])
+    with state.lock:
+        row: dict[str, Any] = {"training": state.title, "status": state.phase.word}
+        if state.stays and (held := state.memory):
+            row["memory_gib"] = held / GIB
+        return notebook.table_of([notebook.row_of(row, state.record, state.metrics.newest)])

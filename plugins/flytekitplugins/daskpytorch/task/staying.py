@@ -23,10 +23,11 @@ from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.calls import Forget, kept_value
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, name_of
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.rank.calls import cell, remember
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
-    from flytekitplugins.daskpytorch.records import LogRecord
 
 
 class KeptValues:
@@ -85,18 +85,16 @@ class _Pending(Observer):
     end: BaseException | None = None
     """Error that has ended the gang. None before the gang's end."""
 
-    def placed(self, shape: Shape) -> None:
-        """Note the number of ranks, which `min_workers` may have made smaller."""
-        self.num_ranks = shape.world_size
-
-    def formed(self, seconds: float) -> None:
-        """Note that the ranks wait for calls."""
-        self.has_formed.set()
-
-    def logged(self, record: LogRecord) -> None:
-        """Add a log record to those of the present call."""
-        if (call := self.calls.current) is not None and call.number in self.futures:
-            self.futures[call.number][0].log.logged(record)
+    def on_event(self, event: journal.Event) -> None:
+        """Note the number of ranks, that they wait for calls, and the log records of the present call."""
+        match event:
+            case journal.Placed(shape=shape):
+                self.num_ranks = shape.world_size  # `min_workers` may have made it smaller
+            case journal.Formed():
+                self.has_formed.set()
+            case journal.Logged():
+                if (call := self.calls.current) is not None and call.number in self.futures:
+                    self.futures[call.number][0].run_state.on_event(event)
 
     def settle(self, number: int, outcome: Outcome) -> None:
         """Settle the futures of a call that has ended."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Bring, Question, Tell
 
@@ -189,7 +190,7 @@ class Calls(Part):
             attempt.tell(Bring(Answer(Question.ARGUMENTS, call.number, address), attempt.number))
         code, self._code = self._code, None
         attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
-        self._state.observers.tell("calling", call.name)
+        self._state.observers.tell(journal.Calling(name=call.name))
 
     def _have_left(self, call: StayingCall, attempt: Attempt) -> None:
         """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""
@@ -224,7 +225,8 @@ class Calls(Part):
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
         cause = find_root_failure(exits.values()).rank if exits else None
         stop = CancelledError("the call was interrupted") if call.is_interrupted else None
-        self._state.observers.tell("called", call.name, stop or (errors[cause] if cause is not None else None))
+        end = journal.End.of(stop or (errors[cause] if cause is not None else None))
+        self._state.observers.tell(journal.Called(name=call.name, end=end))
         attempt.survived.clear()  # no cause of a later loss
         attempt.steps.clear()
         values = _taken(call)

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, retained
 from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
@@ -148,7 +148,7 @@ class Checkpoints(Part):
         attempt = self._state.attempt
         if attempt is not None and attempt.number == entry.attempt:
             attempt.has_progressed = True
-        self._observers.tell("kept", entry.step)
+        self._observers.tell(journal.Checkpointed(step=entry.step))
         self.tell_kept()
 
     def note_evaluated(self) -> None:
@@ -158,7 +158,7 @@ class Checkpoints(Part):
     def tell_kept(self) -> None:
         """Tell observers and ranks about the kept checkpoints and their metrics, which have changed."""
         kept = self.saved()
-        self._observers.tell("keeps", kept)
+        self._observers.tell(journal.Listed(checkpoints=kept))
         hint = hint_of_metric(kept, self.vault.keep)
         if hint is not None and self._state.request.settings.evaluate is None:  # else other metrics may come
             self._observers.hint("metric", hint)

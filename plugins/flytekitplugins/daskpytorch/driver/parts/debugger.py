@@ -15,6 +15,7 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, has_terminal, talk
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
@@ -107,7 +108,7 @@ class Debugger(Part):
             self._post(partial(self._tell_user, rank, prompt))
 
     def _show(self, rank: int | None, is_shown: threading.Event | None = None) -> None:
-        self._observers.tell("debugging", rank)
+        self._observers.tell(journal.Prompted(rank=rank))
         if is_shown is not None:
             is_shown.set()
 

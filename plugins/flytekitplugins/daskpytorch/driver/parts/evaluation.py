@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol import host, messages
+from flytekitplugins.daskpytorch.protocol import host, journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -114,17 +114,16 @@ class Agenda:
 class Relay(Observer):
     """Observer of an evaluation's gang that shows its output and notices with those of the training."""
 
-    def __init__(self, what: str, tell: Callable[..., object]) -> None:
+    def __init__(self, what: str, tell: Callable[[journal.Event], object]) -> None:
         self._what = what
         self._tell = tell
 
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        """Show the output of a rank, each line marked as that of the evaluation."""
-        self._tell("wrote", rank, [f"({self._what}) {line}" for line in lines])
-
-    def noted(self, text: str) -> None:
-        """Show a notice."""
-        self._tell("noted", f"{self._what}: {text}")
+    def on_event(self, event: journal.Event) -> None:
+        """Show output, each line marked as that of the evaluation, and notices."""
+        if isinstance(event, journal.Wrote):
+            self._tell(replace(event, lines=[f"({self._what}) {line}" for line in event.lines]))
+        elif isinstance(event, journal.Noted):
+            self._tell(replace(event, text=event.line, gang=self._what, is_hint=False))
 
 
 class EvaluationGang(Protocol):
@@ -306,8 +305,8 @@ class Evaluator(Part):
         )
         self._thread.start()
 
-    def _tell_later(self, method: str, *args: object) -> None:
-        self._state.agents.post(functools.partial(self._observers.tell, method, *args))
+    def _tell_later(self, event: journal.Event) -> None:
+        self._state.agents.post(functools.partial(self._observers.tell, event))
 
     def _run(self, gang: EvaluationGang, entry: Entry) -> None:
         """Run an evaluation's gang. In a thread of its own."""
@@ -335,7 +334,7 @@ class Evaluator(Part):
                 rank=0, step=entry.step, num_steps=None, time=time.time(), metrics=metrics, is_evaluation=True
             )
             self._records.append(record)
-            self._observers.tell("logged", record)
+            self._observers.tell(journal.Logged(record=record))
             self._vault.note_evaluated(entry.identity, metrics)
         self._hold()  # afterwards, as the metrics may be the best
         self._tell_trackers()

@@ -15,6 +15,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent, Tell
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
@@ -205,7 +206,7 @@ class Accounting(Part):
                 self._answer(peer, report.number)
         elif isinstance(report, (RankUsage, Spent)):
             if isinstance(report, RankUsage):
-                self._state.observers.tell("used", report)
+                self._state.observers.tell(journal.Used(usage=report))
             if rank == 0:
                 self.accountant.hear(report)
                 waiting, self._waiting = self._waiting, []
@@ -224,7 +225,7 @@ class Accounting(Part):
     def orders(self, now: float) -> None:
         """Tell the observers the account, if it is time."""
         if self.accountant.is_due():
-            self._state.observers.tell("accounted", self.accountant.goodput())
+            self._state.observers.tell(journal.Accounted(goodput=self.accountant.goodput()))
 
     def restart(self, number: int) -> None:
         """Count the time since the newest checkpoint as lost."""

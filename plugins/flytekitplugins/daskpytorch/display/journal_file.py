@@ -1,0 +1,148 @@
+"""The journal of a run on disk: a line of JSON for each event. Runs in the driver, and in `daskpytorch show`.
+
+gang ─▶ Journal ─▶ journal.jsonl ─▶ run_of ─▶ RunState ─▶ page and figures of `daskpytorch show`
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from flytekitplugins.daskpytorch.display.run_state import RunState
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+
+VARIABLE = "DASKPYTORCH_JOURNAL"
+"""Environment variable with the folder for journals, each named by its training's id. Empty: no journals."""
+NAME = "journal.jsonl"
+"""Name of the journal in a local run's folder, and beside a Deck in storage."""
+MAX_LINES = 10_000
+"""Number of lines of one kind after which only every second event of this kind is written, then every fourth, ..."""
+MAX_USAGES = 400
+"""The same number for the usage of each rank, and for accounts of time."""
+
+
+@dataclass
+class _Kind:
+    """Events of one kind, which a journal thins out."""
+
+    limit: int
+    stride: int = 1
+    num_seen: int = 0
+    num_written: int = 0
+    left_out: journal.Event | None = None
+    """Newest event, if it is not written yet."""
+
+    def takes(self, event: journal.Event) -> bool:
+        """Count an event, and return True if it is to be written now."""
+        is_written = self.num_seen % self.stride == 0
+        self.num_seen += 1
+        self.num_written += is_written
+        self.left_out = None if is_written else event
+        if is_written and self.num_written % self.limit == 0:
+            self.stride *= 2
+        return is_written
+
+
+class Journal(Observer):
+    """Observer that appends the events of one gang to a file. Output of ranks is left out.
+
+    Each line is in the file when `on_event` returns, so a driver that is killed loses none. Of many log records with
+    the same metrics, and of the other frequent kinds, some are left out, but never the newest before a restart or the
+    end.
+    """
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        """Prepare the journal. The file is opened at the first event.
+
+        Args:
+            folder: Folder of the file.
+            name: Name of the file. None: the training's id and `.jsonl`.
+        """
+        self._folder, self._name = folder, name
+        self._file: IO[str] | None = None
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def on_event(self, event: journal.Event) -> None:
+        """Write an event, or leave it out.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if isinstance(event, journal.Began):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / (self._name or f"{event.training.id}.jsonl")).open("a", encoding="utf-8")
+        if self._file is None or isinstance(event, (journal.Wrote, journal.Prompted)):
+            return
+        if isinstance(event, journal.Logged) and event.record.rank != 0:
+            return
+        if (key := _key_of(event)) is None:
+            for kind in self._kinds.values():
+                if kind.left_out is not None:
+                    self._write(kind.left_out)
+                    kind.left_out = None
+            self._write(event)
+        elif self._kinds.setdefault(key, _Kind(MAX_LINES if key[0] == "records" else MAX_USAGES)).takes(event):
+            self._write(event)
+        if isinstance(event, journal.Ended):
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: journal.Event) -> None:
+        assert self._file is not None  # noqa: S101 - `on_event` has opened it
+        self._file.write(f"{json.dumps(journal.fields_of(event))}\n")
+        self._file.flush()
+
+
+def _key_of(event: journal.Event) -> tuple[Hashable, ...] | None:
+    """Return the key of events of which some may be left out. None: each such event is written."""
+    match event:
+        case journal.Logged(record=record):
+            return "records", record.is_evaluation, frozenset(record.metrics)
+        case journal.Checkpointed() | journal.Listed():
+            return "records", type(event).__name__
+        case journal.Used(usage=usage):
+            return "usages", usage.rank
+        case journal.Accounted():
+            return ("accounts",)
+    return None
+
+
+def journal_in(folder: Path | None) -> list[Journal]:
+    """Return the journal of a gang: in the user's folder, else in this one. Empty if there is neither."""
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        return [Journal(Path(asked).expanduser().absolute())] if asked else []
+    return [Journal(folder, NAME)] if folder is not None else []
+
+
+def run_of(file: Path) -> RunState:
+    """Return the state of a run from its journal. A torn last line is left out.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is no journal, or of another version.
+    """
+    events = _events_in(file)
+    if (first := next(events, None)) is None:
+        raise ValueError(f"{file} has no event of a run")
+    times = [first.time]
+    run = RunState(clock=lambda: times[-1])
+    for event in itertools.chain([first], events):
+        times[:] = [event.time]
+        run.on_event(event)
+    run.note_silence()
+    return run
+
+
+def _events_in(file: Path) -> Iterator[journal.Event]:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield journal.event_of(json.loads(line))
+            except ValueError as error:
+                if line.endswith("\n"):
+                    raise ValueError(f"{file}, line {number} is no event of this version: {error}") from error

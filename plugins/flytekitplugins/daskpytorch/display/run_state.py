@@ -1,0 +1,498 @@
+"""State of a run: the one fold of a gang's events, from which all displays take their figures. Runs in the driver.
+
+    Event ─▶ RunState ─▶ terminal, notebook, Deck, futures, OpenTelemetry, trackers' usage metrics
+
+The same events give the same state, so a journal that is read again shows what the run's displays have shown.
+"""
+
+import functools
+import math
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, singledispatchmethod
+from typing import Any
+
+from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
+from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, plain_inputs, size_of
+from flytekitplugins.daskpytorch.media import Histogram, Picture
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.journal import End, Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.report import Curve, Span, Tone
+from flytekitplugins.daskpytorch.report import Event as PageEvent
+from flytekitplugins.daskpytorch.report.chart import Points
+
+MAX_RECORDS = 100_000
+"""Maximum number of stored log records: about 46 MB of the driver's memory. Beyond, the oldest are removed."""
+MAX_EVENTS = 2_000
+"""Maximum number of events that a Deck keeps. Each further event replaces one in the middle."""
+MAX_SPANS = 400
+MAX_SPOILT = 20
+"""Maximum number of metrics whose first NaN or infinity a Deck shows as an event."""
+MAX_DRAWINGS = 8
+"""Maximum number of pictures and histograms in a Deck."""
+MAX_PICTURES = 500_000
+"""Maximum number of bytes of a Deck's pictures together. Others are in trackers alone."""
+MAX_USAGE_POINTS = 400
+"""Maximum number of points of a rank's curve of CPU, memory or GPU usage."""
+MAX_NAMES = 10_000
+"""Maximum number of metrics whose newest value is stored. Names made up at run time beyond it begin anew."""
+MAX_VALUES = 200
+"""Maximum number of metrics whose newest value is kept with its step."""
+STEPS = "optimizer steps per second"
+"""Title of the chart of optimizer steps. Steps of log records have another chart, since users number them freely."""
+WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
+NO_END = "no end recorded"
+TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad"}
+"""Colours of a run's end, by its word. Other ends: warn."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a run does at present, in a word or two, and their colour."""
+
+    word: str
+    tone: Tone
+
+
+@dataclass
+class Values:
+    """Newest value of each metric of rank 0, with its step."""
+
+    record: LogRecord | None = None
+    """Newest record, completed by earlier values. None before the first record."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """Step of each value, by the metric's name."""
+
+    def add(self, record: LogRecord) -> None:
+        """Add a record. Of too many metrics, only the newest record's are kept."""
+        values, steps = dict(record.metrics), dict.fromkeys(record.metrics, record.step)
+        if self.record is not None and len(self.record.metrics.keys() | values.keys()) <= MAX_VALUES:
+            values, steps = {**self.record.metrics, **values}, {**self.steps, **steps}
+        of = self.record if self.record is not None and record.is_evaluation else record
+        self.record, self.steps = replace(of, metrics=values), steps
+
+
+class History:
+    """Timeline of a run for the Deck: what has happened, and the phases."""
+
+    def __init__(self, began_at: float) -> None:
+        self.events: list[PageEvent] = []
+        self.phase: Phase | None = Phase(WORKERS, "idle")
+        """Present phase. None after the end."""
+        self._since = began_at
+        self._spans: list[Span] = []
+        self._in_a_row: tuple[int, int] | None = None
+        """Checkpoints that the newest event stands for: step of the first one, and their number. None: none."""
+
+    def spans(self, now: float) -> list[Span]:
+        """Return all past phases and the present one, which lasts until `now`."""
+        if self.phase is None:
+            return self._spans
+        until = max(self._since, now)
+        return [*self._spans, Span(start=self._since, end=until, text=self.phase.word, tone=self.phase.tone)]
+
+    def tell(self, event: journal.Event, text: str, tone: Tone = "idle") -> None:
+        """Add an event of the page whose heading is the first line of the text."""
+        heading, _, detail = text.strip().partition("\n")
+        self._append(event, heading, detail.rstrip(), tone)
+        self._in_a_row = None
+
+    def tell_checkpoint(self, event: journal.Checkpointed) -> None:
+        """Add a checkpoint. Consecutive checkpoints are one event of the page."""
+        first, number = self._in_a_row or (event.step, 0)
+        if number:
+            self.events.pop()
+        text = f"{number + 1:,} checkpoints, of steps {first:,} to {event.step:,}"
+        self._append(event, text if number else f"checkpoint of step {event.step:,}", tone="good")
+        self._in_a_row = first, number + 1
+
+    def _append(self, event: journal.Event, text: str, detail: str = "", tone: Tone = "idle") -> None:
+        self.events.append(PageEvent(time=event.time, text=text, detail=detail, tone=tone))
+        if len(self.events) > MAX_EVENTS:
+            del self.events[MAX_EVENTS // 2]
+
+    def enter(self, event: journal.Event, phase: Phase | None) -> None:
+        """End the present phase, and begin another. None: the run has ended."""
+        self._spans = [*self.spans(event.time)][-MAX_SPANS:]
+        self._since, self.phase = event.time, phase
+
+
+@dataclass(kw_only=True, eq=False)
+class RunState(Observer):
+    """State of one gang's run, from the request for the gang on. `on_event` and `copy` are thread-safe."""
+
+    name: str = ""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    clock: Callable[[], float] = time.time
+    """Present time, in seconds since the epoch. For a journal that is read again: time of its last event."""
+    before: Sequence[LogRecord] = ()
+    """Log records from an earlier call of `dispatch.map`. A gang that resumes from a checkpoint restores the records up
+    to the checkpoint's step."""
+    stays: bool = False
+    """True for a gang that stays, which is idle between its calls."""
+    training: journal.Training | None = None
+    shape: Shape | None = None
+    attempt: int | None = None
+    """Number of the present attempt, from 0. None before the first start."""
+    resumed_step: int | None = None
+    """Step of the earlier run's checkpoint that the gang went on from. None: it began from the beginning."""
+    formed_at: float | None = None
+    """Time at which the ranks have met for the first time, in seconds since the epoch."""
+    forming: float | None = None
+    """Duration of the newest start until all ranks had met, in seconds."""
+    call: str | None = None
+    """Name of the function that a gang that stays calls now. None between calls, and in other gangs."""
+    called_at: float = 0.0
+    """Time at which the newest call of a gang that stays began, in seconds since the epoch."""
+    records: list[LogRecord] = field(default_factory=list)
+    """Newest 100,000 log records of rank 0, with numbers and strings."""
+    newest: dict[str, Any] = field(default_factory=dict)
+    """Newest value of each metric of rank 0, by name."""
+    values: Values = field(default_factory=Values)
+    """Newest values of rank 0 for a line of text."""
+    record: LogRecord | None = None
+    """Newest log record of rank 0 in the current attempt. None before the first record."""
+    rate: Pace = field(default_factory=Pace)
+    """Steps per second of rank 0, from its newest log records."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Curves of the metrics of rank 0."""
+    drawings: dict[str, tuple[int, Histogram | Picture]] = field(default_factory=dict)
+    """Newest picture or histogram of each name that rank 0 has logged, with its step."""
+    usages: dict[int, RankUsage] = field(default_factory=dict)
+    """Newest report of each rank's usage (CPU, memory, GPU, time) in the current attempt, by rank."""
+    speeds: dict[int, Pace] = field(default_factory=dict)
+    """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
+    goodput: Goodput | None = None
+    """Newest account of the gang's time. None before the first account."""
+    checkpoints: Sequence[SavedCheckpoint] = ()
+    """Checkpoints that the gang keeps, sorted by step."""
+    num_checkpoints: int = 0
+    """Number of checkpoints that the gang has made safe."""
+    checkpoint: tuple[int, float] | None = None
+    """Step of the newest safe checkpoint, and the time from which its age counts. None: no checkpoint."""
+    restarts: list[tuple[int, str]] = field(default_factory=list)
+    """Step (0: from the beginning) and reason of each restart."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Number of restarts after a failure, by its kind as in `GangError.kind`."""
+    hints: list[str] = field(default_factory=list)
+    end: End | None = None
+    """How the run has ended. None before its end."""
+    num_changes: int = 0
+    """Number of events that have changed the state. Times such as durations change without events."""
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self.inputs = plain_inputs(self.inputs)
+        self.began_at = self.clock()
+        self.ended_at: float | None = None
+        self.history = History(self.began_at)
+        self._lines: dict[str, dict[str, Curve]] = {}
+        """Curves of the first ranks' usage (CPU, memory, GPU, steps per second), by chart and by rank."""
+        self._spoilt: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "lock": None,
+            "records": [],
+            "before": (),
+            "clock": functools.partial(float, self.clock()),
+        }
+
+    def copy(self) -> "RunState":
+        """Return a copy without the log records, which stays as it is."""
+        with self.lock:  # held as briefly as possible, since the gang's thread waits
+            copied = pickle.dumps(self)
+        state: RunState = pickle.loads(copied)  # noqa: S301 - our own, of a moment ago
+        return state
+
+    # ---- Figures
+
+    @property
+    def title(self) -> str:
+        """Name of the task or function, without its module."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def now(self) -> float:
+        """Time of the run's end, or the present time before the end, in seconds since the epoch."""
+        return self.ended_at or self.clock()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the request for the gang to the run's end, or to the present time."""
+        return self.now - self.began_at
+
+    @property
+    def phase(self) -> Phase:
+        """What the run does at present, or how it has ended."""
+        if self.end is not None:
+            return Phase(self.end.word, TONES.get(self.end.word, "warn"))
+        if (phase := self.history.phase) is not None and phase.word in (TRAINING, IDLE, NO_END):
+            return phase
+        return Phase("starting again", "warn") if self.restarts else Phase("starting", "idle")
+
+    @property
+    def last(self) -> LogRecord | None:
+        """Newest log record of rank 0 that no restart has removed. None without records."""
+        return next((record for record in reversed(self.records) if not record.is_evaluation), None)
+
+    @property
+    def memory(self) -> int:
+        """Main and GPU memory of all ranks together, in bytes."""
+        return sum(usage.memory + (usage.gpu_memory or 0) for usage in list(self.usages.values()))
+
+    @property
+    def usage_charts(self) -> dict[str, dict[str, Points]]:
+        """Curves of the first ranks' usage over seconds since the request for the gang, by chart and by rank."""
+        charts = {what: self._lines[what] for what in (STEPS, *LABELS.values()) if what in self._lines}
+        return {what: {name: lines[name].points for name in sorted(lines)} for what, lines in charts.items()}
+
+    @cached_property
+    def charts(self) -> Sequence[Chart]:
+        """Charts of the logged metrics, computed once. A Deck is drawn from a copy of the state that never changes."""
+        return list(self.metrics.charts())
+
+    # ---- The fold
+
+    def on_event(self, event: journal.Event) -> None:
+        """Change the state by an event."""
+        if isinstance(event, journal.Logged) and event.record.rank != 0:
+            return
+        with self.lock:
+            self._fold(event)
+            self.num_changes += 1
+
+    @singledispatchmethod
+    def _fold(self, event: journal.Event) -> None:
+        """Ignore events that change nothing."""
+
+    @_fold.register
+    def _(self, event: journal.Began) -> None:
+        self.training, self.name = event.training, self.name or event.training.name
+        self.inputs = self.inputs or event.training.inputs
+
+    @_fold.register
+    def _(self, event: journal.Resumed) -> None:
+        self.resumed_step, self.checkpoint = event.step, (event.step, event.time)
+        self.cut(self.before, event.step)
+        self.history.tell(event, f"goes on from the checkpoint of step {event.step:,} of the attempt before", "good")
+
+    @_fold.register
+    def _(self, event: journal.Placed) -> None:
+        shape, text = event.shape, size_of(event.shape)
+        before = self.shape.world_size if self.shape is not None else shape.world_size
+        if shape.world_size < before:
+            self.history.tell(event, f"shrunk: {text}, where there were {count(before, 'rank')}", "warn")
+        elif shape.world_size > before:
+            self.history.tell(event, f"grown: {text}, where there were {count(before, 'rank')}", "good")
+        else:
+            self.history.tell(event, f"starting {text}")
+        self.name = self.name or shape.name
+        self.shape = shape
+        self.attempt = 0 if self.attempt is None else self.attempt + 1
+        self.usages = {}
+        self.speeds = {}
+        self.history.enter(event, Phase(RANKS, "warn"))
+
+    @_fold.register
+    def _(self, event: journal.Formed) -> None:
+        self.forming = event.seconds
+        self.formed_at = self.formed_at or event.time
+        self.history.tell(event, "all ranks have met", "good")
+        self.history.enter(event, Phase(IDLE, "idle") if self.stays else Phase(TRAINING, "busy"))
+
+    @_fold.register
+    def _(self, event: journal.Logged) -> None:
+        for name, drawing in event.record.drawings.items():
+            self._draw(name, event.record.step, drawing)
+        record = event.record.bare()
+        numbers = record.numbers
+        self.records.append(record)
+        del self.records[:-MAX_RECORDS]
+        newest = {**self.newest, **record.metrics}  # a new dictionary, since other threads read the old one
+        self.newest = newest if len(newest) <= MAX_NAMES else dict(record.metrics)
+        self.values.add(record)
+        self.metrics.take(record.step, numbers, is_evaluation=record.is_evaluation)
+        if not record.is_evaluation:
+            self.record = record
+            self.rate.add(record.time, record.step)
+        for name, value in numbers.items():
+            if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
+                self._spoilt.add(name)
+                self.history.tell(event, f"{name} is {value:g} at step {record.step:,}", "bad")
+
+    def _draw(self, name: str, step: int, drawing: Histogram | Picture) -> None:
+        """Keep a picture or histogram, and drop the oldest ones for which the page has no room."""
+        self.drawings.pop(name, None)
+        if isinstance(drawing, Histogram) or len(drawing.png) <= MAX_PICTURES:
+            self.drawings[name] = step, drawing
+        while len(self.drawings) > MAX_DRAWINGS or sum(map(_size_of, self.drawings.values())) > MAX_PICTURES:
+            del self.drawings[next(iter(self.drawings))]
+
+    @_fold.register
+    def _(self, event: journal.Calling) -> None:
+        self.stays = True
+        self.call, self.called_at = event.name, event.time
+        self.metrics, self.drawings = Metrics(), {}
+        self._forget()
+        self.cut(())
+        self.history.tell(event, f"calls {event.name}")
+        self.history.enter(event, Phase(TRAINING, "busy"))
+
+    @_fold.register
+    def _(self, event: journal.Called) -> None:
+        self.call = None
+        if event.end.is_failure:
+            self.history.tell(event, f"{event.name} failed: {event.end.text}", "bad")
+        elif event.end.error:
+            self.history.tell(event, f"{event.name} was interrupted", "warn")
+        self.history.enter(event, Phase(IDLE, "idle"))
+
+    @_fold.register
+    def _(self, event: journal.Checkpointed) -> None:
+        self.num_checkpoints += 1
+        self.checkpoint = event.step, event.time
+        self.history.tell_checkpoint(event)
+
+    @_fold.register
+    def _(self, event: journal.Listed) -> None:
+        self.checkpoints = event.checkpoints
+
+    @_fold.register
+    def _(self, event: journal.Used) -> None:
+        usage = event.usage
+        speed = self.speeds.setdefault(usage.rank, Pace())
+        speed.add(usage.time - usage.seconds.get("preparing", 0.0), usage.num_steps)
+        self.usages[usage.rank] = usage
+        if usage.rank >= MAX_RANKS:
+            return
+        values = {LABELS[name]: value for name, value in amounts(usage).items()}
+        if speed.per_second is not None:
+            values[STEPS] = speed.per_second
+        for what, value in values.items():
+            line = self._lines.setdefault(what, {}).setdefault(f"rank {usage.rank}", Curve(MAX_USAGE_POINTS))
+            line.add((0, max(0.0, usage.time - self.began_at), value))
+
+    @_fold.register
+    def _(self, event: journal.Accounted) -> None:
+        self.goodput = event.goodput
+
+    @_fold.register
+    def _(self, event: journal.Restarted) -> None:
+        step = event.step
+        if event.kind is not None:
+            self.failures[event.kind] += 1
+        self.metrics.cut(step)
+        self.drawings = {name: each for name, each in self.drawings.items() if step is not None and each[0] <= step}
+        self._forget()
+        self.cut(self.records, -math.inf if step is None else step)
+        start = f"from step {step:,}" if step is not None else "without a checkpoint"
+        self.history.tell(event, f"starts again {start}: {event.reason}", "good" if event.kind is None else "bad")
+        self.restarts = [*self.restarts, (step or 0, event.reason.partition("\n")[0])][-MAX_SPANS:]
+        self.history.enter(event, Phase(WORKERS, "idle"))
+
+    @_fold.register
+    def _(self, event: journal.Noted) -> None:
+        words = event.text
+        if words.startswith(("going on from ", "going on without ")) or (
+            self.restarts and words.startswith(self.restarts[-1][1])
+        ):
+            return
+        if event.is_hint:
+            self.hints.append(words)
+        self.history.tell(event, words)
+
+    @_fold.register
+    def _(self, event: journal.Ended) -> None:
+        if self.end is not None and (self.end.error or not event.end.error):  # the first error stays
+            return
+        self.end = event.end
+        text = f"{event.end.word}: {event.end.text}" if event.end.error else "ended"
+        self.history.tell(event, text, self.phase.tone)
+        self.ended_at = event.time
+        self.history.enter(event, None)
+
+    def conclude(self, error: BaseException | None) -> None:
+        """Note the end of the gang's task, whose error may come after the gang's end, such as a failed upload."""
+        self.on_event(journal.Ended(time=self.clock(), end=End.of(error), error=error))
+
+    def note_silence(self) -> None:
+        """Note that no further events will come: those of a journal without an end."""
+        if self.end is None:
+            last = journal.Event(time=self.clock())
+            self.history.tell(last, "no end is recorded: the run goes on elsewhere, or its driver was killed", "warn")
+            self.history.enter(last, Phase(NO_END, "warn"))
+
+    def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
+        """Replace the stored records by the given ones, up to and including a step."""
+        self.records = [record for record in records if record.step <= step]
+        self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
+
+    def _forget(self) -> None:
+        """Drop the values that will be logged again, or that belong to the call before."""
+        self.record, self.values = None, Values()
+        self.rate.clear()
+        self._spoilt.clear()
+
+
+def _size_of(drawn: tuple[int, Histogram | Picture]) -> int:
+    return len(drawn[1].png) if isinstance(drawn[1], Picture) else 0
+
+
+class View(Observer):
+    """Base of this package's observers that read the gang's state, which each event has changed before they get it."""
+
+    state: RunState
+    """State of the run. Set by `watched`."""
+
+    def note(self, text: str) -> None:
+        """Show a line that is no event of a gang."""
+        self.on_event(journal.Noted(text=text))
+
+
+def watched(state: RunState, observers: Sequence[Observer]) -> list[Observer]:
+    """Return the observers of a gang in the order in which they get events: the state, then those that may read it."""
+    for observer in observers:
+        if isinstance(observer, View):
+            observer.state = state
+    return [state, *observers]
+
+
+class Logged:
+    """Base of futures that also have rank 0's log records, during the training and after its end."""
+
+    _run_state: RunState
+
+    @property
+    def records(self) -> list[LogRecord]:
+        """The newest 100,000 log records of rank 0, with numbers and strings.
+
+        A restart removes the records that will be logged again.
+        """
+        return list(self._run_state.records)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Newest value of each metric, by name."""
+        return dict(self._run_state.newest)
+
+    @property
+    def step(self) -> int | None:
+        """Step of rank 0's last log record. None without records."""
+        last = self._run_state.last
+        return None if last is None else last.step
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Account of the gang's time, updated every two seconds during training.
+
+        None before the training, and for a model that an earlier call of `dispatch.map` has completed.
+        """
+        return self._run_state.goodput

@@ -1,0 +1,357 @@
+"""Events of a gang: what observers receive, and what a journal keeps. Made and read in the driver.
+
+    core and parts of a gang ─▶ Event ─▶ RunState (the one fold) ─▶ terminal, Deck, futures, OpenTelemetry
+                                  ├────▶ trackers, observers of users
+                                  └────▶ fields_of ─▶ JSON log, journal file ─▶ event_of ─▶ RunState
+
+The JSON form of an event is an object with `time` (ISO 8601, UTC), `event` (the class's name in small letters) and the
+fields of the class. A dataclass becomes an object, bytes become base64, and NaN and infinities become strings.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.media import Histogram, Picture
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+
+HINT_END = "(A hint, given once; Gang(hints=False) for none.)"
+"""End of a hint's text for the user."""
+OUTCOMES: Mapping[type[BaseException], str] = {
+    PreemptedError: "interrupted",
+    KeyboardInterrupt: "interrupted",
+    GangCancelledError: "cancelled",
+    CancelledError: "cancelled",
+    StoppedEarlyError: "stopped early",
+}
+"""Outcomes of a gang or a call for the user, by the error that ended it. Other errors: failed."""
+ODD_NUMBERS = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The ranks of a gang and their places, as `Observer.on_start` receives them.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, Observer, Shape, dispatch
+        >>> class Machines(Observer):
+        ...     def on_start(self, shape: Shape) -> None:
+        ...         print(f"{shape.world_size} ranks on {len(shape.nodes)} nodes, by {shape.backend}")
+        >>> def train() -> None:
+        ...     pass
+        >>> done = dispatch.run(client, train, backend="gloo", gang=Gang(observers=(Machines,))).result()
+        2 ranks on 2 nodes, by gloo
+    """
+
+    name: str
+    """Name of the task, or of the function."""
+    backend: str
+    """Backend of the process group, `gloo` or `nccl`."""
+    nodes: list[Node]
+    """The Dask workers, or the task's own node, each with the name of its host."""
+    places: list[list[Place]]
+    """The ranks of each node, in the order of `nodes`."""
+    log_folder: str | None = None
+    """Folder of the gang's log files, on the machine of each rank. None without `Gang(log_dir=...)`."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(len(here) for here in self.places)
+
+    @functools.cached_property
+    def hosts(self) -> Mapping[int, str]:
+        """Name of each rank's host, by rank."""
+        placed = zip(self.nodes, self.places, strict=True)
+        return {place.rank: node.host for node, here in placed for place in here}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The name, id and inputs of a training, as `Observer.on_begin` receives them. Trackers find a run again by the id.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, Observer, Training, dispatch
+        >>> class Titles(Observer):
+        ...     def on_begin(self, training: Training) -> None:
+        ...         print(training.name, dict(training.inputs))
+        >>> def train(epochs: int) -> None:
+        ...     pass
+        >>> done = dispatch.run(client, train, epochs=3, gang=Gang(observers=(Titles,))).result()
+        train {'epochs': 3}
+    """
+
+    name: str
+    """Name of the task, or of the function."""
+    id: str
+    """Unique name of the training, the same in each attempt of its Flyte task. Random outside of Flyte's executions.
+    Consists of the characters A-Z, a-z, 0-9, '_', '.' and '-'."""
+    group: str | None = None
+    """Name that all models of one sweep (`dispatch.map`) share, with the same characters as `id`. None outside of a
+    sweep."""
+    index: int | None = None
+    """Index of the model in its sweep (`dispatch.map`), from 0. None outside of a sweep."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """The task's inputs, or the arguments of the function of `dispatch`, as numbers, strings, booleans and None.
+    A dataclass is replaced by its fields, and a long collection by its length, as `num_<name>`. Other values become
+    strings. `(hidden)` replaces a value whose name suggests a secret, such as `api_key`."""
+    link: str | None = None
+    """URL of the training's Flyte execution in Flyte's console. None if unknown, as outside of Flyte."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a gang or a call has ended."""
+
+    word: str = "done"
+    """`done`, `stopped early`, `interrupted` (Ctrl-C, a preemption), `cancelled` or `failed`."""
+    text: str = ""
+    """Message of the error, of its cause if there is one. Empty after a success."""
+    error: str = ""
+    """Class of the error. Empty after a success."""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> End:
+        """Return the end by an error. None: success."""
+        if error is None:
+            return cls()
+        word = next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), "failed")
+        return cls(word=word, text=str(error.__cause__ or error) or type(error).__name__, error=type(error).__name__)
+
+    @property
+    def is_failure(self) -> bool:
+        """True after an error that nobody asked for."""
+        return self.word == "failed"
+
+
+# ---- Events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that has happened in a gang."""
+
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch, on the driver's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Began(Event):
+    """The first event: the gang was asked for."""
+
+    training: Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """The gang goes on from a checkpoint of an earlier attempt or run. Comes before `Placed`."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Event):
+    """All agents have connected, and the ranks start. Comes again at each restart."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed(Event):
+    """All ranks have joined the process group."""
+
+    seconds: float
+    """Seconds since the call that asked for the gang. After a restart, since the attempt's start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calling(Event):
+    """The ranks of a gang that stays begin a call."""
+
+    name: str
+    """Name of the function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called(Event):
+    """A call of a gang that stays has ended in all ranks."""
+
+    name: str
+    """Name of the function."""
+    end: End = field(default_factory=End)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrote(Event):
+    """A rank wrote lines to its standard output or error. Not in the journal's file."""
+
+    rank: int
+    lines: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Event):
+    """A rank called `log`, or an evaluation of `Gang(evaluate=...)` has ended."""
+
+    record: LogRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointed(Event):
+    """A checkpoint is safe: on the driver's disk, or in storage if it is sharded."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Event):
+    """All checkpoints that the gang keeps. Comes after `Resumed`, `Checkpointed` and evaluations, and at the end."""
+
+    checkpoints: Sequence[SavedCheckpoint]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used(Event):
+    """A rank's use of its machine and its work so far, at most every two seconds for each rank."""
+
+    usage: RankUsage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounted(Event):
+    """The gang's time account so far, at most every two seconds, and a last time before `Ended`."""
+
+    goodput: Goodput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompted(Event):
+    """A rank's debugger takes the terminal, or gives the terminal back. Not in the journal's file."""
+
+    rank: int | None
+    """The rank. None: the terminal is free again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarted(Event):
+    """The gang starts again."""
+
+    reason: str
+    step: int | None
+    """Step of the checkpoint from which the gang goes on. None: from the beginning."""
+    kind: str | None = None
+    """Kind of the failure, as in `GangError.kind`. None: the gang grows, and nothing has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Event):
+    """A line that a user should read."""
+
+    text: str
+    gang: str = ""
+    """Name of the gang's function, with which the line begins. Empty: the text is the whole line."""
+    is_hint: bool = False
+
+    @property
+    def line(self) -> str:
+        """The whole line."""
+        line = f"{self.gang}: {self.text}" if self.gang else self.text
+        return f"{line} {HINT_END}" if self.is_hint else line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """The last event: all ranks are gone."""
+
+    end: End = field(default_factory=End)
+    error: Any = field(default=None, repr=False)
+    """The error itself, in the process of its gang. None after a success, and in a journal that is read again."""
+
+    @classmethod
+    def by(cls, error: BaseException | None) -> Ended:
+        """Return the end by an error. None: success."""
+        return cls(end=End.of(error), error=error)
+
+
+KINDS: Mapping[str, type[Event]] = {kind.__name__.lower(): kind for kind in Event.__subclasses__()}
+"""Classes of events by their name in JSON."""
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def fields_of(event: Event) -> dict[str, Any]:
+    """Return the JSON form of an event."""
+    moment = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="microseconds")
+    names = [each.name for each in dataclasses.fields(event) if each.repr and each.name != "time"]
+    found = {name: plain(getattr(event, name)) for name in names}
+    return {"time": moment, "event": type(event).__name__.lower(), **found}
+
+
+def plain(value: Any) -> Any:
+    """Return a value that JSON can express. Other objects than those of events become their `str`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    return str(value)
+
+
+def event_of(fields: Mapping[str, Any]) -> Event:
+    """Return the event of a JSON form.
+
+    Raises:
+        ValueError: The object is no event of this version.
+    """
+    try:
+        moment = datetime.fromisoformat(fields["time"])
+        event: Event = _decoder(fields["event"])({**fields, "time": moment.timestamp()})
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"no event of a journal: {error!r}") from error
+    return event
+
+
+@functools.cache
+def _decoder(kind: str) -> Callable[[Mapping[str, Any]], Any]:
+    from mashumaro.codecs.basic import BasicDecoder
+
+    return BasicDecoder(KINDS[kind], default_dialect=_dialect()).decode
+
+
+@functools.cache
+def _dialect() -> Any:
+    from mashumaro.dialect import Dialect
+
+    class Journal(Dialect):
+        serialization_strategy = {LogRecord: {"deserialize": _record}}  # noqa: RUF012 - mashumaro's own form
+
+    return Journal
+
+
+def _record(fields: Mapping[str, Any]) -> LogRecord:
+    return LogRecord(**{**fields, "metrics": {name: _metric(value) for name, value in fields["metrics"].items()}})
+
+
+def _metric(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if "png" in value:
+            return Picture(**{**value, "png": base64.b64decode(value["png"])})
+        return Histogram(**{name: tuple(numbers) for name, numbers in value.items()})
+    return float(value) if value in ODD_NUMBERS else value
