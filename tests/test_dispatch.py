@@ -32,6 +32,9 @@ class Running:
         assert (reason, is_awaited) == ("Ctrl-C", True)
         self.end_asked.set()
 
+    def cancel(self) -> None:
+        """Nobody cancels this gang."""
+
     def run(self) -> list[Any]:
         assert self.end_asked.wait(30)
         raise PreemptedError("train was ended: Ctrl-C; the checkpoint of step 6 is in /there")

@@ -118,6 +118,9 @@ class GangFutures(Futures[GangFuture]):
     `GangStartError`, and `result` returns the other ranks' results.
     """
 
+    _cause: int | None = None
+    """Rank whose error `result` raises. None: the first rank with an error."""
+
     def __init__(
         self,
         supervisor: Supervisor,
@@ -132,6 +135,7 @@ class GangFutures(Futures[GangFuture]):
             note_end: Called with the gang's error, or with None after a success, before the futures are settled.
         """
         self._supervisor = supervisor
+        self._end: Callable[[], object] = supervisor.cancel
         self._note_end = note_end
         self._num_ranks = world_size
         end = functools.partial(supervisor.preempt, "Ctrl-C", is_awaited=True)
@@ -155,12 +159,17 @@ class GangFutures(Futures[GangFuture]):
             concurrent.futures.CancelledError: The gang was cancelled.
         """
         __tracebackhide__ = True
-        self._futures[0].result(timeout)
+        self._futures[0].exception(timeout)
+        if self._cause is not None:
+            self._futures[self._cause].result()
         return [future.result() for future in self._futures[: self._num_ranks]]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the gang's end, and return the error that `result` would raise. None after a success."""
+        __tracebackhide__ = True
         self._futures[0].exception(timeout)
+        if self._cause is not None:
+            return self._futures[self._cause].exception()
         futures = self._futures[: self._num_ranks]
         return next((error for future in futures if (error := future.exception()) is not None), None)
 
@@ -168,7 +177,7 @@ class GangFutures(Futures[GangFuture]):
         """Cancel the gang, which ends all its ranks. Return False if the gang had already ended."""
         if self.done():
             return False
-        self._supervisor.cancel()
+        self._end()
         return True
 
     def _settle(self) -> None:

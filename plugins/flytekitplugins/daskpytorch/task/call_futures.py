@@ -6,10 +6,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
-from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture
+from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-class CallFutures(Logged, Futures[GangFuture]):
+class CallFutures(Logged, GangFutures):
     """Futures of one call of a gang that stays, one per rank, in the order of the ranks.
 
     `records`, `metrics` and `step` have what rank 0 logs in the call.
@@ -47,43 +47,10 @@ class CallFutures(Logged, Futures[GangFuture]):
         self.run_state = self._run_state = RunState()
         self._end = end
         self._keep: object = keep
-        self._cause: int | None = None
+        self._num_ranks = num_ranks
         self._futures = [GangFuture(received, end, settler) for _ in range(num_ranks)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
-
-    def result(self, timeout: float | None = None) -> list[Any]:
-        """Return the return values of all ranks, in rank order.
-
-        Args:
-            timeout: Maximum number of seconds to wait. None: no limit.
-
-        Raises:
-            TimeoutError: The call has not ended within `timeout` seconds. The call goes on.
-            GangError: The gang failed. If a rank raised an exception, that exception is raised instead, with the
-                `GangError` as `__cause__`.
-            concurrent.futures.CancelledError: The call was cancelled.
-        """
-        __tracebackhide__ = True
-        self._futures[0].exception(timeout)
-        if self._cause is not None:
-            self._futures[self._cause].result()
-        return [future.result() for future in self._futures]
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call's end, and return the error that `result` would raise. None after a success."""
-        __tracebackhide__ = True
-        self._futures[0].exception(timeout)
-        if self._cause is not None:
-            return self._futures[self._cause].exception()
-        return next((error for future in self._futures if (error := future.exception()) is not None), None)
-
-    def cancel(self) -> bool:
-        """End the call: by a `KeyboardInterrupt` in each rank if the call runs. Return False if it had ended."""
-        if self.done():
-            return False
-        self._end()
-        return True
 
     def settle(self, outcome: Outcome) -> None:
         """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""

@@ -303,17 +303,14 @@ class StayingGang:
             text = "this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)"
             return GangError(text, kind="closed")
         cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
-        where = (
-            " It goes on from the newest checkpoint: current_rank().checkpoint.load()."
-            if self._settings.checkpoint_uri
-            else ""
-        )
         why = str(cause).partition("\n")[0]
-        over = GangError(
-            f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), "
-            f"and call keep again.{where}",
-            kind=cause.kind if isinstance(cause, GangError) else None,
+        text = (
+            f"this gang has ended, and what its ranks kept is gone: {why}. Begin a new gang by dispatch.gang(...), and "
+            "call keep again."
         )
+        if self._settings.checkpoint_uri:
+            text += " It goes on from the newest checkpoint: current_rank().checkpoint.load()."
+        over = GangError(text, kind=getattr(cause, "kind", None))
         over.__cause__ = error
         return over
 
