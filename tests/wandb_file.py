@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-MAGIC = b":W&B"
 FILE_HEADER_BYTES = 7
 BLOCK_BYTES = 32 * 1024
 FRAGMENT_HEADER = struct.Struct("<IHB")
-"""CRC-32 of what follows the length, length of the payload, and which part of a record it is."""
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+"""Checksum, length of the payload, and which part of a record it is."""
+FULL, LAST = 1, 4
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a run, in order."""
-    data = path.read_bytes()
-    assert data.startswith(MAGIC), f"{path} is not a .wandb file"
-    position = FILE_HEADER_BYTES
-    fragments: list[bytes] = []  # the first may have no payload, where a block has just room for its header
+    data, position, payload = path.read_bytes(), FILE_HEADER_BYTES, b""
     while position + FRAGMENT_HEADER.size <= len(data):
         left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
         if left_in_block < FRAGMENT_HEADER.size:
             position += left_in_block  # padding
             continue
-        checksum, length, part = FRAGMENT_HEADER.unpack_from(data, position)
-        end = position + FRAGMENT_HEADER.size + length
-        part_and_payload = data[position + FRAGMENT_HEADER.size - 1 : end]
-        assert zlib.crc32(part_and_payload) == checksum, f"{path} is damaged at byte {position}"
-        assert part in (FULL, FIRST, MIDDLE, LAST)
-        assert bool(fragments) == (part in (MIDDLE, LAST))
-        fragments.append(part_and_payload[1:])
-        position = end
+        _, length, part = FRAGMENT_HEADER.unpack_from(data, position)
+        position += FRAGMENT_HEADER.size
+        payload += data[position : position + length]
+        position += length
         if part in (FULL, LAST):
-            yield Record.FromString(b"".join(fragments))
-            fragments = []
-    assert not fragments, f"{path} ends within a record"
+            yield Record.FromString(payload)
+            payload = b""
+    assert not payload, f"{path} ends within a record"
 
 
 def read_run(path: Path) -> dict[str, Any]:
