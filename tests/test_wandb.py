@@ -272,7 +272,7 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     tracker = Tracker(run)
     tracker.on_log(record(0, loss=3.0))  # before the run is open
     tracker.on_begin()
-    tracker.on_log(record(1, loss=2.0))
+    tracker.on_log(record(1, loss=2.0, weights=Histogram.of([0.0, 1.0]), two=Picture.of([[0, 255]], caption="two")))
     tracker.on_goodput(Goodput(total=10.0, stepping=8.0, lost=2.0))
     tracker.on_end(0, "others were better")
     tracker.on_end(1)  # only the first end counts
@@ -281,22 +281,16 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     goodput = found["summary"]["goodput"]
     assert [goodput[name] for name in ("share", "total", "stepping", "lost")] == [0.8, 10.0, 8.0, 2.0]
     assert [(row["step"], row["loss"]) for row in found["history"]] == [(0, 3.0), (1, 2.0)]
+    row = found["history"][1]
+    assert (row["weights._type"], sum(row["weights.values"])) == ("histogram", 2)
+    shown = {part: row[f"two.{part}"] for part in ("_type", "width", "height", "caption")}
+    assert shown == {"_type": "image-file", "width": 2, "height": 1, "caption": "two"}
     assert found["notes"] == "https://flyte.example/f3a"
     observer = WandbObserver(run)
     To(observer).wrote(1, [f"{RUN_IS}another rank's"])
     assert observer.places() == {}
     To(observer).wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
     assert observer.places() == {"Weights & Biases": f"wandb sync {file_of(tmp_path).parent}"}
-
-
-def test_histograms_and_pictures_are_wandbs_own(tmp_path: Path) -> None:
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.on_log(record(1, weights=Histogram.of([0.0, 1.0]), sample=Picture.of([[0, 255]], caption="two")))
-    tracker.on_end(0)
-    [row] = run_in(tmp_path)["history"]
-    assert (row["weights._type"], sum(row["weights.values"])) == ("histogram", 2)
-    shown = {part: row[f"sample.{part}"] for part in ("_type", "width", "height", "caption")}
-    assert shown == {"_type": "image-file", "width": 2, "height": 1, "caption": "two"}
 
 
 @pytest.mark.parametrize(
