@@ -778,6 +778,13 @@ def test_gang_that_waits_says_what_keeps_workers_away_while_it_waits_and_at_the_
     assert "; Dask has paused tcp://10.0.0.2:1. They may be busy" in str(raised(world))
 
 
+def test_workers_with_another_torch_are_refused(world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulated_gang.local_versions", lambda: {"torch": "0.0.1"})
+    world = world_of()
+    world.join_all()
+    assert "has torch 0.0.1, this process" in str(raised(world))
+
+
 def test_ranks_that_never_ask_to_stop_end_at_once_where_somebody_waits(gang_of: MakeWorld) -> None:
     world = gang_of(grace_period=600.0)
     world.feed(functools.partial(world.state.request_stop, "Ctrl-C", is_awaited=True))
@@ -1762,8 +1769,7 @@ class AnyOrder(RuleBasedStateMachine):
             folder.cleanup()
 
 
-AnyOrder.TestCase.settings = settings(
-    max_examples=400,
+LIMITS = settings(
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
@@ -1771,7 +1777,15 @@ AnyOrder.TestCase.settings = settings(
     database=None,
     phases=[phase for phase in Phase if phase is not Phase.shrink],
 )
-TestAnyOrder = AnyOrder.TestCase
+
+
+class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(LIMITS, max_examples=120)
+
+
+@pytest.mark.slow
+class TestAnyOrderForLong(AnyOrder.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(LIMITS, max_examples=600)
 
 
 # ---- Observers in rank 0
