@@ -85,24 +85,6 @@ def test_the_same_again_without_metrics_is_as_good_as_it_was(agent: Path, folder
 # ---- Damage on the disk ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["damaged", "truncated", "missing"])
-def test_newest_that_is_not_whole_is_passed_over(
-    checkpoints: Vault, agent: Path, folder: Path, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [write(agent, step) for step in (2, 1)]  # the newest came last, whatever its step is
-    for file in files:
-        upload(checkpoints, agent, file)
-    newest = folder / files[1].name
-    if how == "damaged":
-        flip_a_byte(newest)
-    elif how == "truncated":
-        os.truncate(newest, SIZE - 1)
-    else:
-        newest.unlink()
-    assert checkpoints.newest() == files[0]
-    assert "the checkpoint of step 1 is damaged" in capsys.readouterr().err
-
-
 def test_a_file_is_not_read_again_while_nobody_writes_to_it(
     checkpoints: Vault, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,16 +201,6 @@ def sockets_of(pid: int) -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
-def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
-    Rank(client, 0, Doing(os._exit, 0))
-    client.next_exit()
-    before = own_fork_server().num_fds()
-    for key in range(10):
-        Rank(client, key, Doing(os._exit, 0))
-    assert {client.next_exit() for _ in range(10)} == {(key, 0) for key in range(10)}
-    assert own_fork_server().num_fds() == before
-
-
 def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -> None:
     # It would hide the server's end from them.
     Rank(client, 0, Doing(os._exit, 0))
@@ -422,14 +412,6 @@ def test_after_ranks_that_train_more_is_imported_in_pieces_between_which_ranks_a
         assert {client.next_exit() for _ in range(3)} == {(key, -signal.SIGKILL) for key in range(3)}
         until((tmp_path / "second began").exists, "the next piece")
         assert Rank.running(client, 3, source).line() == "True True"
-
-
-def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:
-    pids = pids_of(Rank.running(client, 0, FAMILY))
-    server = own_fork_server()
-    fork_client.shutdown()
-    assert not is_alive(server.pid)
-    await_end(*pids)
 
 
 # ---- What ends a server itself --------------------------------------------------------------------------------------

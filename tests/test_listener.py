@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -24,10 +23,9 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
@@ -125,52 +123,6 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection.close()
     thread.join()
     assert not thread.is_alive()
-
-
-# ---- The end
-
-
-def call(ear: Listener) -> Connection:
-    return Connection(socket.create_connection(ear.address))
-
-
-@pytest.mark.parametrize("is_closed", [False, True], ids=["at once", "closed before"])
-@pytest.mark.parametrize("takes_events", [False, True], ids=["events left", "events taken"])
-def test_the_end_leaves_no_connection_no_thread_and_no_file(
-    is_closed: bool, takes_events: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a caller in every state: in the queue, a stranger, proven, an agent, one that has gone, a file's sender."""
-    monkeypatch.setattr(module, "MAX_UNAUTHENTICATED", 1)
-    files, threads = num_open_files(), set(threading.enumerate())
-    is_serving = threading.Event()
-
-    def serve(connection: Connection, request: object) -> None:
-        is_serving.set()
-        connection.read(1)
-
-    events: queue.SimpleQueue[Action] = queue.SimpleQueue()
-    ear = listening(TOKEN, events, serve)
-    callers = [dialled(ear) for _ in range(4)]
-    callers[0].send(Leaving())
-    callers[1].send(Leaving())
-    callers[2].send(Upload(CheckpointFile(attempt=0, step=1, size=9, digest="")))
-    assert is_serving.wait()
-    until(lambda: len(ear._agents) == 2, "the agents")
-    callers.pop(1).close()
-    until(lambda: len(ear._agents) == 1, "the one that goes")
-    callers += [call(ear), call(ear)]
-    until(lambda: len(ear._unauthenticated) == len(ear._authenticated) == 1, "the others")
-    if is_closed:
-        ear.close()
-        until(lambda: ear._server.fileno() < 0, "the end of accepting")
-    taken = [events.get() for _ in range(events.qsize())] if takes_events else []
-    ear.end()
-    for each in callers:
-        assert_hung_up(each)
-    assert set(threading.enumerate()) <= threads
-    assert num_open_files() <= files  # although the events still have their connections
-    ear.end()
-    del taken
 
 
 def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -> None:

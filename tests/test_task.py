@@ -22,7 +22,6 @@ from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
 from flytekit.core.utils import ClassDecorator
-from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.extras.accelerators import A100
 from flytekit.interactive import vscode
@@ -173,23 +172,6 @@ def test_pod_template_passes_through_with_our_settings_in_its_primary_container(
     assert template.config["primary_container_name"] == "primary"
 
 
-@pytest.mark.skipif(not HAS_ANNOTATIONS, reason="flytekit is older than 1.16.2")
-@pytest.mark.parametrize("config", [DaskDDP, SpawnDDP, DaskCluster])
-def test_autoscalers_leave_the_nodes_of_a_tasks_pods_alone_unless_the_user_says_otherwise(config: type) -> None:
-    """Flyte lets annotations of a task win over those of its pod template."""
-    evict, disrupt = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
-
-    def annotations(**options: Any) -> dict[str, str]:
-        template = serialised(make(config(), **options))
-        below = template.k8s_pod.metadata.annotations if template.k8s_pod is not None else {}
-        return {**below, **template.metadata.k8s_object_metadata.annotations}
-
-    assert annotations() == {evict: "false", disrupt: "true"}
-    assert annotations(annotations={disrupt: "false", "mine": "1"}) == {evict: "false", disrupt: "false", "mine": "1"}
-    of_template = PodTemplate(pod_spec=V1PodSpec(containers=[]), annotations={evict: "true"})
-    assert annotations(pod_template=of_template) == {evict: "true", disrupt: "true"}
-
-
 # ---- Dask's settings ------------------------------------------------------------------------------------------------
 
 
@@ -298,13 +280,6 @@ def test_what_flytekit_says_of_a_plain_task_it_says_of_ours(config: Any, decorat
             ours, theirs = ours.gpu_accelerator, theirs.gpu_accelerator
         assert ours == theirs, field
     assert (found.template.config or {}).get("link_type") == (expected.template.config or {}).get("link_type")
-
-
-def test_scheduler_that_does_not_answer_is_a_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
-    lonely = make(DaskCluster(start_timeout=0.2))
-    with pytest.raises(FlyteSystemException, match=r"no Dask scheduler answered at tcp://127.0.0.1:9"):
-        lonely.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
 
 
 def one() -> float:
