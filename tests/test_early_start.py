@@ -78,7 +78,10 @@ env = flyte.TaskEnvironment("plain")
 """
 
 
-@pytest.mark.parametrize(("program", "run"), [("pyflyte", ("run",)), ("flyte", ("run", "--local"))])
+@pytest.mark.parametrize(
+    ("program", "run"),
+    [("pyflyte", ("run",)), pytest.param("flyte", ("run", "--local"), marks=pytest.mark.slow)],
+)
 def test_it_runs_before_the_file_is_imported_and_is_ended_unused(program: str, run: tuple[str, ...]) -> None:
     if program == "flyte":
         pytest.importorskip("flyteplugins.dask")

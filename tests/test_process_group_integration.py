@@ -49,7 +49,6 @@ def ask_for(how: dict[str, Any]) -> tuple[float, int]:
     "how",
     [
         {},
-        {"backend": "gloo"},
         {"backend": "cpu:gloo", "init_method": "env://"},
         {"own": ["rank", "world_size"], "init_method": "tcp://127.0.0.1:1"},
         {"own": ["world_size"], "backend": "GLOO", "timeout": timedelta(seconds=77)},
