@@ -29,10 +29,7 @@ CLASSES = ["beagle", "boxer", "collie"]
     ("backbone", "head"),
     [
         ("small", "classifier"),
-        ("resnet50", "fc"),
-        ("mobilenet_v3_small", "classifier.3"),
         ("squeezenet1_1", "classifier.1"),  # a convolution
-        ("shufflenet_v2_x0_5", "fc"),
         ("googlenet", "fc"),  # with two more heads, which are left out
     ],
 )
@@ -63,14 +60,6 @@ def test_the_head_of_an_earlier_run_is_taken_for_the_same_classes(
     assert torch.equal(model.features[0].weight, earlier.features[0].weight)
 
 
-def test_weights_of_another_network_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"not those of ResNet: 198 differ, first 'layer1\.0\.bn3\.bias'"):
-        load_start(build("resnet18", 3), Start(weights=models.resnet50(weights=None).state_dict()), CLASSES)
-    wider = build("small", 3).state_dict() | {"features.0.weight": torch.zeros(32, 3, 5, 5)}
-    with pytest.raises(ValueError, match=r"not those of SmallNet: 1 differ, first 'features\.0\.weight'"):
-        load_start(build("small", 3), Start(weights=wider), CLASSES)
-
-
 def test_a_start_is_read_as_it_was_saved(tmp_path: Path) -> None:
     weights = build("small", 3).state_dict()
     for classes in (None, CLASSES):
@@ -95,19 +84,6 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
         read_start(path)
     with pytest.raises(ValueError, match=r"file\.pt is not a trained classifier"):
         Classifier.load(path)
-
-
-def test_a_classifier_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
-    classifier = Classifier("small", CLASSES).eval()
-    classifier.save(tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["classes"] == CLASSES
-    found = Classifier.load(tmp_path / "state.pt")
-    images = torch.randint(256, (2, 3, 40, 40), dtype=torch.uint8)
-    assert (found.backbone, found.classes) == ("small", CLASSES)
-    assert torch.equal(found(images), classifier(images))
-    start = read_start(tmp_path / "state.pt")
-    assert start.classes == CLASSES
-    load_start(build("small", 3), start, CLASSES)
 
 
 def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,12 +56,6 @@ def _first(count: int) -> DigitSet:
     return DigitSet(images=DIGITS.test.images[:count], labels=DIGITS.test.labels[:count])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="backend='nccl' needs a GPU, and rank 0 has none"):
-        train(SMALL, Hyperparameters(backend="nccl"))
-
-
 # Evaluation
 
 

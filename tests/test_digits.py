@@ -49,16 +49,6 @@ def tensors(loaded: Digits) -> list[Tensor]:
     return [loaded.training.images, loaded.training.labels, loaded.test.images, loaded.test.labels]
 
 
-def test_digits_in_a_directory(directory: Path) -> None:
-    loaded = load_digits(directory)
-    assert [tuple(tensor.shape) for tensor in tensors(loaded)] == [(30, 28, 28), (30,), (20, 28, 28), (20,)]
-    assert [tensor.dtype for tensor in tensors(loaded)] == [torch.uint8, torch.int64] * 2
-    for found, expected in zip(tensors(loaded), tensors(DIGITS), strict=True):
-        assert torch.equal(found, expected)
-    assert loaded.report == f"30 training and 20 test digits from {directory}"
-    assert load_digits(directory, source="s3://bucket/digits").source == "s3://bucket/digits"
-
-
 def test_a_file_of_digits_depends_on_their_content_only(directory: Path, tmp_path: Path) -> None:
     files = [tmp_path / "here" / "digits.pt", tmp_path / "there" / "digits.pt"]
     for number, file in enumerate(files):
@@ -67,14 +57,6 @@ def test_a_file_of_digits_depends_on_their_content_only(directory: Path, tmp_pat
     assert files[0].read_bytes() == files[1].read_bytes()
     for found, expected in zip(tensors(Digits.load(files[0])), tensors(DIGITS), strict=True):
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("given", ["", "digits/MNIST", "digits/MNIST/raw", "nowhere"])
-def test_a_directory_without_digits(tmp_path: Path, directory: Path, given: str) -> None:
-    with pytest.raises(ValueError, match="torchvision's layout") as error:
-        load_digits(tmp_path / given)
-    for part in (str(tmp_path / given), *FILES, "Give the directory that has MNIST/raw in it"):
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,11 @@ def pet_names(
         return run_program(command, cwd=cwd, env={"WANDB_DIR": str(cwd), **(env or {})})
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--hp", '{"epoch": 3}'), r"no 'epoch' \(did you mean 'epochs'\?\)"),
-        (("--num_names", "-1"), "num_names=-1"),
-        (("--data", "two.json"), "2 training samples .* are fewer than the 3 ranks"),
-    ],
-)
-def test_bad_input_is_refused_before_a_cluster_starts(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
-    (tmp_path / "two.json").write_text(json.dumps(["a", "b"]))
-    done = pet_names(*flags, cwd=tmp_path, env={"PET_NAMES_WORKERS": "3"})
+def test_bad_input_is_refused_before_a_cluster_starts(tmp_path: Path) -> None:
+    done = pet_names("--hp", '{"epoch": 3}', cwd=tmp_path)
     text = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0
-    assert re.search(said, text), text
+    assert "no 'epoch' (did you mean 'epochs'?)" in text, text
     assert "starting" not in text
 
 

@@ -149,14 +149,6 @@ def assert_equal(found: Trained, expected: Trained) -> None:
 # The hyperparameters
 
 
-def test_what_does_not_go_together_is_named_at_once() -> None:
-    hp = Hyperparameters(backbone="resnet18", weights="IMAGENET", crop=100, frozen_epochs=9)
-    with pytest.raises(ValueError, match="weights='IMAGENET'") as error:
-        hp.settled(has_bucket=False)
-    assert "crop=100: must not be above resize=64" in str(error.value)
-    assert "frozen_epochs=9: must not be above epochs=8" in str(error.value)
-
-
 # Training alone
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flytekitplugins.daskpytorch.report.pieces import shared
 from made_outcomes import outcome
 from tasks import quality
-from tasks.curves import experiments_table, time_chart, times_table
-from tasks.pictures import Picture, confusion_matrix, picture_grid
-from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve, read_records
+from tasks.curves import experiments_table, time_chart
+from tasks.pictures import confusion_matrix
+from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve
 from tasks.registry import Promotion
 from tasks.sweeps import TimeToLoss, grid, time_to_loss
 from test_challenger import CARD
@@ -104,23 +99,7 @@ def test_only_equal_global_batches_are_joined() -> None:
     assert "never" not in html.replace(shared(), "")
 
 
-def test_some_or_all_never_come_to_the_loss() -> None:
-    times = scaling()
-    times[0].seconds = None
-    assert "1 of 8 never came to the loss; the table says which." in time_chart(times, 2.0)
-    assert rows_of(times_table(times))[1] == ["8", "0.1", "1", "8", "never"]
-    for time in times:
-        time.seconds = None
-    nobody = time_chart(times, 2.0)
-    assert lines_of(nobody) == []
-    assert "No experiment reached this loss." in nobody
-
-
 # ---- Pictures that show predictions
-
-
-NUM_TEST = 25
-IMAGES = torch.randint(256, (NUM_TEST, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def test_confusion_matrix() -> None:
@@ -135,21 +114,6 @@ def test_confusion_matrix() -> None:
         (9, 4): 1,
     }
     assert "nan" not in html
-
-
-def test_picture_grid() -> None:
-    html = picture_grid(
-        [
-            Picture(image=IMAGES[0], caption="guess 3, truth 3", is_wrong=False),
-            Picture(image=IMAGES[1], caption="<b>", is_wrong=True),
-        ]
-    )
-    pngs = [base64.b64decode(data) for data in re.findall(r'base64,([^"]*)"', html)]
-    for png, image in zip(pngs, IMAGES[:2], strict=True):
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), image.numpy())
-    assert re.findall(r"<figcaption>(.*?)</figcaption>", html) == ["guess 3, truth 3", "&lt;b&gt;"]
-    assert re.findall(r'<figure(?: class="(.*?)")?>', html) == ["", "dpt-bad"]
-    assert re.findall(r'alt="(.*?)"', html) == ["guess 3, truth 3", "&lt;b&gt;"]
 
 
 # ---- Statistics of a training, as files and as curves
@@ -169,14 +133,6 @@ RECORDS = [
     record(step=3, epoch=2, count=0),  # of a rank that had no image
     record(step=4, epoch=11),
 ]
-
-
-def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    for path, text in as_files(RECORDS).items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert sorted(read_records(tmp_path), key=repr) == sorted(RECORDS, key=repr)
-    assert [record.epoch for record in read_records(tmp_path) if record.phase == TRAINING] == [1, 1, 1, 2, 11]
 
 
 def test_files_are_json_by_epoch_phase_and_rank() -> None:
