@@ -86,13 +86,10 @@ UNAVAILABLE = _error("503 Service Unavailable", "SlowDown", "Please reduce your 
 RESET: Fault = lambda _: Answer(end="reset")  # noqa: E731
 """Reset the connection instead of an answer."""
 RESET_IN_BODY: Fault = lambda right: Answer(head=right.head, body=_half(right), end="reset")  # noqa: E731
-CUT: Fault = lambda right: Answer(head=right.head, body=_half(right), end="close")  # noqa: E731
-"""Close the connection after half of the bytes that were announced."""
 SHORTENED: Fault = lambda right: Answer(  # noqa: E731
     head=_with_length(right.head, len(right.body) // 2), body=_half(right)
 )
 """Announce and send half of the object, as if that were all."""
-EMPTY: Fault = lambda right: Answer(head=_with_length(right.head, 0))  # noqa: E731
 CORRUPTED: Fault = lambda right: Answer(head=right.head, body=_half(right) + bytes(len(right.body) - len(_half(right))))  # noqa: E731
 """The right length, and zeros for the second half."""
 GARBAGE: Fault = lambda _: Answer(head=b"\x00\xffno HTTP\r\n\r\n", end="close")  # noqa: E731

@@ -37,7 +37,7 @@ GANGS = (
 )
 """One on the task's own node, one on a Dask cluster."""
 OF_LIBRARIES = (
-    *("agents", "checkpoint", "cluster", "collectives", "config", "deck", "dependencies", "dispatch", "export"),
+    *("agents", "checkpoint", "cluster", "collectives", "config", "deck", "dispatch"),
     *("extras", "flyte", "debug", "inputs", "media", "own_node", "partitions", "program"),
     *("sampling", "task", "task_results", "trials", "wandb"),
 )

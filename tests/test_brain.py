@@ -359,19 +359,6 @@ def test_a_lost_scheduler_is_the_cause_whoever_hears_of_it_first(gang_of: MakeWo
     assert error.cause == "the Dask scheduler was lost"
 
 
-def test_error_of_a_rank_at_the_same_time_is_not_swallowed(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.train()
-    world.feed(world.state.request_stop, REASON)
-    world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.finish()
-    error = raised(world)
-    assert isinstance(error, PreemptedError)
-    assert "while it was failing (rank 1" in str(error)
-    assert "OwnError: bad batch" in str(error)
-    assert is_own(error.__cause__)
-
-
 def test_error_that_ends_the_gang_anyway_comes_before_a_request(gang_of: MakeWorld) -> None:
     world = gang_of(max_restarts=0)
     world.feed(world.state.request_stop, REASON)
@@ -987,16 +974,6 @@ def recalled(*numbers: int, is_done: bool = True) -> Recalled:
         for number in numbers
     ]  # fmt: skip
     return Recalled(groups=[group], collectives=collectives)
-
-
-def test_hang_is_told_by_the_collective_that_a_rank_has_not_called(gang_of: MakeWorld) -> None:
-    world = gang_of(hang_timeout=10.0, max_restarts=0)
-    world.recalled = {0: recalled(1, 2, is_done=False), 1: recalled(1)}
-    let_pass(world, 12)
-    error = raised(world)
-    assert isinstance(error, GangHungError)
-    assert error.rank == 1
-    assert "rank 1 has not called collective 2 of the default group (gloo), all_reduce of float32 [4]" in error.cause
 
 
 def test_log_of_a_rank_that_returned_too_early_and_ended_well_is_in_the_hangs_error(gang_of: MakeWorld) -> None:

@@ -158,20 +158,6 @@ def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it
     assert "This torch may be newer than the package supports: ImportError: another torch" in told
 
 
-def test_best_ones_stay_beside_the_last_from_gang_to_gang(driver: MakeDriver) -> None:
-    keep = Keep(last=1, best=1, metric="loss", mode="max")  # which falls with the steps
-    mine = driver(keep=keep)
-    for number in range(3):
-        mine.save(10 + number, number)
-    assert mine.steps() == [12, 10]
-    assert mine.folders() == ["step-10/0-0", "step-12/0-2"]
-    mine.close()
-    second = driver(keep=keep)
-    second.save(13, 0)
-    assert second.steps() == [13, 10]
-    assert second.folders() == ["step-10/0-0", "step-13/0-0"]
-
-
 def test_what_is_being_written_is_not_removed_but_what_was_given_up_is(driver: MakeDriver) -> None:
     mine = driver()
     mine.write(9, 0)  # given up: the next has begun

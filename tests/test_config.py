@@ -206,13 +206,6 @@ def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) 
         Gang(checkpoint_uri="oci://b/kept")
 
 
-def test_what_nobody_has_said_is_the_default() -> None:
-    gang, stop = Gang(), EarlyStopping(metric="loss")
-    assert (gang.max_restarts, gang.hang_timeout, gang.keep) == (3, "auto", Keep(last=2, best=0, metric=None))
-    assert (stop.mode, stop.reduction_factor, stop.grace_period) == (None, 4, 1)
-    assert DaskDDP().num_workers == 2
-
-
 @pytest.mark.parametrize(
     ("requests", "limits", "expected"),
     [

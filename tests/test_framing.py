@@ -107,6 +107,13 @@ def test_held_messages_go_together_in_order_before_the_next_and_by_themselves_if
     assert [ours.recv(), ours.recv()] == ["e", "f" * framing.MAX_HELD]
 
 
+def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:
+    ours, theirs = both
+    theirs._sock.sendall(framed(b"x" * 32)[:-1])
+    with pytest.raises(TimeoutError):
+        ours.recv_frame(32, time.monotonic() + 0.05)
+
+
 @pytest.mark.parametrize("num_moves", [{}, {0: 0}, {7: 1 << 40, 8: 3}, {rank: rank for rank in range(8)}])
 def test_a_heartbeat_arrives_as_it_was_sent(num_moves: dict[int, int]) -> None:
     frame = framing.heartbeat(num_moves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +24,10 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported
+from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported, Upload
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
@@ -123,6 +125,29 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection.close()
     thread.join()
     assert not thread.is_alive()
+
+
+def test_the_end_leaves_no_connection_no_thread_and_no_file(events: queue.SimpleQueue[Action]) -> None:
+    files, threads = num_open_files(), set(threading.enumerate())
+    is_serving = threading.Event()
+
+    def serve(connection: Connection, request: object) -> None:
+        is_serving.set()
+        connection.read(1)
+
+    ear = listening(TOKEN, events, serve)
+    callers = [dialled(ear) for _ in range(3)]
+    agent, sender, _ = callers
+    agent.send(Leaving())
+    until(lambda: events.qsize() == 1, "the agent's word, which has its connection and is never taken")
+    sender.send(Upload(CheckpointFile(attempt=0, step=1, size=9, digest="")))
+    assert is_serving.wait(60)
+    callers.append(Connection(socket.create_connection(ear.address)))  # a stranger
+    ear.end()
+    for each in callers:
+        assert_hung_up(each)
+    assert set(threading.enumerate()) <= threads
+    assert num_open_files() <= files
 
 
 def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -> None:

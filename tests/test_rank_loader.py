@@ -125,8 +125,13 @@ def test_gangs_of_any_sizes_see_together_what_one_undisturbed_process_sees(
             state = loaders[-1].state_dict()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}])
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        *(((one, other), {}) for one, other in ((1, 1), (2, 2), (3, 2), (2, 4))),
+        ((3, 2), {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}),
+    ],
+)
 def test_another_gang_goes_on_with_the_next_item(sizes: tuple[int, int], options: dict[str, Any]) -> None:
     before, after = sizes
     first = gang(before, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultFolder, ResultPathError
+from processes import until
 
 MIB = 1 << 20
 
@@ -105,6 +107,19 @@ def test_results_are_written_in_order_per_rank_and_once(tmp_path: Path) -> None:
     (tmp_path / "own").unlink()
     handler.process_results(tmp_path, [ended(received)])
     assert "own" not in files(tmp_path)
+
+
+def test_files_are_written_while_the_gang_runs(tmp_path: Path) -> None:
+    received = ReceivedResults()
+    future = GangFuture(received)
+    writing = threading.Thread(target=DaskResultsHandler().process_results, args=(tmp_path, [future]))
+    writing.start()
+    submit(received, "a", b"early")
+    until(lambda: files(tmp_path) == {"a": b"early"}, "the first file")
+    submit(received, "b", b"late")
+    future.set_result(None)
+    writing.join()
+    assert files(tmp_path) == {"a": b"early", "b": b"late"}
 
 
 def test_futures_that_lead_to_no_gang_are_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch import (
     dispatch,
 )
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
-from processes import nothing_left_behind, until
+from processes import nothing_left_behind
 from test_results import files
 
 ONCE = Gang(max_restarts=0)
@@ -90,27 +90,6 @@ def kill_oneself_while_submitting(notes: str) -> None:
     if current_rank().rank == 1:
         submit_until_killed(notes)
     time.sleep(60)
-
-
-def test_files_come_while_the_gang_runs(client: Client, tmp_path: Path) -> None:
-    release = tmp_path / "release"
-    futures = dispatch.run(client, submit_and_wait, str(release))
-    writer = threading.Thread(target=handler.process_results, args=(tmp_path / "results", futures))
-    writer.start()
-    until(lambda: len(list((tmp_path / "results").glob("early-*"))) == 2, "the first files")
-    assert not futures.done()
-    release.touch()
-    writer.join()
-    assert not writer.is_alive()
-    assert sorted(files(tmp_path / "results")) == ["early-0", "early-1", "late-0", "late-1"]
-
-
-def submit_and_wait(release: str) -> None:
-    rank = current_rank().rank
-    handler.submit_result(f"early-{rank}", "x")
-    while not Path(release).exists():
-        time.sleep(0.02)
-    handler.submit_result(f"late-{rank}", "x")
 
 
 @task(task_config=SpawnDDP(nproc=2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -131,15 +130,14 @@ with ft.watching(Path(sys.argv[1])) as launch:
 """
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
 def test_the_next_process_removes_what_a_driver_leaves_that_is_killed_with_a_checkpoint(
-    start: type[subprocess.Popen[str]], tmp_path: Path, temporary: Path, how: str
+    start: type[subprocess.Popen[str]], tmp_path: Path, temporary: Path
 ) -> None:
     with nothing_left_behind():
         driver = start(DRIVER, str(tmp_path / "traces"))
         until(lambda: (tmp_path / "traces" / "broken").exists() or driver.poll() is not None, "the gang to wait")
         assert list(temporary.glob("daskpytorch-checkpoints-*/step-4-*"))
         assert "checkpoints" in folders_after_another(temporary)
-        driver.send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGTERM)
+        driver.kill()
         driver.wait()
     assert folders_after_another(temporary) == []
