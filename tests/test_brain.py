@@ -441,9 +441,9 @@ def test_upload_of_an_earlier_attempt_comes_too_late_and_holds_up_no_other(gang_
     world.obey_all()
     assert [file.attempt for file in agent.uploads] == [0, 1]
     world.upload(agent)
-    assert world.saving.saved() == ()
+    assert world.saving.vault.saved() == ()
     world.upload(agent)
-    assert [saved.step for saved in world.saving.saved()] == [1]
+    assert [saved.step for saved in world.saving.vault.saved()] == [1]
 
 
 def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(gang_of: MakeWorld) -> None:
@@ -1709,7 +1709,7 @@ class AnyOrder(RuleBasedStateMachine):
         if world.error is None and world.state.stop_request is None:
             assert world.evaluating is None, "the end has not waited"
             assert len(world.watcher.evaluated) == len(done)
-        for kept in world.saving.saved():
+        for kept in world.saving.vault.saved():
             assert kept.metrics.get("held_out", kept.step % 100) == kept.step % 100
         world.evaluator.end()
 

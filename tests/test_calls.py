@@ -103,16 +103,6 @@ def test_calls_that_are_asked_for_before_the_ranks_have_met_wait_for_them(tmp_pa
     assert world.complaints == []
 
 
-def test_the_next_call_begins_before_the_callbacks_of_the_one_before(world: Staying) -> None:
-    """A callback, or unpickling, may take long."""
-    begun: list[NextCall] = []
-    first = world.ask()
-    first.settle = lambda _: begun.extend(told(world, NextCall))
-    world.ask()
-    world.end()
-    assert [call.number for call in begun] == [2, 2]
-
-
 def test_a_kept_value_is_freed_after_the_calls_before_it(world: Staying) -> None:
     world.ask()
     world.ask()

@@ -78,7 +78,7 @@ def steps(world: World) -> list[int]:
 
 
 def kept(world: World) -> list[int]:
-    return [saved.step for saved in world.saving.saved()]
+    return [saved.step for saved in world.saving.vault.saved()]
 
 
 def files(world: World) -> list[int]:
@@ -345,7 +345,7 @@ def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_
     assert len(named(paths)[1]) == 2  # the last, and the one that is judged
     assert Path(first.uri, "layout.json").exists()
     world.end_evaluation()
-    assert world.saving.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
+    assert world.saving.vault.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
     world.end_evaluation()
     world.work()
     assert [entry.is_evaluated for entry in named(paths)[1]] == [True]

@@ -297,7 +297,7 @@ class Supervisor:
         evaluator.prepare(code if self._request.script is None else None, checkpoints.newest_entry)
         if (step := checkpoints.newest_step()) is not None:
             self._observers.tell(journal.Resumed(step=step))
-            self._observers.tell(journal.Listed(checkpoints=checkpoints.saved()))
+            self._observers.tell(journal.Listed(checkpoints=checkpoints.vault.saved()))
         text = start_of(self._request.storage, self._request.settings, step)
         if text is not None and self._request.start is None:
             self._observers.note(text)

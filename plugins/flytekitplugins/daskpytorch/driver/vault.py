@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 LANE = "files"
@@ -210,6 +211,11 @@ class Vault:
         """Return all whole checkpoints on the driver's disk, in the order of arrival."""
         with self._lock:
             return [whole.file for whole in self._here()]
+
+    def saved(self) -> tuple[SavedCheckpoint, ...]:
+        """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
+        kept = [file.saved(self.own) for file in self.entries()] + [entry.saved for entry in self.sharded]
+        return tuple(sorted(kept, key=lambda saved: saved.step))
 
     def intact(self) -> list[CheckpointFile]:
         """Return the undamaged whole checkpoints on the driver's disk, in the order of arrival. Remove damaged ones."""

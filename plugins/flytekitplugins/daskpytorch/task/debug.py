@@ -218,15 +218,13 @@ class _LocalCheckpoint(Checkpoint):
 
     def list(self) -> Sequence[SavedCheckpoint]:
         """Return the kept checkpoints, whole and sharded, sorted by step."""
-        kept = [file.saved(self._vault.own) for file in self._vault.entries()]
-        return sorted([*kept, *(entry.saved for entry in self._vault.sharded)], key=lambda saved: saved.step)
+        return self._vault.saved()
 
     def close(self) -> None:
         """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
         self._vault.hold([])
-        until = time.monotonic() + self._end_timeout
         self._vault.flush(self._end_timeout)
-        self._committer.flush(max(0.0, until - time.monotonic()))
+        self._committer.flush(self._end_timeout)
         self._committer.close()
         self._told.tell(journal.Listed(checkpoints=self.list()))
 
@@ -244,13 +242,13 @@ class _LocalCheckpoint(Checkpoint):
             self._settle(said.number, said.step, said.failure)
 
     def _note_commit(self, commit: Committed) -> None:
-        self._settle(commit.number, commit.step, None if commit.error is None else repr(commit.error))
+        self._settle(commit.number, commit.step, commit.error)
 
-    def _settle(self, number: int, step: int, problem: str | None) -> None:
+    def _settle(self, number: int, step: int, problem: object) -> None:
         if problem is None:
             self._note_kept(step)
         else:
-            self._told.note(f"the sharded checkpoint of step {step} was not kept ({problem})")
+            self._told.note(f"the sharded checkpoint of step {step} was not kept ({problem!r})")
         self._sharded.settle(number)
 
     def _note_kept(self, step: int) -> None:

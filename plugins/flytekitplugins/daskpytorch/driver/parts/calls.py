@@ -163,10 +163,9 @@ class Calls(Part):
             attempt.at_rest.update(attempt.places)
         if not attempt.is_formed or attempt.is_failing or attempt.results or self.is_over:
             return
-        settle = None
         if (call := self.current) is not None:
             if len(call.ended) == attempt.world_size:
-                settle = self._end(call, attempt)
+                self._end(call, attempt)
             elif call.is_interrupted:
                 self._have_left(call, attempt)
         while self.current is None and self._waiting and not is_stopping:
@@ -174,8 +173,6 @@ class Calls(Part):
         if self.current is None and (self._is_closing or is_stopping):
             self.is_over = True
             attempt.tell(Tell(Finish()))
-        if settle is not None:  # after the next call's order, since users' callbacks may take long
-            settle()
 
     def _begin(self, call: StayingCall | Forget, attempt: Attempt) -> None:
         if isinstance(call, Forget):
@@ -211,15 +208,15 @@ class Calls(Part):
                 ),
             )
 
-    def _end(self, call: StayingCall, attempt: Attempt) -> Callable[[], object] | None:
-        """End a call once its ranks can go on together. Return a function that settles the call. None: not yet."""
+    def _end(self, call: StayingCall, attempt: Attempt) -> None:
+        """End a call once its ranks can go on together."""
         if call.is_interrupted or attempt.survived:
             if not _have_told(call, attempt):
-                return None
+                return
             if call.told is not None and (parted := _parted(call.told)) is not None:
                 _break(call, attempt, *parted)
                 self._state.observers.note(f"the gang cannot go on: {parted[1]}")
-                return None
+                return
         self.current = None
         exits = {rank: attempt.exit_of_survivor(rank) for rank in attempt.survived}
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
@@ -230,8 +227,7 @@ class Calls(Part):
         attempt.survived.clear()  # no cause of a later loss
         attempt.steps.clear()
         values = _taken(call)
-        outcome = Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted)
-        return partial(self._settle, call, outcome)
+        self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))
 
     @staticmethod
     def _settle(call: StayingCall, outcome: Outcome) -> None:

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
-from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
@@ -45,7 +44,7 @@ class Checkpoints(Part):
 
     def equip(self, job: Job) -> Job:
         """Name the checkpoints from which the next attempt starts."""
-        return replace(job, checkpoint=self.vault.newest(), sharding=self.committer.sharding(), kept=self.saved())
+        return replace(job, checkpoint=self.vault.newest(), sharding=self.committer.sharding(), kept=self.vault.saved())
 
     def begin(self, attempt: Attempt) -> None:
         """Forget the questions and shards of earlier attempts."""
@@ -157,7 +156,7 @@ class Checkpoints(Part):
 
     def tell_kept(self) -> None:
         """Tell observers and ranks about the kept checkpoints and their metrics, which have changed."""
-        kept = self.saved()
+        kept = self.vault.saved()
         self._observers.tell(journal.Listed(checkpoints=kept))
         hint = hint_of_metric(kept, self.vault.keep)
         if hint is not None and self._state.request.settings.evaluate is None:  # else other metrics may come
@@ -179,12 +178,6 @@ class Checkpoints(Part):
                 return bool(self.commits) or (self.fetches.is_busy and self.vault.is_users_folder)
             case _:
                 return False
-
-    def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
-        kept = [file.saved(self.vault.own) for file in self.vault.entries()]
-        kept += [entry.saved for entry in self.vault.sharded]
-        return tuple(sorted(kept, key=lambda saved: saved.step))
 
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint, whole or sharded. None without checkpoints."""
