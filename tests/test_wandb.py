@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, T
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
-from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape, Training
+from flytekitplugins.daskpytorch.protocol.observer import Observers, Training
 from flytekitplugins.daskpytorch.records import Goodput
 from processes import until
 from told import To, node, record, shape_of
@@ -78,12 +78,11 @@ def test_run_id_is_the_pods_name_or_execution_and_task(
     assert len(wandb_observer.run_id("f3a", "x" * 500)) <= 128
 
 
-def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
-    """What rank 0 opens after the gang was placed so."""
+def opened(run: RunSettings, inputs: Any) -> RunSettings:
+    """What rank 0 opens after the gang was placed."""
     observer = WandbObserver(run)
-    observer.on_begin(Training(name="train", id="train-f3a", inputs=inputs))
-    for shape in shapes:
-        observer.on_start(shape)
+    To(observer).begins(Training(name="train", id="train-f3a", inputs=inputs))
+    To(observer).placed(shape_of(node()))
     [part] = Observers([observer]).for_rank()
     made: RunSettings = unpack_call(part).function.args[0]  # type: ignore[attr-defined]
     return made
@@ -92,7 +91,7 @@ def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
 GANG = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
 
 
-def test_config_is_the_tasks_with_the_users_own_on_top_and_that_of_the_first_attempt() -> None:
+def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
     @dataclass
     class Rates:
         first: float
@@ -100,8 +99,7 @@ def test_config_is_the_tasks_with_the_users_own_on_top_and_that_of_the_first_att
 
     inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
     run = settings(Wandb(project="names", config={"first": 1, "team": "a"}))
-    shapes = shape_of(node()), shape_of(node(), per_worker=2)
-    made = opened(run, of_task("train", "f3a", inputs).inputs, *shapes)
+    made = opened(run, of_task("train", "f3a", inputs).inputs)
     assert made.wandb.config == {
         "file": "s3://b/names.csv",
         "first": 1,
@@ -128,10 +126,7 @@ def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a")
         wandb_observer.model_settings(shared, index=index, key=f"train-0123456789ab-{index + 1}")
         for index in range(len(experiments))
     ]
-    return [
-        opened(run, plain_inputs(inputs_of(experiment)), shape_of(node()))
-        for run, experiment in zip(runs, experiments, strict=True)
-    ]
+    return [opened(run, plain_inputs(inputs_of(experiment))) for run, experiment in zip(runs, experiments, strict=True)]
 
 
 def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsys: pytest.CaptureFixture[str]) -> None:

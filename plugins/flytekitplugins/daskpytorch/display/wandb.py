@@ -12,17 +12,15 @@ import netrc
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
+from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, gang_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
-from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Wandb
 
 KEYLESS = ("offline", "dryrun", "disabled")
@@ -45,24 +43,17 @@ MAX_ID_PART = 60
 characters."""
 
 
-class WandbObserver(Observer):
+class WandbObserver(View):
     """Observer in the driver that makes rank 0 feed a Weights & Biases run, which all attempts of the gang share."""
 
     def __init__(self, run: RunSettings) -> None:
+        self.state = RunState()
         self._run = run
-        self._inputs: Mapping[str, Any] = {}
-        self._shape: Shape | None = None
-        """Shape of the gang in its first attempt. None before."""
         self.where: str | None = None
         """URL of the run, or the command that uploads an offline run. None until rank 0 has opened the run."""
 
-    def on_begin(self, training: Training) -> None:
-        """Keep the training's inputs for the run's configuration."""
-        self._inputs = training.inputs
-
     def on_event(self, event: journal.Event) -> None:
         """Read the run's URL from rank 0's output."""
-        super().on_event(event)
         if isinstance(event, journal.Wrote) and event.rank == 0:
             for line in event.lines:
                 if line.startswith(RUN_IS):
@@ -72,18 +63,14 @@ class WandbObserver(Observer):
         """Return the run's URL, or the command that uploads an offline run. Empty until rank 0 has opened the run."""
         return {LABEL: self.where} if self.where is not None else {}
 
-    def on_start(self, shape: Shape) -> None:
-        """Keep the gang's shape in its first attempt for the run's configuration."""
-        self._shape = self._shape or shape
-
     def for_rank(self) -> Callable[[], Tracker]:
         """Return the function with which rank 0 opens the Weights & Biases run.
 
-        The run's configuration has the inputs, the gang's shape and the user's values.
+        The run's configuration has the inputs, the gang's shape in the present attempt, and the user's values.
         """
-        gang = {"gang": gang_config(self._shape)} if self._shape is not None else {}
-        config = {**self._inputs, **gang, **self._run.wandb.config}
-        wandb = dataclasses.replace(self._run.wandb, config=config)
+        inputs = self.state.training.inputs if self.state.training is not None else {}
+        gang = {"gang": gang_config(self.state.shape)} if self.state.shape is not None else {}
+        wandb = dataclasses.replace(self._run.wandb, config={**inputs, **gang, **self._run.wandb.config})
         return functools.partial(Tracker, dataclasses.replace(self._run, wandb=wandb))
 
 
