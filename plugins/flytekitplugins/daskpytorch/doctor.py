@@ -85,22 +85,15 @@ def doctor(*, scheduler: str | None, gang: bool, timeout: float, is_json: bool) 
 
     The checks cover versions, GPUs, addresses, and a test gang of two ranks. Exit code 1 if there is a problem.
     """
-    findings = examine(scheduler, with_gangs=gang, timeout=timeout)
+    found = []
+    for finding in examine(scheduler, with_gangs=gang, timeout=timeout):
+        found.append(finding)
+        if not is_json:
+            advice = f"\n{'':37} {finding.advice}" if finding.advice else ""
+            print(f"{finding.verdict:8} {finding.what:28} {finding.value}{advice}", flush=True)
     if is_json:
-        found = list(findings)
         print(json.dumps([asdict(finding) for finding in found], indent=2))
-    else:
-        found = list(_shown(findings))
     return int(any(finding.verdict == "problem" for finding in found))
-
-
-def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Print each finding as it comes, the advice below it, and yield the finding."""
-    for finding in findings:
-        print(f"{finding.verdict:8} {finding.what:28} {finding.value}")
-        if finding.advice:
-            print(f"{'':37} {finding.advice}", flush=True)
-        yield finding
 
 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ The driver listens and agents connect. Each connection keeps the order of its me
 missing answer shows as a closed connection, or as an agent without heartbeats.
 
 The user's objects are bytes (`pickling`) to all processes but the ranks, also the call (`function`). `Start` brings
-each agent the project's sources (`code`) and the state of the driver's program (`program`). The agent uses the driver's
+each agent the project's sources and the state of the driver's program (`code`). The agent uses the driver's
 own source files if it can reach them.
 
 Each agent opens a port and names the port in its `Hello`. The driver tells all ranks the port of rank 0's agent, which

@@ -155,8 +155,10 @@ def _places() -> set[str]:
 
 
 def _levels() -> Iterator[tuple[str, int]]:
+    """Yield name and level of each logger whose level is not logging's default. Torch sets its own in each rank."""
     for name, logger in [("", logging.root), *logging.Logger.manager.loggerDict.copy().items()]:
-        if isinstance(logger, logging.Logger) and logger.level and name.partition(".")[0] != "torch":  # see TORCH_LOGS
+        default = logging.NOTSET if name else logging.WARNING
+        if isinstance(logger, logging.Logger) and logger.level != default and name.partition(".")[0] != "torch":
             yield name, logger.level
 
 
