@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.code import pack_code, set_up_program
+from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.rank.sources import set_up_program
 
 SCRIPT = """
 import inspect
@@ -191,7 +192,7 @@ source, folder, *names = sys.argv[1:]
 code, calls = pickle.loads(Path(source).read_bytes())
 sources = code_module.place_code(code, Path(folder))
 rank_sources.import_first_from(sources)
-code_module.set_up_program(code.program, sources.script)
+rank_sources.set_up_program(code.program, sources.script)
 results = {}
 for name in names:
     call = unpack_call(calls[name])

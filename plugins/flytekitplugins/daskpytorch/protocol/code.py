@@ -1,4 +1,4 @@
-"""The project's sources and the program's state, packed in the driver, and used beside the ranks and in them.
+"""The project's sources and the program's state, packed in the driver, and unpacked beside the ranks.
 
 The sources are for the ranks alone. Scheduler and Dask workers never import a user's module, since their copies may be
 old or missing.
@@ -14,10 +14,8 @@ import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FunctionType
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.system import running_kernel
@@ -224,50 +222,3 @@ def _unpacked(code: Code, folder: Path) -> Path:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(target)  # noqa: S202 - our own archive
     return target
-
-
-# ---- In a rank ------------------------------------------------------------------------------------------------------
-
-
-def set_up_program(program: Program, script: Path | None) -> None:
-    """Set this process's `__main__`, command line and logging to the program's, without a run of the script.
-
-    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`. Objects from processes
-    that this process spawns have that module name.
-
-    Args:
-        program: The state of the driver's program.
-        script: The script's path on this node. None without a script.
-    """
-    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
-    main.__package__ = program.package
-    main.__spec__ = ModuleSpec(program.module, None) if program.module else None
-    if script is not None:
-        main.__file__ = str(script)
-    main.__dict__["__getattr__"] = _SpareParts(program.spare_parts)
-    sys.argv[:] = [str(script or sys.argv[0]), *(program.arguments or ())]
-    for name, text in program.cells.items():
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    for name, log_level in program.levels.items():
-        logging.getLogger(name).setLevel(log_level)
-    for pickled in program.handlers if not logging.root.handlers else ():
-        stream, level, formatter = pickling.loads(pickled)
-        handler = logging.StreamHandler(stream)
-        handler.setLevel(level)
-        handler.setFormatter(formatter)
-        logging.root.addHandler(handler)
-
-
-@dataclass(frozen=True)
-class _SpareParts:
-    """`__getattr__` of a rank's `__main__`: unpickles a class at the first lookup of its name."""
-
-    parts: Mapping[str, bytes]
-
-    def __call__(self, name: str) -> Any:
-        if name not in self.parts:
-            raise AttributeError(
-                f"module '__main__' has no attribute {name!r} in this rank, which does not run the top of the script. "
-                "Define it in a module that the script imports"
-            )
-        return pickling.loads(self.parts[name])

@@ -23,7 +23,6 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import messages, script
-from flytekitplugins.daskpytorch.protocol.code import set_up_program
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
@@ -239,7 +238,7 @@ def _settle_in(order: RankOrder) -> None:
     os.chdir(order.directory)
     sys.path[:] = order.path
     sources.import_first_from(order.sources)
-    set_up_program(order.program, order.sources.script)
+    sources.set_up_program(order.program, order.sources.script)
     script.set_place(order.sources.script, order.sources.originals, process_group.set_aside)
     liveness.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level

@@ -1,16 +1,27 @@
-"""Imports the project's sources in a rank, and shows them under the driver's paths."""
+"""Sets up the driver's program in a rank: its sources, shown under the driver's paths, `__main__`, and logging."""
 
 import functools
 import linecache
+import logging
 import os
 import socket
 import sys
 from collections.abc import Mapping
-from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
+from dataclasses import dataclass
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+)
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Never
 
-from flytekitplugins.daskpytorch.protocol.code import Sources
+from flytekitplugins.daskpytorch.protocol import pickling
+from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES
 from flytekitplugins.daskpytorch.protocol.script import attributes_of
 
@@ -93,3 +104,50 @@ def _remember(path: str, data: bytes) -> None:
     """Make Python's tracebacks show this text for the path, whatever file this host has at the path."""
     text = data.decode(errors="replace")
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+
+
+# ---- The program's state
+
+
+def set_up_program(program: Program, script: Path | None) -> None:
+    """Set this process's `__main__`, command line and logging to the program's, without a run of the script.
+
+    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`. Objects from processes
+    that this process spawns have that module name.
+
+    Args:
+        program: The state of the driver's program.
+        script: The script's path on this node. None without a script.
+    """
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+    main.__package__ = program.package
+    main.__spec__ = ModuleSpec(program.module, None) if program.module else None
+    if script is not None:
+        main.__file__ = str(script)
+    main.__dict__["__getattr__"] = _SpareParts(program.spare_parts)
+    sys.argv[:] = [str(script or sys.argv[0]), *(program.arguments or ())]
+    for name, text in program.cells.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    for name, log_level in program.levels.items():
+        logging.getLogger(name).setLevel(log_level)
+    for pickled in program.handlers if not logging.root.handlers else ():
+        stream, level, formatter = pickling.loads(pickled)
+        handler = logging.StreamHandler(stream)
+        handler.setLevel(level)
+        handler.setFormatter(formatter)
+        logging.root.addHandler(handler)
+
+
+@dataclass(frozen=True)
+class _SpareParts:
+    """`__getattr__` of a rank's `__main__`: unpickles a class at the first lookup of its name."""
+
+    parts: Mapping[str, bytes]
+
+    def __call__(self, name: str) -> Any:
+        if name not in self.parts:
+            raise AttributeError(
+                f"module '__main__' has no attribute {name!r} in this rank, which does not run the top of the script. "
+                "Define it in a module that the script imports"
+            )
+        return pickling.loads(self.parts[name])
