@@ -56,7 +56,7 @@ class RunSettings:
 class Tracker(RankObserver):
     """Observer in rank 0 that opens a Weights & Biases run in a thread. wandb's own queue takes the records.
 
-    Only `begins` and `close` wait for wandb.
+    Only `on_begin` and `on_end` wait for wandb.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -155,6 +155,7 @@ class Tracker(RankObserver):
         if not run.disabled:
             where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
             print(f"{RUN_IS}{where}", file=Screen(), flush=True)
+        self._wandb_init = wandb.init
         wandb.init = functools.wraps(wandb.init)(functools.partial(_join, wandb.init, run))
         return run
 
@@ -177,7 +178,7 @@ class Tracker(RankObserver):
         import wandb
 
         run = self._opening.result()
-        wandb.init = getattr(wandb.init, "__wrapped__", wandb.init)  # the process may go on, as in debug mode
+        wandb.init = self._wandb_init  # the process may go on, as in debug mode
         self._log_waiting()
         if _is_open(run):
             if stopped_early is not None:
