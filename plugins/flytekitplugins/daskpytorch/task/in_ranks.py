@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -70,7 +69,7 @@ class InRanks:
     Flyte's SDK.
     """
 
-    if TYPE_CHECKING:  # attributes or properties of the host's task type
+    if TYPE_CHECKING:  # what the host's task type and one of the two classes below add
 
         @property
         def name(self) -> str:
@@ -88,47 +87,34 @@ class InRanks:
         def enable_deck(self) -> bool:
             """True if the task has a Deck, or in Flyte 2 a report."""
 
-    # ---- What a host adds --------------------------------------------------------------------------------------------
+        def _as_output(self, folder: str) -> object:
+            """Return a folder of the output storage as Flyte's type for folders, so that a task may return it."""
 
-    def _as_output(self, folder: str) -> object:
-        """Return a folder of the output storage as Flyte's type for folders, so that a task may return it."""
-        raise NotImplementedError
+        def _environment_of_ranks(self) -> Mapping[str, str]:
+            """Return the environment variables of Flyte and of the task that ranks get."""
 
-    def _environment_of_ranks(self) -> Mapping[str, str]:
-        """Return the environment variables of Flyte and of the task that ranks get."""
-        raise NotImplementedError
+        def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
+            """Return a context manager that publishes the training's page during its block and at the end."""
 
-    def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
-        """Return a context manager that publishes the training's page during its block and at the end."""
-        raise NotImplementedError
+        def _page_file(self) -> str | None:
+            """Return the path of the local file with the training's page. None: the page has no local file."""
 
-    def _page_file(self) -> str | None:
-        """Return the path of the local file with the training's page. None: the page has no local file."""
-        raise NotImplementedError
+        def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
+            """Convert rank 0's output to the value that Flyte expects from the task."""
 
-    def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
-        """Convert rank 0's output to the value that Flyte expects from the task."""
-        raise NotImplementedError
+        # ---- Of one of the two classes below
+
+        def _get_ready(self) -> None: ...
+
+        def _launcher(self) -> AbstractContextManager[AgentLauncher]: ...
+
+        def _num_ranks_per_worker(self) -> int: ...
+
+        def _num_gpus_to_find(self) -> int:
+            """Return the number of GPUs that each worker, or the task's node, requests and must see. 0 locally."""
 
     def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
         """Write the Deck of a failed task, if Flyte's SDK writes Decks of succeeded tasks only."""
-
-    # ---- What one of the two below adds ------------------------------------------------------------------------------
-
-    def _get_ready(self) -> None:
-        raise NotImplementedError
-
-    def _launcher(self) -> AbstractContextManager[AgentLauncher]:
-        raise NotImplementedError
-
-    def _num_ranks_per_worker(self) -> int:
-        raise NotImplementedError
-
-    def _num_gpus_to_find(self) -> int:
-        """Return the number of GPUs that each worker, or the task's node, requests and must see. 0 in a local run."""
-        raise NotImplementedError
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def _is_debugging(self) -> bool:
@@ -266,8 +252,6 @@ class OnDaskWorkers(InRanks):
 
     def _get_ready(self) -> None:
         if is_local():
-            if self.task_config.gang.backend == "nccl":
-                _require_gpu()
             fork_client.connect().close()  # the fork server's imports take seconds, and run beside this process's
 
     @contextlib.contextmanager
@@ -313,14 +297,3 @@ class OnOwnNode(InRanks):
 
         config: GangOnOwnNode = self.task_config
         return num_ranks_here(config.nproc, config.gang.backend, self._num_gpus_to_find())
-
-
-def _require_gpu() -> None:
-    import torch
-
-    if torch.cuda.device_count() == 0:
-        raise ValueError(
-            "Gang(backend='nccl') needs GPUs, and torch finds none on this machine "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Use backend='auto' to train on the "
-            "CPU with gloo."
-        )
