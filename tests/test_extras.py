@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch import (
     Picture,
     TensorBoard,
     Wandb,
-    extras,
+    checks,
 )
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 
@@ -83,7 +83,7 @@ def flat(extra: str) -> set[str]:
 
 
 def test_the_core_trains_with_nothing_of_any_extra(tmp_path: Path) -> None:
-    optional = sorted({package for packages in extras.PACKAGES.values() for package in packages})
+    optional = sorted({package for packages in checks.PACKAGES.values() for package in packages})
     (tmp_path / "script.py").write_text(BLOCKED)
     command = [sys.executable, "script.py", *optional]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -91,7 +91,7 @@ def test_the_core_trains_with_nothing_of_any_extra(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "package"), [(extra, package) for extra in CONFIGURED for package in extras.PACKAGES[extra]]
+    ("extra", "package"), [(extra, package) for extra in CONFIGURED for package in checks.PACKAGES[extra]]
 )
 def test_what_is_not_installed_is_named_when_it_is_configured(
     extra: str, package: str, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +109,7 @@ def test_the_folder_of_offline_runs_is_not_what_writes_them(tmp_path: Path, monk
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    assert not extras.is_installed("wandb")
+    assert not checks.is_installed("wandb")
 
 
 @pytest.mark.parametrize(
@@ -118,16 +118,16 @@ def test_the_folder_of_offline_runs_is_not_what_writes_them(tmp_path: Path, monk
 def test_without_flytekit_the_task_types_say_so(
     version: tuple[int, int], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras, "is_installed", lambda package: package != "flytekit")
+    monkeypatch.setattr(checks, "is_installed", lambda package: package != "flytekit")
     monkeypatch.setattr(sys, "version_info", version)
     with pytest.raises(ImportError, match=f"DaskDDP needs flytekit.*{advice}"):
         _ = flytekitplugins.daskpytorch.DaskDDP
 
 
 def test_each_extra_holds_what_is_looked_for() -> None:
-    assert EXTRAS.keys() - OF_THIS_REPOSITORY == extras.PACKAGES.keys()
+    assert EXTRAS.keys() - OF_THIS_REPOSITORY == checks.PACKAGES.keys()
     distributions = packages_distributions()
-    for extra, packages in extras.PACKAGES.items():
+    for extra, packages in checks.PACKAGES.items():
         there = (map(canonicalize_name, distributions[package.partition(".")[0]]) for package in packages)
         assert all(flat(extra).intersection(names) for names in there), extra
 
@@ -146,7 +146,7 @@ def imported() -> Iterator[str]:
 
 def test_whatever_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    optional = [project["optional-dependencies"][extra] for extra in extras.PACKAGES]
+    optional = [project["optional-dependencies"][extra] for extra in checks.PACKAGES]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *optional)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "flyteplugins", "_typeshed"}
     modules -= {

@@ -12,7 +12,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
 from flytekitplugins.daskpytorch import StrictInputs
-from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+from flytekitplugins.daskpytorch.task.config import refuse_unknown
 
 
 @dataclass

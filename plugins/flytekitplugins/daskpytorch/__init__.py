@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name in HOMES:
         return getattr(import_module(HOMES[name]), name)
     if name in OF_FLYTE:
-        from flytekitplugins.daskpytorch.extras import require_flytekit
+        from flytekitplugins.daskpytorch.checks import require_flytekit
 
         require_flytekit(name)
         return getattr(import_module(f"{__name__}.flyte.config"), name)

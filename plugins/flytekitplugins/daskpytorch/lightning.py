@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.rank import checkpoint_files
 from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require

@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
-from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.checks import require_extra
 
 __all__ = ["Histogram", "Picture"]
 

@@ -38,4 +38,4 @@ from flytekitplugins.daskpytorch.settings import Keep as Keep
 from flytekitplugins.daskpytorch.settings import Profile as Profile
 from flytekitplugins.daskpytorch.settings import Search as Search
 from flytekitplugins.daskpytorch.settings import Wandb as Wandb
-from flytekitplugins.daskpytorch.task.inputs import StrictInputs as StrictInputs
+from flytekitplugins.daskpytorch.task.config import StrictInputs as StrictInputs

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.checks import require_extra
 
 if TYPE_CHECKING:
     import optuna

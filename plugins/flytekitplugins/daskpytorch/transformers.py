@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.rank import checkpoint_files
 from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require

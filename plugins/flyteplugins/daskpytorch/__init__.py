@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import flytekitplugins.daskpytorch as engine
-from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.checks import require_extra
 
 if TYPE_CHECKING:  # for type checkers and editors
     from flyteplugins.dask import Scheduler as Scheduler

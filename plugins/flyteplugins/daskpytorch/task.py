@@ -37,7 +37,7 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_all
 from flytekitplugins.daskpytorch.task import config, in_ranks, live_page, local_runs
-from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+from flytekitplugins.daskpytorch.task.config import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD

@@ -18,13 +18,12 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.checks import Problems
+from flytekitplugins.daskpytorch.checks import Problems, require_extra
 from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError, access_options, split_uri
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageCache, ImageIndex
 from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
-from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image

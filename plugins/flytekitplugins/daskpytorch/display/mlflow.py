@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.display.feeder import knock, public
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Picture
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import LogRecord

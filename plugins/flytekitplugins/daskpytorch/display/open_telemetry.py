@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import Kind
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol.journal import Training
 
 if TYPE_CHECKING:

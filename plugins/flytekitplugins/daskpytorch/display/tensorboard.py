@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol.files import Files

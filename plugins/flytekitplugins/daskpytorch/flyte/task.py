@@ -36,9 +36,8 @@ from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import in_ranks, local_runs
-from flytekitplugins.daskpytorch.task.config import Cluster, GangOnDask, GangOnOwnNode
+from flytekitplugins.daskpytorch.task.config import Cluster, GangOnDask, GangOnOwnNode, refuse_unknown
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
-from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import exit_quickly, heeding_sigterm
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, RankFile
 from flytekitplugins.daskpytorch.rank.libraries import after_import

@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, shown
+from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, require_extra, shown
 from flytekitplugins.daskpytorch.dask.agents import Share
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
@@ -23,7 +23,6 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.storage import take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
-from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.failure import raisable

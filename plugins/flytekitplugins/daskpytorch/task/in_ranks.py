@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.process.signals import CtrlC
 from flytekitplugins.daskpytorch.protocol.host import RankHost, current_execution
 from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs
-from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+from flytekitplugins.daskpytorch.task.config import refuse_unknown
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
