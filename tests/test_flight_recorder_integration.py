@@ -83,19 +83,3 @@ def test_hang_without_the_recorder_is_told_by_the_stacks(monkeypatch: pytest.Mon
     assert "flight recorder" not in str(error)
     assert "all ranks wait for each other" in error.cause
     assert str(error).count("in call_two_operations") == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TORCH_FR_BUFFER_SIZE", "abc"),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", ""),
-    ],
-)
-def test_recorder_size_that_torch_cannot_read_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    error = error_of(dist.barrier, start_timeout=60.0)
-    assert isinstance(error, ValueError)
-    assert f"{name}={value!r}: must be a number of collectives" in str(error)

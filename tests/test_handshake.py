@@ -282,7 +282,7 @@ def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_l
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "REDIAL_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(transfers, "DIAL_WAITS", (0.0, 0.0))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
@@ -291,9 +291,7 @@ def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPa
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        with pytest.raises(
-            ConnectionError, match=r"3 times, .* too many other callers .* hung up after \d+\.\d s"
-        ) as failure:
+        with pytest.raises(ConnectionError, match=r"too many other callers .* hung up after \d+\.\d s") as failure:
             transfers.dial(order(server.getsockname()[:2]))
         thread.join()
     assert "token" not in str(failure.value)

@@ -10,8 +10,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.state import GangState
@@ -35,12 +34,6 @@ MAX_REPORTS = 16
 times its memory when unpickled."""
 WAIT_INTERVAL = 0.005
 """Seconds between two checks whether the gang's full queue has room again."""
-MANY_AGENTS = 100
-"""Minimum number of agents for which the listener sleeps `NAP` seconds after heartbeats."""
-NAP = 0.01
-"""Seconds to sleep after heartbeats of `MANY_AGENTS` or more agents, as waking the thread costs more than
-reading a heartbeat. A driver of 1,000 ranks took 3.9 and 5.4 % of a core, and 6.8 and 7.3 %
-without (`scale.py`, on a busy machine, 2026-11-28)."""
 BEAT_INTERVAL = 0.05
 """Seconds of heartbeats combined into one call, because each call wakes the gang's thread."""
 MAX_UNAUTHENTICATED = 256
@@ -81,16 +74,12 @@ class Listener:
         self._calls = calls
         self._serve_file = serve_file
         self._room = asyncio.Semaphore(MAX_UNAUTHENTICATED)
-        self._unauthenticated: set[asyncio.Task[None]] = set()
-        self._authenticated: set[asyncio.Task[None]] = set()
-        """Authenticated callers whose first message has yet to come."""
+        self._callers: set[asyncio.Task[None]] = set()
+        """Callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
         """Connections of agents that have not ended."""
         self._beats: dict[Connection, bytes] = {}
         """Each agent's newest heartbeat that is not yet in the gang's queue."""
-        self._is_napping = False
-        self._is_calm = True
-        """True if only heartbeats have come since the last nap."""
         self._is_closing = False
         self._is_closed = asyncio.Event()
         self._has_changed = asyncio.Event()
@@ -167,12 +156,11 @@ class Listener:
         await self._is_closed.wait()
         # The shutdown ends `_accept` by an error. A cancelled `sock_accept` may have accepted a caller, and forgets it.
         self._server.shutdown(socket.SHUT_RDWR)
-        while not accepting.done() or self._unauthenticated or self._authenticated:
-            for caller in (*self._unauthenticated, *self._authenticated):
+        self._room.release()  # `_accept` may wait for room
+        while not accepting.done() or self._callers:
+            for caller in self._callers:
                 caller.cancel()
-            await asyncio.wait(
-                [accepting, *self._unauthenticated, *self._authenticated], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait([accepting, *self._callers], return_when=asyncio.FIRST_COMPLETED)
         self._server.close()
         while self._agents:
             self._has_changed.clear()
@@ -189,28 +177,25 @@ class Listener:
                 self._room.release()
                 await asyncio.sleep(0 if self._is_closing else ACCEPT_PAUSE)
                 continue
-            caller = self._start(self._authenticate(sock), sock)
-            self._unauthenticated.add(caller)
-            caller.add_done_callback(self._make_room)
+            caller = self._loop.create_task(self._meet(sock))
+            self._callers.add(caller)
+            caller.add_done_callback(functools.partial(self._note_met, sock))
 
-    def _make_room(self, caller: asyncio.Task[None]) -> None:
-        self._unauthenticated.discard(caller)
-        self._room.release()
+    def _note_met(self, sock: socket.socket, caller: asyncio.Task[None]) -> None:
+        self._callers.discard(caller)
+        error = None if caller.cancelled() else caller.exception()
+        if error is not None:
+            _complain(error)
+        if error is not None or caller.cancelled():
+            sock.close()
 
-    async def _authenticate(self, sock: socket.socket) -> None:
-        """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
-        async with asyncio.timeout(AUTHENTICATION_TIMEOUT):
-            watch_peer(sock)
-            connection, challenge = Connection(sock), framing.challenge()
-            connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
-            answer = await self._frame(sock, Frames(only=framing.ANSWER_SIZE))
-            connection.send_frame(framing.prove(self._token, challenge, answer))
-        reading = self._start(self._read_first_message(sock, connection), sock)
-        self._authenticated.add(reading)
-        reading.add_done_callback(self._authenticated.discard)
-
-    async def _read_first_message(self, sock: socket.socket, connection: Connection) -> None:
-        """Read an agent's first message, which requests a transfer or begins the agent's stream of messages."""
+    async def _meet(self, sock: socket.socket) -> None:
+        """Authenticate a caller, and read its first message: a request for a transfer, or the first of an agent's."""
+        try:
+            async with asyncio.timeout(AUTHENTICATION_TIMEOUT):
+                connection = await self._authenticate(sock)
+        finally:
+            self._room.release()
         async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT):
             first_message = await self._frame(sock, Frames())
         message = pickle.loads(first_message)  # noqa: S301 - from our own agent, which has proved to be one
@@ -220,19 +205,14 @@ class Listener:
         else:
             self._take_in(connection, message)
 
-    def _start(self, meeting: Coroutine[Any, Any, None], sock: socket.socket) -> asyncio.Task[None]:
-        """Run this coroutine as a task, which talks to a connecting process. Close its socket if the task fails."""
-
-        def close_on_failure(task: asyncio.Task[None]) -> None:
-            error = None if task.cancelled() else task.exception()
-            if error is not None:
-                _complain(error)
-            if error is not None or task.cancelled():
-                sock.close()
-
-        started = self._loop.create_task(meeting)
-        started.add_done_callback(close_on_failure)
-        return started
+    async def _authenticate(self, sock: socket.socket) -> Connection:
+        """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
+        watch_peer(sock)
+        connection, challenge = Connection(sock), framing.challenge()
+        connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
+        answer = await self._frame(sock, Frames(only=framing.ANSWER_SIZE))
+        connection.send_frame(framing.prove(self._token, challenge, answer))
+        return connection
 
     async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
         """Return the next frame from a caller, and leave the bytes after the frame in the socket."""
@@ -271,14 +251,6 @@ class Listener:
             if not self._beats:
                 self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
             self._beats[connection] = beat
-        if not self._is_napping and len(self._agents) >= MANY_AGENTS:
-            self._is_napping = True
-            self._loop.call_soon(self._nap)
-
-    def _nap(self) -> None:
-        if self._is_calm:
-            time.sleep(NAP)
-        self._is_napping, self._is_calm = False, True
 
     def _tell_beats(self) -> None:
         if self._beats:
@@ -286,7 +258,6 @@ class Listener:
             self._beats = {}
 
     def _note(self, connection: Connection, message: FromAgent) -> None:
-        self._is_calm = False
         if (beat := self._beats.pop(connection, None)) is not None:  # the older heartbeat goes first
             self._calls.put(functools.partial(self._state.hear_beats, {connection: beat}))
         for call in self._calls_for(connection, message):

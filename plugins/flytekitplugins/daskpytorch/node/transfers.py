@@ -21,12 +21,10 @@ from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 NUM_FILES_KEPT = 3
 """Number of newest whole checkpoints that an agent keeps on its node, so that a restart needs no download."""
-REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Seconds before each retry to connect to the driver, if the driver has closed a connection in the handshake."""
 DIAL_TIMEOUT = 30.0
 """Timeout for opening a connection to the driver, in seconds."""
-DIAL_WAITS = (0.5, 1.0, 2.0)
-"""Seconds before each retry of a failed connection to the driver for a transfer."""
+DIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
+"""Seconds before each retry of a failed connection to the driver."""
 
 
 class Transfers:
@@ -77,7 +75,7 @@ class Transfers:
             if original.is_here:
                 return original
             if self._large is None or self._large_name != original.name:
-                with contextlib.closing(self._dial_with_retries()) as connection:
+                with contextlib.closing(dial(self._order, ConnectionError)) as connection:
                     connection.send(messages.Download(None))
                     self._large, self._large_name = SharedMemory.received(connection, original), original.name
             return self._large.address
@@ -101,7 +99,7 @@ class Transfers:
         if path.exists() and digest_of(path) == file.digest:
             return
         if self._order.folder is None or not link_file(self._order.folder / file.name, self._scratch):
-            with contextlib.closing(self._dial_with_retries()) as connection:
+            with contextlib.closing(dial(self._order, ConnectionError)) as connection:
                 connection.send(messages.Download(file))
                 take_file(connection, file, self._scratch)
 
@@ -117,19 +115,11 @@ class Transfers:
 
     def _upload(self, file: CheckpointFile, path: Path) -> None:
         try:
-            with contextlib.closing(self._dial_with_retries()) as connection:
+            with contextlib.closing(dial(self._order, ConnectionError)) as connection:
                 connection.send(messages.Upload(file))
                 connection.send_file(path)
         except (OSError, EOFError) as error:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
-
-    def _dial_with_retries(self) -> Connection:
-        """Connect to the driver, with retries: the network may fail for a moment, or the driver lack descriptors."""
-        for wait_for in DIAL_WAITS:
-            with contextlib.suppress(ConnectionError):
-                return dial(self._order)
-            time.sleep(wait_for)
-        return dial(self._order)
 
     def _drop_older_than(self, newest: Path) -> None:
         """Delete old checkpoints on this node, except the last three up to `newest`.
@@ -152,25 +142,21 @@ class Transfers:
         threading.Thread(target=work, args=args, name="daskpytorch-transfer", daemon=True).start()
 
 
-def dial(order: AgentOrder) -> Connection:
-    """Connect to the driver and do the handshake. Retry if the driver closes it, as under too many callers.
+def dial(order: AgentOrder, retried: type[ConnectionError] = ConnectionAbortedError) -> Connection:
+    """Connect to the driver and do the handshake.
+
+    Args:
+        order: The driver's address, and the agent's settings.
+        retried: Type of the errors after which this function tries again. Default: the driver has hung up.
 
     Raises:
         ConnectionError: This node cannot reach the driver, or the peer is not the gang's driver.
     """
-    for wait_for in REDIAL_WAITS:
-        with contextlib.suppress(ConnectionAbortedError):
+    for wait_for in DIAL_WAITS:
+        with contextlib.suppress(retried):
             return _dial_once(order)
         time.sleep(wait_for)
-    try:
-        return _dial_once(order)
-    except ConnectionAbortedError as error:
-        raise ConnectionError(
-            f"{_this_worker(order)} called {':'.join(map(str, order.driver))} {len(REDIAL_WAITS) + 1} times, "
-            f"and the driver of its gang is not there, or has too many other callers (the last time {error}). The "
-            "driver may have ended, another program may use its port, or a proxy between them may hang up. See the "
-            "driver's log for other callers, and check that the worker reaches this address directly."
-        ) from error
+    return _dial_once(order)
 
 
 def _this_worker(order: AgentOrder) -> str:
@@ -190,6 +176,13 @@ def _dial_once(order: AgentOrder) -> Connection:
     watch_peer(sock)
     try:
         return introduce(sock, order.token)
+    except ConnectionAbortedError as error:
+        raise ConnectionAbortedError(
+            f"{_this_worker(order)} called {host}:{port}, and the driver of its gang is not there, or has too many "
+            f"other callers ({error}). The driver may have ended, another program may use its port, or a proxy between "
+            "them may hang up. See the driver's log for other callers, and check that the worker reaches this address "
+            "directly."
+        ) from error
     except ConnectionRefusedError as error:
         raise ConnectionError(
             f"{_this_worker(order)} called {host}:{port}, and the driver of its gang is not there ({error}). "

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import os
-import re
 import select
 import signal
 import sys
@@ -154,7 +153,6 @@ def expect(
     """
 
     def prepare(is_script: bool) -> torch.device | None:
-        _check_recorder()
         if listener is not None and is_script:
             _serve_aside(member.make_store, listener)
             member.make_store = functools.partial(_store, job, None, place.world_size)
@@ -167,21 +165,6 @@ def expect(
     timeout = job.debugging.patience(job.settings)
     make_store = functools.partial(_store, job, listener, place.world_size)
     member = _membership = _Membership(os.getpid(), place, backend, prepare, make_store, on_formed, timeout)
-
-
-def _check_recorder() -> None:
-    """Check the environment variables that set the size of torch's flight recorder.
-
-    With a bad value, torch 2.15 hangs or aborts when the first process group is formed.
-
-    Raises:
-        ValueError: Torch cannot read the value of a variable.
-    """
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        text = os.environ.get(name, "0")
-        if not re.fullmatch(r"-?\d+", text) or abs(int(text)) >= 1 << 31:
-            wanted = "a number of collectives, such as 64"
-            raise ValueError(f"{name}={text!r}: must be {wanted}, for torch's flight recorder. Mend or unset it")
 
 
 def meet(*, is_script: bool = False) -> torch.device | None:
