@@ -23,11 +23,11 @@ from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.records import LogRecord
 from processes import nothing_left_behind
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.sharded import (
+from flytekitplugins.daskpytorch.protocol.checkpoints import (
     LAYOUT,
     ShardedCheckpoint,
     Sharding,
@@ -20,6 +19,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     layout_of,
     metadata_of,
 )
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 NONCE = "nonce"

@@ -28,8 +28,13 @@ from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, St
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import framing, journal, messages
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import (
+    CheckpointFile,
+    ShardedCheckpoint,
+    StoredPart,
+    WrittenShards,
+    folder_name,
+)
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
@@ -38,9 +43,14 @@ from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder,
 from flytekitplugins.daskpytorch.protocol.messages import (
     Answer,
     Ask,
+    CallEnded,
+    EndCall,
+    Finish,
+    Forget,
     Kept,
     Leave,
     Located,
+    NextCall,
     OrderToAll,
     Question,
     Ready,
@@ -50,7 +60,6 @@ from flytekitplugins.daskpytorch.protocol.messages import (
 )
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, StoredPart, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 

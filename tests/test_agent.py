@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
 from flytekitplugins.daskpytorch.node.transfers import Transfers
 from flytekitplugins.daskpytorch.protocol import code, framing, messages
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sharding
 from flytekitplugins.daskpytorch.protocol.failure import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.function import pack_call
@@ -37,7 +37,6 @@ from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Leave, Question, Ready, Returned
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import ends, fork_server, ranks_of, until

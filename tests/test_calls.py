@@ -21,10 +21,18 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
-from flytekitplugins.daskpytorch.protocol.messages import Ask, Debugged, Leaving, Tell
+from flytekitplugins.daskpytorch.protocol.messages import (
+    Ask,
+    CallEnded,
+    Debugged,
+    EndCall,
+    Forget,
+    Leaving,
+    NextCall,
+    Tell,
+)
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint

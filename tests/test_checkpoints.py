@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, link_file
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, link_file
 from test_vault import flip_a_byte
 
 SIZE = 5_000

@@ -21,9 +21,7 @@ from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.files import Files
-from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
-from flytekitplugins.daskpytorch.protocol.sharded import (
+from flytekitplugins.daskpytorch.protocol.checkpoints import (
     LAYOUT,
     ShardedCheckpoint,
     StoredItem,
@@ -31,6 +29,8 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     WrittenShards,
     folder_name,
 )
+from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from others import give_away
 from processes import run_program

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK, Agenda
 from flytekitplugins.daskpytorch.driver.request import names_of_evaluation
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.function import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths

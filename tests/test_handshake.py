@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Bring, Leaving, Lines, Question
 from processes import num_open_files

@@ -16,8 +16,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte import context
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, digest_of
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begun, local_run
 from others import give_away

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol import calls
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall
+from flytekitplugins.daskpytorch.protocol import function
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.function import pack_call
+from flytekitplugins.daskpytorch.protocol.messages import CallEnded, CallOrder, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.rank.calls import Server
 
 
@@ -37,7 +37,7 @@ class Reference:
     """As a driver's reference to what the ranks have kept of call 1."""
 
     def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        return calls.kept_value, (1,)
+        return function.kept_value, (1,)
 
 
 class Rank:
@@ -70,11 +70,11 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     handler = signal.getsignal(signal.SIGINT)
     for name in ("path", "path_hooks"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    monkeypatch.setattr(calls, "values", calls.values)
+    monkeypatch.setattr(function, "values", function.values)
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     yield Rank(tmp_path / "of-rank")
     signal.signal(signal.SIGINT, handler)
-    calls.values.clear()
+    function.values.clear()
 
 
 def of_notebook(cell: str, **names: object) -> bytes:

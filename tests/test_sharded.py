@@ -19,7 +19,7 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import Progress
-from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import LAYOUT, ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.rank import shard_reader, shard_writer, sharded
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from gangs import order_for

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import ShardedCheckpoint, WrittenShards
 from gangs import run_ranks
 from sharded_states import assert_same, make, state_of, whole
 from shards import Rank

@@ -232,7 +232,7 @@ def type_of(values: dict[str, Any]) -> str:
 
 
 def num_kept() -> int:
-    from flytekitplugins.daskpytorch.protocol.calls import values
+    from flytekitplugins.daskpytorch.protocol.function import values
 
     return len(values)
 

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch import Keep, StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep import storage as module

@@ -23,10 +23,9 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, MAX_READ_ATTEMPTS, named_in
 from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from processes import until
 from seaweed import WRITER, Weed
 

@@ -19,9 +19,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.sharded import (
+from flytekitplugins.daskpytorch.protocol.checkpoints import (
     LAYOUT,
     METADATA,
     ShardedCheckpoint,
@@ -33,6 +31,8 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     metadata_of,
     save_of,
 )
+from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_COMMIT_ATTEMPTS = 10

@@ -15,11 +15,10 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
 ANSWER_TIME = 0.4
 """Timeout, in seconds, for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""

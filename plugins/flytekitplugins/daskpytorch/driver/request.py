@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.part import Part
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_function, evaluate, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from flytekitplugins.daskpytorch.protocol.script import Script
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection, introduce, watch_peer
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory

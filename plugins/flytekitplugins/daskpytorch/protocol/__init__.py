@@ -12,7 +12,7 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
 If an agent can reach the driver's own folder, checkpoints do not travel. The file gets a hard link there
-(`checkpoint_file`). A large return value is a file that the rank writes to that folder (`payload`).
+(`checkpoints`). A large return value is a file that the rank writes to that folder (`payload`).
 
 Messages are frozen dataclasses, pickled, and the receiver matches on all their types. Signs of life are the exception:
 an agent gathers its ranks' signs of life and sends them unpickled in its heartbeat. Over TCP, messages travel in

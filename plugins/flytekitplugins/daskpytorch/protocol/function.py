@@ -225,3 +225,25 @@ def evaluate(function: Callable[..., Any], names: Sequence[str], **inputs: Any) 
     if not isinstance(metrics, Mapping):
         raise TypeError(f"{call}{metrics!r:.200}): must be a dictionary of names and numbers, the metrics")
     return Metrics(numbers(metrics, call=call))
+
+
+# ---- Values that a rank of a staying gang keeps
+
+
+values: dict[int, Any] = {}
+"""Values that this rank keeps, by the number of the call that has returned the value. Empty in other processes."""
+
+
+def kept_value(number: int) -> Any:
+    """Return the value that this rank keeps from the call with this number. Pickled references call this function.
+
+    Raises:
+        LookupError: The rank keeps no such value.
+    """
+    try:
+        return values[number]
+    except KeyError:
+        raise LookupError(
+            f"this rank keeps no value of call {number}: gang.keep returned its reference in another gang, or the "
+            "value was freed with its reference"
+        ) from None

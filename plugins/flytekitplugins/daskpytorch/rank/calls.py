@@ -16,10 +16,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, CallOrder, Finish, Forget, NextCall, values
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
+from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call, values
+from flytekitplugins.daskpytorch.protocol.messages import CallEnded, CallOrder, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import sources
 from flytekitplugins.daskpytorch.rank.interrupter import Interrupter

@@ -20,10 +20,9 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, HashedFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, HashedFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers

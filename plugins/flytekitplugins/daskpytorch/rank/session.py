@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.process import program_end, signals
-from flytekitplugins.daskpytorch.protocol import calls, messages, start_variables
+from flytekitplugins.daskpytorch.protocol import messages, start_variables
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, Question
@@ -138,15 +138,15 @@ class Session:
                 link.take(order)
             case LogRecord():
                 link.show(order)
-            case calls.NextCall() | calls.Forget() | calls.Finish() | calls.EndCall():
+            case messages.NextCall() | messages.Forget() | messages.Finish() | messages.EndCall():
                 self._serve(order)
             case _:
                 assert_never(order)
 
-    def _serve(self, order: calls.CallOrder | calls.EndCall) -> None:
+    def _serve(self, order: messages.CallOrder | messages.EndCall) -> None:
         if self.server is None:  # a gang of one call
             return
-        if isinstance(order, calls.EndCall):
+        if isinstance(order, messages.EndCall):
             self.server.interrupter.leave_at(order.at)
             return
         if self.prompt is not None:

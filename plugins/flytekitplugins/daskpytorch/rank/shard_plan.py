@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.nn.parameter import is_lazy
 from torch.serialization import get_safe_globals
 
-from flytekitplugins.daskpytorch.protocol.sharded import state_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import state_of
 
 if TYPE_CHECKING:
     import numpy as np

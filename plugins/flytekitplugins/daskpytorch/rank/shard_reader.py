@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem, from_layout
+from flytekitplugins.daskpytorch.protocol.checkpoints import LAYOUT, ShardedCheckpoint, StoredItem, from_layout
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts, check_fillable
 

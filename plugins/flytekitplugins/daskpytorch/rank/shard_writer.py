@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import xxhash
 
-from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
+from flytekitplugins.daskpytorch.protocol.checkpoints import StoredItem, StoredPart
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 
 if TYPE_CHECKING:

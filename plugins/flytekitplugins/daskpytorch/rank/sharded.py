@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process.worker import Worker
+from flytekitplugins.daskpytorch.protocol.checkpoints import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 

@@ -29,14 +29,13 @@ from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import journal, payload
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObservers
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as_program
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, read_checkpoint, write_checkpoint
 from flytekitplugins.daskpytorch.rank.profiler import Profiler

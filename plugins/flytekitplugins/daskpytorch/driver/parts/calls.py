@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.calls import CallEnded, EndCall, Finish, Forget, NextCall
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Bring, Question, Tell
+from flytekitplugins.daskpytorch.protocol.messages import (
+    Answer,
+    Bring,
+    CallEnded,
+    EndCall,
+    Finish,
+    Forget,
+    NextCall,
+    Question,
+    Tell,
+)
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.agents import Peer

@@ -14,10 +14,9 @@ from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, re
 from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2

@@ -22,10 +22,9 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol import host, journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import LogRecord
 
 Entry = CheckpointFile | ShardedCheckpoint

@@ -16,9 +16,8 @@ from flytekitplugins.daskpytorch.driver.part import Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent, Tell
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
 INTERVAL = 2.0

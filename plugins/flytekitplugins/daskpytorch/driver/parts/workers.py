@@ -5,9 +5,8 @@ import contextlib
 from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.driver.state import GangState, StopRequest
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.messages import Question, Release, Tell
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
 GROWS = "more workers have come"
 """Reason for a restart that adds workers. All other reasons are failures."""
