@@ -158,13 +158,6 @@ def _raise_unpicklable() -> None:
     raise error
 
 
-def _allocate_without_end() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
-    bytearray(1 << 30)
-
-
 def _grow() -> None:
     held = []
     while True:
@@ -218,13 +211,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "unpicklable": _raise_unpicklable,
     "close and raise": _close_group_and_raise,
     "sys.exit": lambda: sys.exit(3),
-    "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": lambda: ctypes.string_at(0),
     "SIGABRT": os.abort,
-    "MemoryError": _allocate_without_end,
     "grow": _grow,
-    "KeyboardInterrupt": _raise(KeyboardInterrupt()),
     "asynchronous": _interrupt_asynchronously,
     "ignore SIGTERM": _ignore_sigterm_and_raise,
     "sleep": lambda: time.sleep(600),

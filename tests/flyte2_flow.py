@@ -17,8 +17,8 @@ on_dask = flyte.TaskEnvironment("on_dask", plugin_config=DaskDDP(gang=Gang(max_r
 on_one_node = flyte.TaskEnvironment("on_one_node", plugin_config=SpawnDDP(nproc=2))
 
 
-@on_dask.task(report=True, retries=2)
-def train(folder: str) -> tuple[list[int], float]:
+@on_one_node.task(retries=2)
+def train_here(folder: str) -> tuple[list[int], float]:
     """Each step ends with a checkpoint; a file `fault-3` in the folder says what happens to rank 1 in the third."""
     rank = current_rank()
     state = rank.checkpoint.load() or {"steps": [], "value": 0.0}
@@ -47,9 +47,6 @@ def train_sharded(folder: str) -> tuple[list[int], float]:
         dist.barrier()
     [final] = set(value.full_tensor().tolist())
     return state["steps"].nonzero().flatten().tolist(), final
-
-
-train_here = on_one_node.task(retries=2)(train.func)
 
 
 def _total(folder: str, step: int) -> float:

@@ -74,10 +74,6 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(signal.SIGKILL)
 
-    def kill_worker_process(self, index: int) -> None:
-        """Kill a worker alone: its nanny brings a new one, at a new address."""
-        self.worker_process(index).kill()
-
     def worker_process(self, index: int) -> psutil.Process:
         """The worker below its nanny."""
         nanny = psutil.Process(self.workers[index].pid)

@@ -1,6 +1,6 @@
-"""Gangs survive failures of Flyte: cases 41 to 43 of the project's list of faults, and later attempts.
+"""Gangs survive failures of Flyte: case 41 of the project's list of faults, and later attempts.
 
-Cases 44 and 45 are in test_task_integration.py.
+Cases 44 and 45 are in test_task_integration.py, case 48 in test_streams_integration.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,9 @@ from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from pages import block
 from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (
-    NON_RECOVERABLE,
     RECOVERABLE,
     SAMPLE_PROJECT,
     SYSTEM,
-    USER,
     Attempt,
     execute,
     expected,
@@ -108,23 +106,6 @@ class Execution:
             meddle=meddle,
         )
 
-    def attempts(
-        self, task: str = "resumable", *, meddle: Mapping[int, Any] | None = None, **rest: Any
-    ) -> list[Attempt]:
-        """All attempts until one succeeds or fails for good, each with a fresh folder and the path of the one before.
-
-        No error.pb means that the container died, which Flyte tries again.
-        """
-        done: list[Attempt] = []
-        previous = '""'
-        for number in range(4):
-            attempt = self.attempt(number, task, previous=previous, meddle=(meddle or {}).get(number), **rest)
-            done.append(attempt)
-            if attempt.has_outputs or (attempt.has_error and attempt.error.kind == NON_RECOVERABLE):
-                break
-            previous = attempt.checkpoint
-        return done
-
     def lines(self, name: str) -> list[str]:
         path = self.traces / name
         return path.read_text().splitlines() if path.exists() else []
@@ -133,52 +114,24 @@ class Execution:
         """After which epoch each rank of an attempt started, every attempt."""
         return [int(line) for rank in range(2) for line in self.lines(f"start-{number}-{rank}")]
 
-    def mirrored(self, number: int, kind: str = "checkpoints") -> list[int]:
+    def mirrored(self, number: int) -> list[int]:
         """The epochs whose checkpoints the attempt has in storage."""
-        return steps_in(self.stored(number) / MANIFEST, kind)
-
-    def stored(self, number: int) -> Path:
-        """Where the attempt keeps its checkpoints."""
-        return self.folder / f"attempt-{number}" / "checkpoint" / "daskpytorch" / "gang"
+        return steps_in(self.folder / f"attempt-{number}" / "checkpoint" / "daskpytorch" / "gang" / MANIFEST)
 
     def runs(self) -> list[Path]:
         """The Weights & Biases runs that its attempts began, in order; the files' names end in the runs' ids."""
         return sorted(self.wandb.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime)
 
-    def when_dying(
-        self,
-        number: int,
-        epoch: int,
-        act: Callable[..., None] | None = None,
-        kind: str = "checkpoints",
-    ) -> Callable[..., None]:
-        """To meddle with an attempt: as soon as both ranks wait for their end and all else is there, end them."""
-
-        def meddle(process: Program) -> None:
-            dying = [self.traces / f"dying-{number}-{rank}" for rank in range(2)]
-            until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch")
-            until(lambda: epoch in self.mirrored(number, kind) or process.poll() is not None, "the stored checkpoint")
-            if act is not None:
-                act(process)
-            else:
-                (self.traces / f"die-{number}").touch()
-
-        return meddle
-
 
 @pytest.fixture
 def execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Iterator[Execution]:
     shutil.rmtree(wandb_folder / "wandb", ignore_errors=True)
-    begun = _execution(cluster, wandb_folder, tmp_path)
+    project = Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
+    begun = Execution(cluster.address, project, tmp_path / "run", wandb_folder)
     yield begun
     pids = [int(line) for line in begun.lines("pids")]
     assert pids
     until(lambda: not any(is_alive(pid) for pid in pids), "the ranks to be gone")
-
-
-def _execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Execution:
-    project = Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
-    return Execution(cluster.address, project, tmp_path / "run", wandb_folder)
 
 
 def check_stopped(execution: Execution, attempt: Attempt, reason: str) -> int:
@@ -199,24 +152,15 @@ LONG = {"epochs": 100_000, "saves_every": 100_000, "pace": 0.1}
 """Inputs of a training that saves nothing by itself, and ends when it is told to."""
 
 
-def signal_after(execution: Execution, epochs: int, target: Callable[[Program], Any]) -> Any:
-    """To meddle with the first attempt: SIGTERM once rank 1 has been through some epochs."""
-
-    def meddle(process: Program) -> None:
-        until(lambda: len(execution.lines("epochs-0-1")) >= epochs or process.poll() is not None, "the training")
-        target(process).send_signal(signal.SIGTERM)
-
-    return meddle
-
-
 def test_41_sigterm_to_the_task(execution: Execution, tmp_path: Path) -> None:
-    env, end = {"TRACKED": str(tmp_path / "tracked")}, signal_after(execution, 3, lambda process: process)
+    env = {"TRACKED": str(tmp_path / "tracked")}
 
     def meddle(process: Program) -> None:
         """Not before MLflow has made its database, for which a busy machine takes longer than pods are given to end."""
         is_there = partial(_has_points, tmp_path / "tracked" / "mlflow.db")
         until(lambda: is_there() or process.poll() is not None, "MLflow")
-        end(process)
+        until(lambda: len(execution.lines("epochs-0-1")) >= 3 or process.poll() is not None, "the training")
+        process.send_signal(signal.SIGTERM)
 
     with nothing_left_behind():
         first = execution.attempt(0, **LONG, env=env, meddle=meddle)
@@ -244,23 +188,6 @@ def _has_points(database: Path) -> bool:
     return False
 
 
-def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: Path) -> None:
-    with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
-        execution = _execution(cluster, wandb_folder, tmp_path)
-
-        def meddle(driver: Program) -> None:
-            until(lambda: len(execution.lines("epochs-0-1")) >= 3 or driver.poll() is not None, "the training")
-            for pod in (psutil.Process(process.pid) for process in (driver, *cluster.workers)):
-                for process in [*pod.children(recursive=True), pod]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.terminate()
-
-        attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
-        for worker in cluster.workers:
-            worker.wait()
-    check_stopped(execution, attempt, "was told to end")
-
-
 def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) -> None:
     with (
         nothing_left_behind(),
@@ -284,34 +211,6 @@ def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) ->
     assert value == ft.expected({1: 2, stopped[0] + 1: 1})
     assert watched.formed_at[-1] - signalled_at < MAX_SECONDS
     assert any("tcp://127.0.0.3" in note and "was told to end" in note for note in watched.notes)
-
-
-def test_42_the_same_error_twice_in_a_task(execution: Execution) -> None:
-    with nothing_left_behind():
-        done = execution.attempts("stubborn")
-    assert len(done) == 1
-    error = done[0].error
-    assert (error.kind, error.origin) == (NON_RECOVERABLE, USER)
-    assert "ValueError: the numbers do not add up" in error.message
-    assert "rank 1 of 2 failed" in error.message
-    assert "the same error came at the same step twice" in error.message
-    assert execution.starts(0) == [0, 1, 0, 1]
-
-
-def test_shards_go_on_through_the_deaths_of_driver_and_ranks_and_lie_where_they_were_written(
-    execution: Execution,
-) -> None:
-    meddle = {
-        0: execution.when_dying(0, 2, lambda process: process.kill(), kind="sharded"),
-        1: execution.when_dying(1, 4, kind="sharded"),
-    }
-    done = execution.attempts("resumable_shards", epochs=6, dies_in="3 5", meddle=meddle)
-    assert [execution.starts(number) for number in range(len(done))] == [[0, 0], [2, 2], [4, 4]]
-    assert result(done[-1]) == expected(6)
-    assert [execution.mirrored(number, "sharded") for number in range(3)] == [[2, 1], [4, 3], [6, 5]]
-    for number, steps in enumerate([{"1", "2"}, {"3", "4"}, {"5", "6"}]):
-        assert {path.name.removeprefix("step-") for path in execution.stored(number).glob("step-*")} == steps
-    assert not list(execution.stored(0).glob("*.pt"))
 
 
 def test_the_guides_best_checkpoint_is_that_of_the_undisturbed_run_though_its_task_is_killed(
@@ -356,10 +255,10 @@ def stands_still(process: Program) -> bool:
     return True
 
 
-def steps_in(manifest: Path, kind: str = "checkpoints") -> list[int]:
+def steps_in(manifest: Path) -> list[int]:
     try:
-        return [entry["step"] for entry in json.loads(manifest.read_text()).get(kind, ())]
-    except (OSError, ValueError):
+        return [entry["step"] for entry in json.loads(manifest.read_text())["checkpoints"]]
+    except (OSError, ValueError, KeyError):
         return []
 
 

@@ -18,10 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import Client
-from flytekit import FlyteContextManager
-from flytekit.configuration import DataConfig, S3Config
-from flytekit.core.context_manager import ExecutionState
-from flytekit.core.data_persistence import FileAccessProvider
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +28,6 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.host import open_filesystem
 from gangs import Notes, driver_of, on_this_machine
 from processes import dask_cluster, nothing_left_behind, until
-from seaweed import Weed
 from sharded_states import assert_same, make, state_of, whole
 
 NUM_STEPS = 24
@@ -125,9 +120,9 @@ def alone() -> dict[str, Any]:
 
 
 def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_alone(
-    uri: str, alone: dict[str, Any]
+    tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    [killed, _], notes = run(NUM_STEPS, 7, 0.05, checkpoint_uri=uri, max_restarts=30)
+    [killed, _], notes = run(NUM_STEPS, 7, 0.05, checkpoint_uri=str(tmp_path), max_restarts=30)
     assert_same(killed["end"], alone["end"])
     assert len(notes.resumed_steps) >= 2, notes.texts
     assert killed["first"] == (notes.resumed_steps[-1] or 0)  # where all were killed before the first commit
@@ -146,21 +141,6 @@ def test_gangs_of_other_sizes_go_on_from_the_same_place_which_has_the_last_check
         before = results[0]["end"]
     kept = {path.partition("/gang/")[2].partition("/")[0] for path in open_filesystem(uri).find(uri)}
     assert kept == {"manifest.json", *(f"step-{step}" for step in (6, 7, 8)[-Keep().last :])}
-
-
-def test_a_gang_that_a_flyte_task_starts_itself_keeps_its_shards_by_flytes_keys(
-    weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weed.make_bucket("flytes")
-    for name in weed.env():
-        monkeypatch.delenv(name, raising=False)
-    keys = S3Config(endpoint=weed.endpoint, access_key_id=weed.keys.access, secret_access_key=weed.keys.secret)
-    access = FileAccessProvider(str(tmp_path), "s3://flytes/raw", data_config=DataConfig(s3=keys))
-    here = FlyteContextManager.current_context()
-    state = here.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with FlyteContextManager.with_context(here.with_file_access(access).with_execution_state(state)):
-        for stop, expected in ((2, [0, 3]), (3, [2, 6])):
-            assert on_this_machine(count, stop, checkpoint_uri="s3://flytes/kept").result() == [expected] * 2
 
 
 def train_for_the_best() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import tempfile
@@ -70,18 +69,6 @@ def break_down(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fill_the_disk(folder: str) -> float:
-    def save(keep: Callable[..., None], state: Any, step: int) -> None:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        keep(state, step)
-        current_rank().checkpoint.flush()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        break_down(folder)
-
-    return train_with(folder, save)
-
-
 def outgrow_the_driver(folder: str, num_bytes: int) -> float:
     """The second checkpoint is that large."""
 
@@ -89,23 +76,6 @@ def outgrow_the_driver(folder: str, num_bytes: int) -> float:
         keep(state | {"ballast": torch.zeros(num_bytes, dtype=torch.uint8)}, step)
         ft._await(folder, "go")
         break_down(folder)
-
-    return train_with(folder, save)
-
-
-def die_while_writing(folder: str) -> float:
-    def half_way(state: Any, file: Any) -> None:
-        written(state, file)
-        file.flush()
-        file.truncate(file.tell() // 2)
-        break_down(folder)
-
-    written = torch.save
-
-    def save(keep: Callable[..., None], state: Any, step: int) -> None:
-        torch.save = half_way
-        keep(state, step)
-        current_rank().checkpoint.flush()
 
     return train_with(folder, save)
 
@@ -140,11 +110,6 @@ def check_resumed(watched: ft.Watched, step: int) -> None:
     assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
 
 
-def test_36_the_ranks_disk_is_full(client: Client, launch: ft.Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    check_resumed(launch(client, fill_the_disk), ft.SAVED_AT)
-    assert f"[rank 0] the checkpoint of step {SAVED_NEXT} was not written (" in capsys.readouterr().err
-
-
 def test_36_the_drivers_disk_is_full(
     client: Client, launch: ft.Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,14 +122,6 @@ def test_36_the_drivers_disk_is_full(
         check_resumed(watched, ft.SAVED_AT)
         assert any(refusal in note for note in watched.notes), watched.notes
         until(lambda: not list(small.iterdir()), "the driver to clean up")
-
-
-def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: ft.Launch) -> None:
-    watched = launch(client, die_while_writing)
-    check_resumed(watched, ft.SAVED_AT)
-    # The second only from the second attempt, unless its results came sooner, after which nobody waits for it.
-    assert watched.kept in ([ft.SAVED_AT], [ft.SAVED_AT, SAVED_NEXT])
-    assert any("rank 0 on" in note and "SIGKILL" in note for note in watched.notes)
 
 
 @pytest.fixture

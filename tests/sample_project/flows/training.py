@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from flytekit import Deck, Secret, current_context, task, workflow
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
@@ -100,24 +98,21 @@ RESUMABLE = DaskDDP(gang=Gang(max_restarts=0, observers=TRACKERS), wandb=Wandb(p
 
 
 @task(task_config=RESUMABLE, enable_deck=True)
-def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1, pace: float = 0.0) -> float:
+def resumable(folder: str, epochs: int, saves_every: int = 1, pace: float = 0.0) -> float:
     """A value that depends on every epoch and rank. Leaves traces in the folder: where it starts and stops, and when.
 
     Args:
         folder: Where the traces go.
         epochs: How many there are.
-        dies_in: The epoch in which each attempt's ranks are killed, once the test has left `die-<attempt>`.
         saves_every: Epochs between two checkpoints; one told to stop saves another.
         pace: Seconds per epoch.
     """
-    rank, attempt, deaths = current_rank(), int(os.environ["FLYTE_ATTEMPT_NUMBER"]), dies_in.split()
+    rank, attempt = current_rank(), int(os.environ["FLYTE_ATTEMPT_NUMBER"])
     state = rank.checkpoint.load() or {"epoch": 0, "value": 0.0}
     value = state["value"]
     _leave(folder, "pids", os.getpid())
     _leave(folder, f"start-{attempt}-{rank.rank}", state["epoch"])
     for epoch in range(state["epoch"] + 1, epochs + 1):
-        if deaths[attempt : attempt + 1] == [str(epoch)]:
-            _die(folder, attempt, epoch)
         time.sleep(pace)
         share = torch.tensor(10.0 * epoch + rank.rank, dtype=torch.float64)
         dist.all_reduce(share)
@@ -131,47 +126,6 @@ def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1,
             _leave(folder, f"stopped-{attempt}-{rank.rank}", epoch)
             break
     return value
-
-
-@task(task_config=DaskDDP(gang=Gang(max_restarts=0)))
-def resumable_shards(folder: str, epochs: int, dies_in: str = "") -> float:
-    """The value of `resumable`, of which each rank has its own part."""
-    rank, attempt, deaths = current_rank(), int(os.environ["FLYTE_ATTEMPT_NUMBER"]), dies_in.split()
-    mesh = init_device_mesh("cpu", (rank.world_size,))
-    state = {"epoch": 0, "value": distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [Shard(0)])}
-    rank.checkpoint.load_sharded(state)
-    _leave(folder, "pids", os.getpid())
-    _leave(folder, f"start-{attempt}-{rank.rank}", state["epoch"])
-    for epoch in range(state["epoch"] + 1, epochs + 1):
-        if deaths[attempt : attempt + 1] == [str(epoch)]:
-            _die(folder, attempt, epoch)
-        state["epoch"] = epoch
-        state["value"].to_local().mul_(0.5).add_(10.0 * epoch + rank.rank)
-        rank.checkpoint.save_sharded(state, epoch)
-        rank.checkpoint.flush()
-    return float(state["value"].full_tensor().sum())
-
-
-@task(task_config=DaskDDP())
-def stubborn(folder: str) -> float:
-    """Rank 1 fails in epoch 2, whenever it comes there."""
-    rank = current_rank()
-    _leave(folder, "pids", os.getpid())
-    _leave(folder, f"start-0-{rank.rank}", rank.checkpoint.load() or 0)
-    rank.checkpoint.save(1, 1)
-    dist.barrier()
-    if rank.rank == 1:
-        raise ValueError("the numbers do not add up")
-    dist.barrier()
-    return 0.0
-
-
-def _die(folder: str, attempt: int, epoch: int) -> None:
-    """Once the test has left `die-<attempt>`."""
-    _leave(folder, f"dying-{attempt}-{current_rank().rank}", epoch)
-    while not Path(folder, f"die-{attempt}").exists():
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave(folder: str, name: str, line: object) -> None:
