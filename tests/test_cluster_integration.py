@@ -1,10 +1,8 @@
-"""Gangs run on clusters with TLS. A scheduler that stops answering during the start is reported."""
+"""Gangs run on clusters with TLS."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +14,7 @@ from distributed.security import Security
 
 from flytekitplugins.daskpytorch import current_rank, dispatch
 from flytekitplugins.daskpytorch.dask import cluster as clusters
-from flytekitplugins.daskpytorch.errors import GangStartError
-from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program, until
+from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program
 
 TASK = """
 import torch
@@ -94,28 +91,3 @@ def test_a_gang_runs_for_a_client_with_a_security_of_its_own(encrypted: Cluster,
 def test_a_scheduler_that_wants_tls_does_not_take_a_stranger(encrypted: Cluster) -> None:
     with pytest.raises(OSError, match=r"closed|reset|connect"):
         clusters.greet(encrypted.address.replace("tls:", "tcp:"), 1.0)
-
-
-def test_a_scheduler_that_falls_silent_while_workers_are_waited_for_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with nothing_left_behind(), dask_cluster(tmp_path, num_workers=0) as cluster:
-        monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", cluster.address)
-        failures: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                with clusters.opened(num_workers=1, start_timeout=8):
-                    pass
-            except GangStartError as error:
-                failures.append(error)
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        until(lambda: "0 of 1 Dask workers are at " in capfd.readouterr().err, "the wait to begin")
-        cluster.scheduler.send_signal(signal.SIGSTOP)
-        try:
-            waiting.join()
-        finally:
-            cluster.scheduler.send_signal(signal.SIGCONT)
-    assert f"{cluster.address} is connected, but did not say within" in str(failures[0])

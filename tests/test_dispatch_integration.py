@@ -52,13 +52,6 @@ def weighted_sum(factor: int, x: int = 0) -> tuple[int, float]:
     return rank.rank, factor * total.item() + x
 
 
-def count_call(path: str) -> int:
-    """Leave a trace of every call."""
-    with Path(path).open("a") as file:
-        file.write(f"{current_rank().rank}\n")
-    return os.getpid()
-
-
 class SimpleError(Exception):
     """A user's own exception."""
 
@@ -77,18 +70,6 @@ def linger_at_exit() -> int:
 
     atexit.register(time.sleep, 600)
     return current_rank().rank
-
-
-def return_a_lock(path: str) -> object:
-    """All is trained, and saved, when it turns out that nobody can have the result."""
-    import torch.distributed
-
-    rank = current_rank()
-    rank.checkpoint.save({"step": 1}, 1)
-    with Path(path).open("a") as file:
-        file.write(f"{rank.rank}\n")
-    torch.distributed.barrier()  # else one may be ended before it has begun
-    return threading.Lock() if rank.rank == 1 else rank.rank
 
 
 def lose_a_worker(folder: str) -> int:
@@ -113,14 +94,6 @@ def crash_on_rank_1() -> None:
 # ---- The tests
 
 
-def test_two_identical_calls_train_twice(client: Client, tmp_path: Path) -> None:
-    path = str(tmp_path / "calls")
-    first = dispatch.run(client, count_call, path).result()
-    second = dispatch.run(client, count_call, path).result()
-    assert sorted(Path(path).read_text().split()) == ["0", "0", "1", "1"]
-    assert not set(first) & set(second)
-
-
 def test_ranks_can_be_told_apart_by_what_the_system_shows_of_them(client: Client) -> None:
     names = dispatch.run(client, Path("/proc/self/comm").read_text).result()
     assert names == ["rank 0/2\n", "rank 1/2\n"]
@@ -132,15 +105,6 @@ def test_the_error_of_a_crash_says_which_rank_it_was_and_in_which_line(client: C
     assert (caught.value.rank, "127.0.0.3" in str(caught.value.worker)) == (1, True)
     assert not isinstance(caught.value, WorkerLostError)
     assert "in crash_on_rank_1" in caught.value.log_tail  # faulthandler says where
-
-
-def test_a_result_that_cannot_be_sent_ends_the_gang_at_once(client: Client, tmp_path: Path) -> None:
-    path = tmp_path / "runs"
-    with pytest.raises(TypeError, match="returned a lock that cannot be pickled") as caught:
-        dispatch.run(client, return_a_lock, str(path)).result()
-    assert isinstance(caught.value.__cause__, GangError)
-    assert caught.value.__cause__.rank == 1
-    assert sorted(path.read_text().split()) == ["0", "1"]
 
 
 def test_a_client_that_has_closed_itself_is_a_lost_scheduler(cluster: Cluster) -> None:
@@ -188,16 +152,6 @@ def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest
     assert dispatch.run(client, linger_at_exit).result() == [0, 1]
 
 
-def test_a_scheduler_that_is_busy_for_a_while_is_not_lost(cluster: Cluster, client: Client) -> None:
-    cluster.scheduler.send_signal(signal.SIGSTOP)
-    wake = threading.Timer(2 * dask_agents.LOOK_TIMEOUT, cluster.scheduler.send_signal, [signal.SIGCONT])
-    wake.start()
-    try:
-        assert dispatch.run(client, weighted_sum, 1, x=1).result() == [(0, 12), (1, 12)]
-    finally:
-        wake.join()
-
-
 def test_a_scheduler_that_says_nothing_is_named(
     cluster: Cluster, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,19 +162,6 @@ def test_a_scheduler_that_says_nothing_is_named(
             dispatch.run(client, weighted_sum, 1)
     finally:
         cluster.scheduler.send_signal(signal.SIGCONT)
-
-
-def test_workers_with_another_torch_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "site" / "torch-0.0.1.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
-    environments = {1: {"PYTHONPATH": str(other.parent)}}
-    with (
-        dask_cluster(tmp_path, worker_environments=environments) as cluster,
-        Client(cluster.address) as client,
-        pytest.raises(ValueError, match=r"has torch 0\.0\.1, this process"),
-    ):
-        dispatch.run(client, weighted_sum, 5).result()
 
 
 def test_a_gang_does_not_wait_for_a_worker_that_is_being_scaled_away() -> None:

@@ -104,12 +104,6 @@ def _end(how: str) -> None:
             click.command()(lambda: None).main([])
         case "--help":
             parser.parse_args(["--help"])
-        case "--no-such-option":
-            parser.parse_args(["--no-such-option"])
-        case "sys.exit(3)":
-            sys.exit(3)
-        case "sys.exit(text)":
-            sys.exit("no such file")
 
 
 def take_one_too_many() -> int:
@@ -203,15 +197,11 @@ def never_end(how: str) -> str:
 KEPT: list[object] = []
 
 
-def return_model(how: str) -> Any:
+def return_sharded_model() -> Any:
     """Return a model as it is trained, with the loss."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
-    model = torch.nn.Linear(2, 1)
-    if how == "sharded":
-        return fully_shard(model), 0.5
-    return torch.nn.parallel.DistributedDataParallel(model), 0.5
+    return fully_shard(torch.nn.Linear(2, 1)), 0.5
 
 
 @task(task_config=SpawnDDP(nproc=2))
@@ -241,20 +231,6 @@ def test_a_rank_that_exits_with_0_has_returned_none(client: Client) -> None:
     assert futures.result() == ["exported", None, None, None, None, None]
 
 
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [
-        ("sys.exit(3)", "exit code 3"),
-        ("sys.exit(text)", "exit code 1 (no such file)"),
-        ("--no-such-option", "exit code 2"),
-    ],
-)
-def test_any_other_exit_code_is_the_error(client: Client, how: str, code: str) -> None:
-    with pytest.raises(GangError) as caught:
-        dispatch.run(client, end_by, ["", how], gang=ONCE).result()
-    assert (caught.value.rank, caught.value.cause) == (1, f"SystemExit: {code}")
-
-
 def test_a_stop_iteration_of_a_rank_ends_no_loop_of_the_driver(client: Client) -> None:
     futures = dispatch.run(client, take_one_too_many, gang=ONCE)
     with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
@@ -271,7 +247,7 @@ def test_a_stop_iteration_of_a_rank_ends_no_loop_of_the_driver(client: Client) -
     asyncio.run(ask_in_two_ways())
 
 
-@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), ("exit", 7)])
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 7)])
 def test_only_the_rank_itself_reports_of_a_rank_that_forks(client: Client, how: str, code: int) -> None:
     futures = dispatch.run(client, fork_and_return, how, gang=ONCE)
     assert futures.result(MAX_WAIT) == [f"rank, and its fork ended with {code}"] * 2
@@ -307,7 +283,7 @@ def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
 
 
 @pytest.mark.usefixtures("ample_end")
-@pytest.mark.parametrize(("failing", "has_thread"), [([1], False), ([0, 1], False), ([0, 1], True)])
+@pytest.mark.parametrize(("failing", "has_thread"), [([0, 1], False), ([0, 1], True)])
 def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soon(
     client: Client, tmp_path: Path, failing: list[int], *, has_thread: bool
 ) -> None:
@@ -337,17 +313,9 @@ def test_what_would_never_end_is_ended_and_named(
     assert "most recent call first" in told.out + told.err
 
 
-def test_a_wrapped_model_arrives_without_the_wrapper_that_needs_the_group(client: Client) -> None:
-    torch.manual_seed(0)
-    weight = torch.nn.Linear(2, 1).weight
-    for model, loss in dispatch.run(client, return_model, "wrapped", gang=ONCE).result():
-        assert (type(model), loss) == (torch.nn.Linear, 0.5)
-        assert torch.equal(model.weight, weight)
-
-
 def test_a_sharded_model_is_refused_in_its_rank(client: Client) -> None:
     with pytest.raises(TypeError, match=r"a FSDPLinear belongs to all ranks together.*get_model_state_dict") as caught:
-        dispatch.run(client, return_model, "sharded", gang=ONCE).result()
+        dispatch.run(client, return_sharded_model, gang=ONCE).result()
     assert isinstance(caught.value.__cause__, GangError)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from distributed import Client
 
-from fault_training import run_on
 from flytekitplugins.daskpytorch import Gang, dispatch
 
 pytestmark = pytest.mark.timeout(300)
@@ -95,22 +94,6 @@ def test_variables_that_are_read_early_reach_fresh_interpreters(client: Client) 
     for rank in of_ranks(client, {}):  # the next gang
         assert (rank["is_forked"], rank["debug"], rank["log_level"], rank["has_frames"]) == (True, "OFF", 0, False)
         assert rank["hash"] != first["hash"]
-
-
-def log_level() -> tuple[bool, int]:
-    """A rank on this node; by its own fork server."""
-    import logging
-
-    return is_forked(), logging.getLogger("torch._dynamo").level
-
-
-def test_a_variable_that_the_tasks_process_sets_between_two_gangs_acts_in_the_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("TORCH_LOGS", raising=False)
-    assert run_on(1, log_level).result() == [(True, 0)]
-    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
-    assert run_on(1, log_level).result() == [(False, 10)]
 
 
 def set_late() -> None:

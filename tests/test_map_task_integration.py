@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -78,24 +77,14 @@ def test_elements_of_a_map_are_gangs_of_their_own(tmp_path: Path) -> None:
     assert by_hand == [11.0, "from rank 0"]
 
 
-def outputs_of_element(name: str, index: int, folder: Path) -> dict[str, Any]:
-    """Run one element of a map by its container's command, and return what the backend finds."""
-    (folder / "flows.py").write_text(FLOWS)
-    settings = "flows.SerializationSettings(image_config=None)"
-    asked = f"import json, flows; print(json.dumps(flows.{name}.get_command({settings})))"
-    (folder / "asks.py").write_text(asked)
-    words = json.loads(run_program(["asks.py"], cwd=folder).stdout.splitlines()[-1])
-    how = {"env": {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": str(index)}, "words": words}
-    with nothing_left_behind():
-        return execute(name, {"number": [5, 7], "scale": 2.0}, cluster=None, cwd=folder, folder=folder, **how).outputs
-
-
-def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
-    outputs = outputs_of_element("mapped", 1, tmp_path)
-    assert outputs["o0"].collection.literals[0].scalar.primitive.float_value == 154.0
-
-
 def test_a_model_that_the_driver_cannot_load_is_an_elements_output(tmp_path: Path) -> None:
-    written = outputs_of_element("models", 0, tmp_path)["o0"].scalar.blob.uri
-    model = torch.load(written, weights_only=False)
-    assert (type(model), model.weight.item()) == (torch.nn.Linear, 10.0)
+    """One element, by its container's command."""
+    (tmp_path / "flows.py").write_text(FLOWS)
+    command = "flows.models.get_command(flows.SerializationSettings(image_config=None))"
+    (tmp_path / "asks.py").write_text(f"import json, flows; print(json.dumps({command}))")
+    words = json.loads(run_program(["asks.py"], cwd=tmp_path).stdout.splitlines()[-1])
+    how = {"env": {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"}, "words": words}
+    with nothing_left_behind():
+        done = execute("models", {"number": [5, 7], "scale": 2.0}, cluster=None, cwd=tmp_path, folder=tmp_path, **how)
+    model = torch.load(done.outputs["o0"].scalar.blob.uri, weights_only=False)
+    assert (type(model), model.weight.item()) == (torch.nn.Linear, 14.0)

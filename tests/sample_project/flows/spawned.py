@@ -78,12 +78,6 @@ def surroundings() -> list[str]:
     return [str(os.getppid()), os.environ["ONLY_NOW"], str(Path.cwd()), only_now.__file__]
 
 
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(backend="nccl")))
-def needs_gpus() -> int:
-    """Two ranks that need a GPU each."""
-    return dist.get_world_size()
-
-
 @task(task_config=SpawnDDP(nproc=2))
 def carded() -> Annotated[str, Scores]:
     """An output with metadata."""
