@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.node import fork_client
 pytestmark = pytest.mark.usefixtures("cold_fork_servers")
 
 
-@pytest.fixture(scope="module", params=["threads", "processes"])
+@pytest.fixture(scope="module", params=[pytest.param("threads", marks=pytest.mark.slow), "processes"])
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     fork_client.shutdown()
     with (

@@ -213,7 +213,7 @@ def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
 def test_the_cells_of_a_notebook_train(tmp_path: Path) -> None:
     in_a_shell = "from IPython.core.interactiveshell import InteractiveShell; import sys\n"
     in_a_shell += "InteractiveShell.instance().run_cell(sys.argv[1]).raise_error()"
-    done = run(["python", "-c", in_a_shell, block("# two cells of a notebook")], tmp_path)
+    done = run_warm(["python", "-c", in_a_shell, block("# two cells of a notebook")], tmp_path)
     assert "['rank 0 of 2: 3 epochs', 'rank 1 of 2: 3 epochs']" in done.stdout, done.stdout + done.stderr
 
 
@@ -256,7 +256,7 @@ def test_the_script_with_figures_for_operators_exports_them(tmp_path: Path, monk
     with receiver() as (address, values):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", address)
         (tmp_path / "script.py").write_text(block("# watched.py"))
-        done = run(["python", "script.py"], tmp_path)
+        done = run_warm(["python", "script.py"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 models have ended: 2 finished" in done.stderr
     assert "is not called any more" not in done.stderr
@@ -386,6 +386,7 @@ def test_the_commands_run() -> None:
         assert "names=[" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_retraining_is_in_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = block("pyflyte run workflows/retrain.py retrain ", "bash")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -58,7 +58,7 @@ KEPT = re.compile(
 OF_FLYTE = [str(SCRIPTS / "flyte"), "run", "--local", "training.py"]
 
 
-@pytest.mark.parametrize("task", ["train", "parent"])
+@pytest.mark.parametrize("task", ["train", pytest.param("parent", marks=pytest.mark.slow)])
 def test_at_ctrl_c_the_gang_ends_and_the_terminal_is_as_before(task: str, tmp_path: Path) -> None:
     code, said = interrupted([*OF_FLYTE, task, "--steps", "100000"], tmp_path)
     assert code == 1, said

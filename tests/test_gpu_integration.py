@@ -42,11 +42,10 @@ STATE_SIZE = {"cpu": 8 << 20, "cuda": 1 << 30}
 Run = Callable[..., "RunFutures"]
 ON_CPU = pytest.param("cpu", marks=pytest.mark.slow)
 """For checks whose subject other tests have on the CPU; `gpu.py` runs them, too."""
-slow_on_cpu = pytest.mark.parametrize("device", [ON_CPU, "cuda"], indirect=True)
 only_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=[ON_CPU, "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     """Where the ranks compute."""
     if request.param == "cuda" and not FOUND.names:
@@ -84,7 +83,6 @@ def run(device: str) -> Iterator[Run]:
 # ---- Before the training
 
 
-@slow_on_cpu
 def test_the_doctor_finds_no_problem(device: str) -> None:
     command = [sys.executable, "-m", "flytekitplugins.daskpytorch", "doctor", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
@@ -111,6 +109,7 @@ def look_before_use(device: str) -> tuple[bool, bool, list[str], list[str]]:
     return found
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"], indirect=True)
 def test_a_rank_begins_without_a_context(run: Run, device: str) -> None:
     for is_initialized, is_in_bad_fork, own, of_fork_server in run(look_before_use, backend="gloo").result():
         assert (is_initialized, is_in_bad_fork, of_fork_server) == (False, False, [])
@@ -140,7 +139,6 @@ if __name__ == "__main__":
 """
 
 
-@slow_on_cpu
 def test_ranks_of_a_driver_that_has_used_its_device_start_afresh(device: str, tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     command = [sys.executable, "driver.py", device]
@@ -231,7 +229,9 @@ def compare_groups(device: str, folder: str) -> tuple[list[dict[str, Any]], floa
 
 
 @pytest.mark.parametrize(
-    ("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")], indirect=["device"]
+    ("device", "backend"),
+    [pytest.param("cpu", "gloo", marks=pytest.mark.slow), ("cuda", "nccl"), ("cuda", "gloo")],
+    indirect=["device"],
 )
 def test_the_gangs_group_is_as_torchs_own(run: Run, backend: str, tmp_path: Path) -> None:
     results = run(compare_groups, str(tmp_path), backend=backend).result()
@@ -462,7 +462,6 @@ def wait_in_vain(device: str) -> None:
     number.item()
 
 
-@slow_on_cpu
 def test_a_collective_that_never_ends_is_told_and_its_process_ends(
     run: Run, device: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -535,7 +534,6 @@ def use_device(device: str, seconds: float) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else held.nbytes
 
 
-@slow_on_cpu
 def test_the_deck_has_each_ranks_use_of_its_gpu(
     run: Run, device: str, usages: list[RankUsage], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

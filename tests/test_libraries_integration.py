@@ -131,7 +131,15 @@ def _imported_ahead() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=LAUNCHES, ids=[f"{launcher} x {ranks}" for launcher, ranks in LAUNCHES])
+OFTEN = (("DaskDDP", 1), ("SpawnDDP", 2), ("dask worker", 2))
+"""Launches that are not tried at night alone."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[launch if launch in OFTEN else pytest.param(launch, marks=pytest.mark.slow) for launch in LAUNCHES],
+    ids=[f"{launcher} x {ranks}" for launcher, ranks in LAUNCHES],
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the examples found on either rank of a gang."""
     found: list[dict[str, Any]] = json.loads(run(*request.param, tmp_path_factory.mktemp("libraries"), request))

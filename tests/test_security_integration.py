@@ -110,7 +110,7 @@ def test_no_other_reader_of_pickles_is_used() -> None:
 # ---- Sockets
 
 
-@pytest.mark.parametrize("host", ["flytekit", "flyte"])
+@pytest.mark.parametrize("host", ["flytekit", pytest.param("flyte", marks=pytest.mark.slow)])
 def test_all_that_a_local_run_listens_at_is_the_loopback(host: str, tmp_path: Path) -> None:
     if host == "flyte":
         pytest.importorskip("flyteplugins.dask")
