@@ -20,10 +20,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from distributed import Client
 from pytest_regressions.file_regression import FileRegressionFixture
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import Histogram, Picture
+from flytekitplugins.daskpytorch import (
+    Gang,
+    Histogram,
+    OpenTelemetry,
+    Picture,
+    Wandb,
+    current_rank,
+    dispatch,
+)
 from flytekitplugins.daskpytorch.__main__ import main
 from flytekitplugins.daskpytorch.display import deck, journal_file, open_telemetry
 from flytekitplugins.daskpytorch.display.journal_file import Journal, run_of
@@ -35,7 +44,9 @@ from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import LogRecord
 from processes import until
+from test_open_telemetry import Read, read  # noqa: F401 - a fixture
 from told import To, node, record, shape_of, usage
+from wandb_file import read_run
 
 GOLDEN = sorted(Path(__file__).parent.glob("golden/*.jsonl"))
 of_each = pytest.mark.parametrize("file", GOLDEN, ids=[file.stem for file in GOLDEN])
@@ -163,6 +174,48 @@ def test_all_displays_have_the_same_figures(file: Path) -> None:
         assert not best or f"best {lowest:.4g}" in best
     if futures.goodput is not None:
         assert futures.goodput.stepping == exported["goodput"]["stepping"]
+
+
+def trained(experiment: dict[str, float]) -> float:
+    for step in range(12):
+        loss = (step - 8) ** 2 + experiment["floor"]
+        current_rank().log({"loss": loss, "epoch": step // 4}, step=step, num_steps=12)
+    return loss
+
+
+@pytest.mark.timeout(120)
+def test_one_run_has_the_same_figures_wherever_it_is_shown(
+    client: Client,
+    tmp_path: Path,
+    read: Read,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_JOURNAL", str(tmp_path))
+    wandb = Wandb(project="names", mode="offline", dir=str(tmp_path))
+    gang = Gang(observers=(OpenTelemetry(),))
+    [future] = dispatch.map(client, trained, [{"floor": 0.5}], workers=2, wandb=wandb, gang=gang)
+    assert future.result() == 9.5
+    [file] = tmp_path.glob("*.jsonl")
+    run, exported = run_of(file), read()
+    [of_wandb] = map(read_run, tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    shown = deck.figures(run)
+    newest = {
+        "futures": future.metrics["loss"],
+        "Deck": shown["loss"][0],  # type: ignore[index]
+        "OpenTelemetry": exported["daskpytorch_metric", "trained", "0", "loss"],
+        "Weights & Biases": of_wandb["history"][-1]["loss"],
+    }
+    assert newest == dict.fromkeys(newest, 9.5)
+    assert re.search(r"epoch 2  step 8/12  loss 0\.5", capfd.readouterr().err)
+    assert future.step == shown["step"][0] == exported["daskpytorch_step", "trained", "0"] == 11  # type: ignore[index]
+    best = min(record.metrics["loss"] for record in future.records)
+    assert best == min(row["loss"] for row in of_wandb["history"]) == 0.5
+    assert shown["loss"][1] == "best 0.5 at step 8"  # type: ignore[index]
+    account = future.goodput.as_dict()
+    assert of_wandb["summary"]["goodput"]["stepping"] == account["stepping"]
+    assert run.goodput == future.goodput
+    assert exported["daskpytorch_goodput_seconds", "trained", "0", "stepping"] == account["stepping"]
 
 
 # ---- The file

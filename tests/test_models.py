@@ -147,6 +147,13 @@ def test_after_a_restart_the_newest_values_are_those_of_the_records_that_stay() 
     assert (future.metrics, future.step) == ({}, None)
 
 
+def test_a_model_that_goes_on_has_its_records_up_to_the_checkpoint() -> None:
+    state = RunState(before=model(0, 1, {"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}).records)
+    assert state.newest == {}
+    To(state).resumed(1)
+    assert (state.newest, [record.step for record in state.records]) == ({"loss": 2.0}, [0, 1])
+
+
 def test_a_frame_has_a_row_for_each_model(models: ModelFutures) -> None:
     frame = models.to_frame()
     assert list(frame.columns) == ["status", "step", "lr", "epoch", "loss", "accuracy"]

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,19 +56,6 @@ def shown(*records: LogRecord) -> str:
 def test_a_record_reads_epoch_step_loss_others_rate() -> None:
     text = describe_record(record(3, epoch=2, samples_per_second=12345.6, held_out_loss=2.5, loss=1.23456, seen=100.0))
     assert text == "epoch 2  step 3/8  loss 1.235  held_out_loss 2.5  seen 100  12,346 samples/s"
-
-
-def test_plain_lines_show_every_epoch_but_not_every_step() -> None:
-    lines = shown(
-        *[record(step, epoch=1, loss=1.0) for step in range(4)],
-        record(4, epoch=1, loss=1.0, held_out_loss=2.0),
-        *[record(step, epoch=2, loss=0.5) for step in range(5, 8)],
-        record(8, epoch=2, loss=1.0, held_out_loss=2.0),
-    ).splitlines()
-    steps = [line for line in lines if "step" in line]
-    assert [line.split("step ")[1].split("/")[0] for line in steps] == ["0", "4", "8"]
-    assert "starting 2 ranks on 2 workers, 2 hosts (CPU, gloo)" in lines[0]
-    assert "[rank 1] [brackets] stay" in lines
 
 
 @pytest.mark.parametrize(("is_terminal", "tab"), [(False, "\t"), (True, "      ")])
@@ -126,14 +112,6 @@ def test_a_line_of_an_epoch_has_its_last_values_each_with_its_step() -> None:
     assert "train: epoch 1  step 6/8  loss 0.5 (step 4)  val_loss 2" in lines.splitlines()
 
 
-def test_the_value_of_an_evaluation_keeps_its_step_in_the_last_line() -> None:
-    display = begun(Console(file=(text := io.StringIO()), width=200))
-    To(display).logged(record(1, loss=0.5))
-    To(display).logged(replace(record(4, distance=0.25), is_evaluation=True))
-    display.conclude("done", {})
-    assert text.getvalue().endswith("step 1/8  loss 0.5  distance 0.25 (step 4)\n")
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The display's time, of which a test says how it goes on."""
@@ -179,20 +157,6 @@ def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[flo
     assert line.split("  ")[:3] == [f"train step 3/{num_steps}", "loss 0.25", "0.5 steps/s"]
     assert line.endswith(f"  {left} left")
     assert len(line) <= 60
-
-
-def test_the_last_line_says_how_long_it_took_the_last_metrics_and_where_things_are(clock: list[float]) -> None:
-    text = io.StringIO()
-    display = training(console_of(text, clock, width=60), clock)
-    To(display).logged(record(7, epoch=2, held_out_loss=0.75))
-    To(display).logged(record(7, rank=1, loss=99.0))
-    To(display).ended(None)
-    display.conclude("done", {"Deck": "/tmp/deck.html", "results": "s3://bucket/results"})
-    assert text.getvalue().splitlines()[-3:] == [
-        "train: done after 8 s, epoch 2  step 7/8  loss 0.25 (step 3)  held_out_loss 0.75  1,000 samples/s",
-        "  Deck: /tmp/deck.html",
-        "  results: s3://bucket/results",
-    ]
 
 
 @pytest.mark.parametrize(("total", "is_said"), [(80.0, True), (6.6, False)])
@@ -394,20 +358,6 @@ def show_calls(display: ProgressDisplay, clock: list[float]) -> None:
     for rank in (0, 1):
         To(display).used(usage(rank, memory=1 << 30, gpu_memory=1 << 30))
     clock[0] += 2.0
-
-
-def test_calls_of_a_gang_that_stays_have_a_line_if_they_log_fail_or_take_a_second(clock: list[float]) -> None:
-    text = io.StringIO()
-    display = ProgressDisplay(Board(console_of(text, clock, width=200)), "gang")
-    show_calls(display, clock)
-    To(display).ended(None)
-    display.conclude("done", {})
-    assert text.getvalue().splitlines()[2:] == [
-        "train: step 0/2  loss 0.5",
-        "train: done after 3 s, step 1/2  loss 0.5",
-        "bad: failed after 0 s",
-        "gang: done after 5 s",
-    ]
 
 
 def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_holds(clock: list[float]) -> None:
