@@ -15,7 +15,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch import DaskDDP, Evaluate, Gang, Keep, SpawnDDP, WorkerGroup, dispatch
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
-from flytekitplugins.daskpytorch.display.tracker import Run
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE
 from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK, Agenda
@@ -422,10 +421,6 @@ async def waits() -> dict[str, float]:
 
 
 # ---- Displays
-
-
-class NoRun(Run):
-    label = "a tracker"
 
 
 class Futures(Logged):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import runpy
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import specs
 from conftest import REPOSITORY
-from pages import command
-from processes import SCRIPTS
 
 
 def test_what_the_backend_is_told_has_not_changed(tmp_path: Path) -> None:
@@ -26,22 +22,6 @@ def test_every_workflow_is_pinned() -> None:
     assert pinned == {
         path.stem for path in (REPOSITORY / "workflows").glob("*.py") if "\n@workflow" in path.read_text()
     }
-
-
-@pytest.mark.slow  # packaging does the same, but for the command's own options
-def test_the_guides_command_registers_everything(tmp_path: Path) -> None:
-    line = [str(SCRIPTS / "pyflyte"), *shlex.split(command("pyflyte register .* workflows"))[1:], "--dry-run"]
-    done = subprocess.run(
-        line,
-        cwd=REPOSITORY,
-        env=specs.environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert f"Successfully registered {len(specs.committed('sandbox'))} entities" in done.stdout, (
-        done.stdout + done.stderr
-    )
 
 
 # ---- The profile
