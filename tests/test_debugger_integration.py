@@ -138,8 +138,7 @@ def step(number):
     return total  # here an editor has its breakpoint
 """
 HERE = 1 + [line.endswith("breakpoint") for line in MODULE.splitlines()].index(True)
-STEPS = {
-    "workflow.py": """
+STEPS = """
 from flytekit import task
 from flytekitplugins.daskpytorch import DaskDDP, Gang
 from package.module import step
@@ -147,28 +146,17 @@ from package.module import step
 @task(task_config=DaskDDP(gang=Gang(hang_timeout=1.0)))
 def train() -> int:
     return sum(int(step(number)) for number in range(3))
-""",
-    "script.py": """
-from distributed import Client, LocalCluster
-from flytekitplugins.daskpytorch import dispatch
-from package.module import step
-
-if __name__ == "__main__":
-    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
-        print(sum(dispatch.run(client, step, 0).result()))
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("program", STEPS)
-def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: Path, program: str) -> None:
+def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").touch()
     module = tmp_path / "package/module.py"
     module.write_text(MODULE)
-    (tmp_path / program).write_text(STEPS[program])
+    (tmp_path / "workflow.py").write_text(STEPS)
     port = free_ports(1)[0]
-    command = [program] if program == "script.py" else [SCRIPTS / "pyflyte", "run", program, "train"]
+    command = [SCRIPTS / "pyflyte", "run", "workflow.py", "train"]
     environment = os.environ | {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
     with (tmp_path / "log").open("wb") as log:
         run = warm_python().start(command, cwd=tmp_path, stdout=log, stderr=log, env=environment)
