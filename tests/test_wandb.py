@@ -246,8 +246,14 @@ def _wandbs_own_process_ends() -> Iterator[None]:
 def _end_wandb() -> None:
     import wandb
 
+    for service in services():  # before wandb 0.31 they may wait for a server without a limit
+        service.kill()
     with contextlib.suppress(Exception):
         wandb.teardown()
+
+
+def services() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if "wandb" in process.name()]
 
 
 def file_of(folder: Path) -> Path:
@@ -314,10 +320,8 @@ def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pyte
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     tracker.on_log(record(0, loss=0.0))
     until(lambda: list(tmp_path.glob("wandb/*/run-*.wandb")), "the run's file")
-    services = [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
-    assert services
-    for service in services:
-        service.kill()
+    [service] = services()
+    service.kill()
     tracker.on_end(0)
     assert "Records may be missing" in capsys.readouterr().err
     _end_wandb()  # the next run has a process of its own again
@@ -389,7 +393,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         bucket = {"id": "b", "name": "f3a-train", "displayName": "train", "config": "{}", "project": project}
         self.send_response(200 if server.grants else 400)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}).encode())
+        features = {"serverInfo": {"features": []}, "QueryType": {"fields": []}, "MutationType": {"fields": []}}
+        files = {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+        answer = {"upsertBucket": {"bucket": bucket, "inserted": True}, **features, **files}
+        self.wfile.write(json.dumps({"data": answer}).encode())
 
     do_GET = do_PUT = do_POST  # noqa: N815 - as the base class calls them
 
