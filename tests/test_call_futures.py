@@ -12,8 +12,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.driver.parts.calls import Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.task.call_futures import CallFutures
-from flytekitplugins.daskpytorch.task.staying import _Pending
+from flytekitplugins.daskpytorch.task.staying import CallFutures, _Pending
 
 WAIT = 20.0
 

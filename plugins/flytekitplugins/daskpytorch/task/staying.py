@@ -9,6 +9,7 @@ import ast
 import contextlib
 import functools
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from flytekitplugins.daskpytorch.driver.futures import TURN, refuse_wait_in
+from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
+from flytekitplugins.daskpytorch.driver.futures import TURN, GangFuture, GangFutures, refuse_wait_in
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
@@ -25,21 +27,24 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, kept_value, name_of
 from flytekitplugins.daskpytorch.protocol.messages import Forget
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.rank.calls import cell, remember
-from flytekitplugins.daskpytorch.task.call_futures import CallFutures
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
+
+_logger = logging.getLogger(__name__)
 
 
 class KeptValues:
@@ -68,6 +73,57 @@ class KeptValues:
                 f"{self!r} stands for values in the ranks of one gang: pass it to gang.call or gang.keep of that gang"
             )
         return kept_value, (self._number,)
+
+
+class CallFutures(Logged, GangFutures):
+    """Futures of one call of a gang that stays, one per rank, in the order of the ranks.
+
+    `records`, `metrics` and `step` have what rank 0 logs in the call.
+    """
+
+    def __init__(
+        self,
+        received: ReceivedResults,
+        num_ranks: int,
+        settler: threading.Thread,
+        end: Callable[[], object],
+        keep: object,
+    ) -> None:
+        """Prepare the futures of a call.
+
+        Args:
+            received: The gang's received results.
+            num_ranks: Number of ranks.
+            settler: Thread that settles the futures.
+            end: Ends the call, by `cancel` or at Ctrl-C.
+            keep: Gang, function and arguments, which are referenced until the call's end.
+        """
+        self.run_state = self._run_state = RunState()
+        self._end = end
+        self._keep: object = keep
+        self._num_ranks = num_ranks
+        self._futures = [GangFuture(received, end, settler) for _ in range(num_ranks)]
+        for future in self._futures:
+            future.set_running_or_notify_cancel()
+
+    def settle(self, outcome: Outcome) -> None:
+        """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""
+        self._cause, self._keep = outcome.cause, None
+        for rank, future in reversed(list(enumerate(self._futures))):
+            with _settled(future):
+                if outcome.is_interrupted:
+                    future.set_exception(CancelledError("the call was cancelled"))
+                elif rank in outcome.errors:
+                    future.set_exception(outcome.errors[rank])
+                else:
+                    future.load(rank, outcome.values[rank])
+
+    def fail(self, error: BaseException) -> None:
+        """Settle all futures with the error that has ended the gang."""
+        self._keep = None
+        for future in reversed(self._futures):
+            with _settled(future):
+                future.set_exception(error)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -322,6 +378,20 @@ def _packed_for(gang: StayingGang) -> Iterator[None]:
         yield
     finally:
         _packing.reset(token)
+
+
+@contextlib.contextmanager
+def _settled(future: GangFuture) -> Iterator[None]:
+    """Settle a future in the block. An error of the block is logged, and fails the future if that is not settled yet.
+
+    `concurrent.futures` lets a `SystemExit` or `KeyboardInterrupt` of a user's callback through.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _logger.exception("the future of a call, or a callback of the future, has raised an error")
+        if not future.done():
+            future.set_exception(raisable(error, "settling a future"))
 
 
 # ---- The magic `%%ranks`
