@@ -89,7 +89,7 @@ def test_one_line_names_all_options_of_torchrun_that_have_no_effect(folder: Path
     assert "have no effect: --rdzv-backend, --rdzv-endpoint, --role, --tee, --standalone." in done.stderr
 
 
-@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("order", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path, order: signal.Signals) -> None:
     words = (*RUN, "--nproc", "2", "--checkpoints", "kept", "train.py", "wait")
     with nothing_left_behind():
