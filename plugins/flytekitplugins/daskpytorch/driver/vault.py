@@ -136,7 +136,7 @@ class Vault:
             OSError: The connection broke, or the disk is full.
             ValueError: The received file is damaged, or an earlier attempt wrote it.
         """
-        if (refusal := self._refusal(file)) is not None:
+        if (refusal := _refusal(file, self._attempt)) is not None:
             raise ValueError(refusal)
         take_file(connection, file, self._disk)
         self.add(file)
@@ -150,7 +150,7 @@ class Vault:
         """
         path = self._disk / file.name
         with self._lock:
-            refusal = self._refusal(file)
+            refusal = _refusal(file, self._attempt)
             if refusal is None and (size := path.stat().st_size) != file.size:
                 refusal = (
                     f"the checkpoint of step {file.step} has {size:,} bytes, not {file.size:,}: its file was cut short"
@@ -196,11 +196,6 @@ class Vault:
         if self._paths is None:
             self.sharded = self._staying()
         self._go_on()
-
-    def _refusal(self, file: CheckpointFile) -> str | None:
-        if file.attempt >= self._attempt:
-            return None
-        return f"a checkpoint of attempt {file.attempt} came when attempt {self._attempt} was running"
 
     def newest(self) -> CheckpointFile | None:
         """Return the newest undamaged whole checkpoint on the driver's disk, or None."""
@@ -388,3 +383,10 @@ class Vault:
         reason = f"({type(error).__name__}: {error}); trying again in {pause:g} s. The training goes on."
         say(f"the {failed} to {self.own} {reason}")
         return False
+
+
+def _refusal(file: CheckpointFile, attempt: int) -> str | None:
+    """Return why a checkpoint is not taken while `attempt` runs. None: it is taken."""
+    if file.attempt >= attempt:
+        return None
+    return f"a checkpoint of attempt {file.attempt} came when attempt {attempt} was running"
