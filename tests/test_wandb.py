@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Training
 from flytekitplugins.daskpytorch.records import Goodput
-from processes import until
 from told import To, node, record, shape_of
 from wandb_file import read_run
 
@@ -248,7 +248,7 @@ def _end_wandb() -> None:
 
     for service in services():  # before wandb 0.31 they may wait for a server without a limit
         service.kill()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         wandb.teardown()
 
 
@@ -319,12 +319,21 @@ def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pyte
     _end_wandb()
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     tracker.on_log(record(0, loss=0.0))
-    until(lambda: list(tmp_path.glob("wandb/*/run-*.wandb")), "the run's file")
-    [service] = services()
-    service.kill()
+    tracker.on_begin()
+    assert services()
+    for service in services():
+        service.kill()
     tracker.on_end(0)
     assert "Records may be missing" in capsys.readouterr().err
     _end_wandb()  # the next run has a process of its own again
+
+
+def test_a_teardown_of_wandb_that_exits_does_not_end_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(settings(Wandb(project="names", mode="disabled")))
+    with monkeypatch.context() as changed:
+        changed.setattr("wandb.teardown", sys.exit)  # as if wandb's own process had ended by a signal
+        tracker.on_end(1)
+    _end_wandb()
 
 
 # ---- The run, as the user's own wandb calls meet it ------------------------------------------------------------------

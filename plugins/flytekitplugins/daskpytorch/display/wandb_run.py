@@ -148,7 +148,7 @@ class Tracker(RankObserver):
             run = self._init()
         except Exception as error:
             say(f"{LABEL}: {error!r}. {OFFLINE}")
-            wandb.teardown(0)
+            _tear_down(0)
             os.environ["WANDB_MODE"] = "offline"
             run = self._init()
         run.define_metric("*", step_metric="step")
@@ -184,7 +184,15 @@ class Tracker(RankObserver):
             if stopped_early is not None:
                 run.summary["stopped_early"] = stopped_early
             run.finish(exit_code)
-        wandb.teardown(exit_code)  # `finish` may return before the run's file is complete
+        _tear_down(exit_code)  # `finish` may return before the run's file is complete
+
+
+def _tear_down(exit_code: int) -> None:
+    """End wandb's own process. If that fails, wandb calls `sys.exit`, which must not end the rank."""
+    import wandb
+
+    with contextlib.suppress(SystemExit):
+        wandb.teardown(exit_code)
 
 
 def _is_open(run: Any) -> bool:
