@@ -33,7 +33,7 @@ class LogRecord:
         ...     def on_log(self, record: LogRecord) -> None:
         ...         self.loss = min(self.loss, record.numbers.get("loss", self.loss))
         >>> lowest = Lowest()
-        >>> lowest.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
+        >>> lowest.on_log(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
         >>> lowest.loss
         0.5
     """
@@ -193,7 +193,7 @@ class RankUsage:
         ...     def on_usage(self, usage: RankUsage) -> None:
         ...         print(f"rank {usage.rank}: {usage.memory / 2**30:.1f} GiB, {usage.cpu:.1f} cores")
         >>> of_gpu = {"gpu_memory": None, "gpu_utilization": None}
-        >>> Memory().used(RankUsage(rank=1, time=0.0, num_steps=8, seconds={}, cpu=0.9, memory=3 * 2**30, **of_gpu))
+        >>> Memory().on_usage(RankUsage(rank=1, time=0.0, num_steps=8, seconds={}, cpu=0.9, memory=3 * 2**30, **of_gpu))
         rank 1: 3.0 GiB, 0.9 cores
     """
 
