@@ -198,7 +198,7 @@ class GangStartError(GangError):
 class StoppedEarlyError(Exception):
     """A model of a sweep (`dispatch.map`) was stopped early because other models were better. The model did not fail.
 
-    An observer that raises this error from its method `logged` ends its gang, as in the example.
+    An observer that raises this error from its method `on_log` ends its gang, as in the example.
 
     Examples:
         >>> import itertools, time

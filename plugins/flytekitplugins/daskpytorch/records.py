@@ -23,7 +23,7 @@ PLAIN = frozenset((int, float, bool, str))
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """One call of `RankContext.log`, as `Observer.logged` receives it.
+    """One call of `RankContext.log`, as `Observer.on_log` receives it.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import LogRecord, Observer
@@ -185,7 +185,7 @@ class Goodput:
 
 @dataclass(frozen=True, kw_only=True)
 class RankUsage:
-    """A rank's use of its machine, and its work so far, as `Observer.used` receives them.
+    """A rank's use of its machine, and its work so far, as `Observer.on_usage` receives them.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Observer, RankUsage

@@ -50,7 +50,7 @@ class Request:
     observers: Sequence[Observer] = ()
     """Observers of this gang, such as the user's and the display's."""
     training: Training | None = None
-    """Name, id and inputs of the training for observers. None: `Observer.begins` is not called."""
+    """Name, id and inputs of the training for observers. None: `Observer.on_begin` is not called."""
     storage: StoragePaths | None = None
     """Checkpoint folders of this attempt and the previous attempt of the task. None if no later attempt or call looks
     for checkpoints."""

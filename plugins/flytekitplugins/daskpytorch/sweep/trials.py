@@ -93,7 +93,7 @@ class Trials:
             return self._all()[self._trials[index].number]
 
     def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> _Judge:
-        """Return the observer of one model's gang, whose `logged` raises `StoppedEarlyError` to stop the model.
+        """Return the observer of one model's gang, whose `on_log` raises `StoppedEarlyError` to stop the model.
 
         Args:
             index: Index of the model.
