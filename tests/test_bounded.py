@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch.display import feeder, run_state, terminal
+from flytekitplugins.daskpytorch.display import run_state, terminal, tracker
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
@@ -166,8 +166,8 @@ class Deaf(Run):
 
 
 def test_records_that_wait_for_a_tracker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(feeder, "MAX_WAITING", 100)
-    monkeypatch.setattr(feeder, "STALL", 0.0)
+    monkeypatch.setattr(tracker, "MAX_WAITING", 100)
+    monkeypatch.setattr(tracker, "STALL", 0.0)
     run = Deaf()
     deaf = Tracker(run)
     To(deaf).begins(Training(name="m.train", id="train"))

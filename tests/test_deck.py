@@ -21,9 +21,8 @@ from flytekitplugins.daskpytorch.display.deck import html
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol.journal import Shape
-from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
 from flytekitplugins.daskpytorch.report.pieces import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of

@@ -36,9 +36,8 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.__main__ import main
 from flytekitplugins.daskpytorch.display import deck, journal_file, open_telemetry
 from flytekitplugins.daskpytorch.display.journal_file import Journal, run_of
-from flytekitplugins.daskpytorch.display.lines import describe_values
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, watched
-from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay, describe_values
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import Training

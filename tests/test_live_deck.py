@@ -17,12 +17,12 @@ from flytekit.core.context_manager import ExecutionParameters, ExecutionState, F
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.deck.deck import get_deck_template
 
+from flytekitplugins.daskpytorch.display import deck as page
 from flytekitplugins.daskpytorch.display.journal_file import NAME, Journal
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.flyte import deck
 from flytekitplugins.daskpytorch.protocol.journal import Began, Training
-from flytekitplugins.daskpytorch.task import live_page
 from processes import until
 from test_deck import shape, state
 from told import To, record
@@ -33,8 +33,8 @@ Entered = Callable[..., Path]
 @pytest.fixture
 def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ExecutionState.Mode], None]]:
     """Makes this a task in that mode; flytekit's files lie below the test's folder."""
-    monkeypatch.setattr(live_page, "INTERVAL", 0.01)
-    monkeypatch.setattr(live_page, "SHARE", 1.0)
+    monkeypatch.setattr(page, "INTERVAL", 0.01)
+    monkeypatch.setattr(page, "SHARE", 1.0)
     before = FlyteContextManager.size()
 
     def enter(mode: ExecutionState.Mode) -> None:

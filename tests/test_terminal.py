@@ -23,9 +23,8 @@ from rich.console import Console
 import any_records
 import told
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
-from flytekitplugins.daskpytorch.display.lines import MAX_LINE, describe_record
 from flytekitplugins.daskpytorch.display.run_state import RunState
-from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, Board, Display, ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME

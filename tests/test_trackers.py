@@ -17,10 +17,10 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
-from flytekitplugins.daskpytorch.display import feeder, tracker
 from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
+from flytekitplugins.daskpytorch.display import tracker
 from flytekitplugins.daskpytorch.display import training as trainings
-from flytekitplugins.daskpytorch.display.feeder import Feeder
+from flytekitplugins.daskpytorch.display.tracker import Feeder
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.journal import Training
@@ -234,7 +234,7 @@ def test_event_files_go_to_storage(tmp_path: Path) -> None:
 def test_storage_that_takes_nothing_costs_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(feeder, "STALL", 0.2)
+    monkeypatch.setattr(tracker, "STALL", 0.2)
     (tmp_path / "file").touch()
     observer = begun(board(f"file://{tmp_path}/file/below"))
     losses(observer, range(3), 1.0)
@@ -309,7 +309,7 @@ def test_mlflow_run_has_numbers_texts_pictures_notes_parameters_and_the_end(flow
 def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_through(
     flow: Flow, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeder, "RETRY_AFTER", 0.01)
+    monkeypatch.setattr(tracker, "RETRY_AFTER", 0.01)
     monkeypatch.setattr(mlflow_run, "MAX_METRICS", 1)
     sent, send = [], MlflowClient.log_batch
 
@@ -401,13 +401,13 @@ def test_mlflow_behind_a_proxy_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv(variable, "http://proxy.example:3128")
-    feeder.knock("http://mlflow.invalid:5000")  # only the proxy knows its address
+    tracker.knock("http://mlflow.invalid:5000")  # only the proxy knows its address
 
 
 def test_mlflow_server_that_comes_late_has_all(
     flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(feeder, "STALL", 60.0)  # a busy machine
+    monkeypatch.setattr(tracker, "STALL", 60.0)  # a busy machine
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     port = free_ports(1)[0]
     observer = begun(flow(uri=f"http://user:password@127.0.0.1:{port}"))

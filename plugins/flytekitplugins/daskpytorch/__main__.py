@@ -12,7 +12,7 @@ import click
 
 from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
 
-COMMANDS = {"run": "run_command", "attach": "attach_command", "show": "show_command", "doctor": "doctor"}
+COMMANDS = {"run": "run_command", "attach": "attach_command", "show": "display.journal_file", "doctor": "doctor"}
 """Module of each command, by the name of the command, which is also the name of its function."""
 
 

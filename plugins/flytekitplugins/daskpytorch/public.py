@@ -18,8 +18,6 @@ from flytekitplugins.daskpytorch.errors import GangStartError as GangStartError
 from flytekitplugins.daskpytorch.errors import PreemptedError as PreemptedError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError as StoppedEarlyError
 from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostError
-from flytekitplugins.daskpytorch.media import Histogram as Histogram
-from flytekitplugins.daskpytorch.media import Picture as Picture
 from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs
 from flytekitplugins.daskpytorch.protocol.journal import Shape as Shape
 from flytekitplugins.daskpytorch.protocol.journal import Training as Training
@@ -28,7 +26,9 @@ from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankOb
 from flytekitplugins.daskpytorch.protocol.script import run_module as run_module
 from flytekitplugins.daskpytorch.protocol.script import run_script as run_script
 from flytekitplugins.daskpytorch.records import Goodput as Goodput
+from flytekitplugins.daskpytorch.records import Histogram as Histogram
 from flytekitplugins.daskpytorch.records import LogRecord as LogRecord
+from flytekitplugins.daskpytorch.records import Picture as Picture
 from flytekitplugins.daskpytorch.records import RankUsage as RankUsage
 from flytekitplugins.daskpytorch.records import SavedCheckpoint as SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping

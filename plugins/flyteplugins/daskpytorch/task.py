@@ -32,11 +32,12 @@ from flyteplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Rule
+from flytekitplugins.daskpytorch.display import deck
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_all
-from flytekitplugins.daskpytorch.task import config, in_ranks, live_page, local_runs
+from flytekitplugins.daskpytorch.task import config, in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.config import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
@@ -192,9 +193,9 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @contextlib.contextmanager
     def _published(self, shown: ShownTask) -> Iterator[None]:
-        show, at_once = flyte.report.get_tab(live_page.TITLE).replace, self._page_file() is not None
+        show, at_once = flyte.report.get_tab(deck.TITLE).replace, self._page_file() is not None
         try:
-            with live_page.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once):
+            with deck.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once):
                 yield
         finally:
             with contextlib.suppress(Exception):  # Flyte tries again after the task

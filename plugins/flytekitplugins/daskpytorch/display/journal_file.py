@@ -1,4 +1,4 @@
-"""The journal of a run on disk: a line of JSON for each event. Runs in the driver, and in `daskpytorch show`.
+"""The journal of a run on disk, a line of JSON for each event, and the command that shows it: `daskpytorch show`.
 
 gang ─▶ Journal ─▶ journal.jsonl ─▶ run_of ─▶ RunState ─▶ page and figures of `daskpytorch show`
 """
@@ -6,11 +6,17 @@ gang ─▶ Journal ─▶ journal.jsonl ─▶ run_of ─▶ RunState ─▶ pa
 import itertools
 import json
 import os
+import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flytekitplugins.daskpytorch.display import deck
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -146,3 +152,35 @@ def _events_in(file: Path) -> Iterator[journal.Event]:
             except ValueError as error:
                 if line.endswith("\n"):
                     raise ValueError(f"{file}, line {number} is no event of this version: {error}") from error
+
+
+MAX_EVENTS = 20
+"""Number of newest events that the command prints."""
+
+
+@click.command(short_help="Show a run from its journal, also of a driver that was killed.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="write the run's page to this HTML file")
+@click.argument("file", metavar="JOURNAL", type=click.Path(exists=True, path_type=Path))
+def show(file: Path, page: Path | None) -> None:
+    """Show the figures and the newest events of the run whose journal is the file JOURNAL, or in that folder."""
+    file = file / NAME if file.is_dir() else file
+    try:
+        run = run_of(file)
+        if page is not None:
+            page.write_text(deck.document(run), encoding="utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    console = Console(highlight=False)
+    table = Table(title=f"{run.title or 'training'}: {run.phase.word}", show_header=False, title_justify="left")
+    for name, value in deck.figures(run).items():
+        words = [_in_words(each) for each in (value if isinstance(value, tuple) else (value,)) if each != ""]
+        table.add_row(name, "  ".join(words))
+    console.print(table)
+    for event in run.history.events[-MAX_EVENTS:]:
+        console.print(time.strftime("%H:%M:%S", time.localtime(event.time)), event.text, markup=False)
+    if page is not None:
+        console.print(f"page: {page}", markup=False)
+
+
+def _in_words(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -16,12 +16,10 @@ from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import require_extra
-from flytekitplugins.daskpytorch.display.feeder import knock, public
-from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker, knock, public
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.media import Picture
 from flytekitplugins.daskpytorch.protocol.journal import Training
-from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.records import LogRecord, Picture
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

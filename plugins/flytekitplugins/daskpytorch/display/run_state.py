@@ -18,11 +18,10 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
 from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, plain_inputs, size_of
-from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import End, Shape
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Span, Tone
 from flytekitplugins.daskpytorch.report import Event as PageEvent
 from flytekitplugins.daskpytorch.report.chart import Points

@@ -14,12 +14,11 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import Training
-from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 UPLOAD_INTERVAL = 15.0
 """Minimum number of seconds between two uploads of event files to storage."""

@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display.feeder import MAX_WAITING
-from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture
 from flytekitplugins.daskpytorch.settings import Wandb
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ class Tracker(RankObserver):
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._waiting: deque[LogRecord] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[LogRecord] = deque(maxlen=10_000)
         """Records that came before the run was open."""
         self._histograms: dict[str, Histogram] = {}
         """Newest histograms of gradients since the last log record, by metric name."""

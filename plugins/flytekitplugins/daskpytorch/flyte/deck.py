@@ -23,8 +23,8 @@ from flytekit.deck.renderer import Renderable
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display import journal_file
+from flytekitplugins.daskpytorch.display.deck import TITLE, kept_up_to_date
 from flytekitplugins.daskpytorch.flyte.context import is_on_backend
-from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date
 
 if TYPE_CHECKING:
     from flytekit.models.literals import Literal

@@ -22,9 +22,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
 
 HINT_END = "(A hint, given once; Gang(hints=False) for none.)"
 """End of a hint's text for the user."""
