@@ -139,6 +139,7 @@ def save_and_fail() -> None:
     """A whole checkpoint that the driver has, perhaps not storage yet."""
     current_rank().checkpoint.save({"step": 1}, 1)
     current_rank().checkpoint.flush()
+    dist.barrier()  # rank 1 has nothing to save, and must not fail first
     raise LookupError("no such label")
 
 
