@@ -134,10 +134,29 @@ def test_old_runs_are_removed_and_the_oldest_where_all_take_too_much(
     assert [run.exists() for run in (middle, middle_2, newest)] == [False, True, True]
 
 
-def test_a_run_removes_old_ones_at_its_start(root: Path, tmp_path: Path) -> None:
+def test_the_first_run_of_a_process_removes_old_ones(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [old] = make_runs(tmp_path, 15)
+    monkeypatch.setattr(local_runs, "_cleaned", set())  # as in a new process
     with run_of():
         assert not old.exists()
+    [old] = make_runs(tmp_path, 15)
+    with run_of():
+        assert old.exists()  # a look at each folder would take longer than a warm gang's start
+
+
+def test_of_runs_with_a_journal_alone_the_newest_stay(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_runs, "MAX_JOURNALS", 2)
+    runs = [root / "flows.train" / f"20261128-12000{second}-0a1b2c" for second in range(4)]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / "journal.jsonl").touch()
+    (runs[0] / "gang").mkdir()  # where checkpoints are
+    with run_of():
+        assert [run.exists() for run in runs] == [True, False, True, True]
 
 
 def test_runs_that_train_and_folders_of_the_users_own_are_never_removed(root: Path, tmp_path: Path) -> None:
