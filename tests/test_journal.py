@@ -258,6 +258,21 @@ def test_a_long_run_has_a_short_journal_with_its_newest_values(tmp_path: Path, m
     assert [each.step for each in run.records if "val_loss" in each.metrics] == [*range(999, 10_000, 1_000)]
 
 
+def test_the_newest_local_run_is_shown_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path))
+    assert main(["show"]) == 1
+    assert "has a journal" in capsys.readouterr().err
+    for age, name in enumerate(("newer", "older")):
+        (folder := tmp_path / name / "20261128-120000-0a1b2c").mkdir(parents=True)
+        writer = Journal(folder, "journal.jsonl")
+        To(writer).begins(Training(name=f"flows.{name}", id="train-1"))
+        os.utime(folder / "journal.jsonl", (1000 - age, 1000 - age))
+    assert main(["show"]) == 0
+    assert "newer: no end recorded" in capsys.readouterr().out
+
+
 PROGRAM = """
 import time
 from distributed import Client

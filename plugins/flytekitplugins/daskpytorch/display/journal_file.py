@@ -18,6 +18,7 @@ from rich.table import Table
 
 from flytekitplugins.daskpytorch.display import deck
 from flytekitplugins.daskpytorch.display.run_state import RunState
+from flytekitplugins.daskpytorch.process.folders import local_runs_folder
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
@@ -160,9 +161,13 @@ MAX_EVENTS = 20
 
 @click.command(short_help="Show a run from its journal, also of a driver that was killed.")
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="write the run's page to this HTML file")
-@click.argument("file", metavar="JOURNAL", type=click.Path(exists=True, path_type=Path))
-def show(file: Path, page: Path | None) -> None:
-    """Show the figures and the newest events of the run whose journal is the file JOURNAL, or in that folder."""
+@click.argument("file", metavar="JOURNAL", required=False, type=click.Path(exists=True, path_type=Path))
+def show(file: Path | None, page: Path | None) -> None:
+    """Show the figures and the newest events of a run, whose journal is the file JOURNAL, or in that folder.
+
+    Without JOURNAL, show this user's newest local run.
+    """
+    file = file or _newest()
     file = file / NAME if file.is_dir() else file
     try:
         run = run_of(file)
@@ -171,7 +176,8 @@ def show(file: Path, page: Path | None) -> None:
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     console = Console(highlight=False)
-    table = Table(title=f"{run.title or 'training'}: {run.phase.word}", show_header=False, title_justify="left")
+    console.print(f"{run.title or 'training'}: {run.phase.word}", markup=False)
+    table = Table(show_header=False)
     for name, value in deck.figures(run).items():
         words = [_in_words(each) for each in (value if isinstance(value, tuple) else (value,)) if each != ""]
         table.add_row(name, "  ".join(words))
@@ -180,6 +186,14 @@ def show(file: Path, page: Path | None) -> None:
         console.print(time.strftime("%H:%M:%S", time.localtime(event.time)), event.text, markup=False)
     if page is not None:
         console.print(f"page: {page}", markup=False)
+
+
+def _newest() -> Path:
+    folder = local_runs_folder()
+    found = max(folder.glob(f"*/*/{NAME}"), key=lambda path: path.stat().st_mtime, default=None)
+    if found is None:
+        raise click.ClickException(f"no local run in {folder} has a journal: name one, daskpytorch show JOURNAL")
+    return found
 
 
 def _in_words(value: object) -> str:

@@ -28,6 +28,8 @@ RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Pauses, in seconds, before the retries to remove a scratch folder to which a process still writes."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
 """Id of this machine in the names of its scratch folders. On a shared disk, other machines' locks may be invisible."""
+FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
+"""Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
 NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
 """Pattern for the name of a scratch folder that a process of this machine has made."""
 
@@ -193,3 +195,13 @@ def state_of(path: Path) -> tuple[int, ...] | None:
         return None
     # Without st_ctime_ns, which changes when a link is removed.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def local_runs_folder() -> Path:
+    """Return the folder of all local runs of this user, each in a folder of its task.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "daskpytorch", "checkpoints")
+    return Path(os.environ.get(FOLDER_VARIABLE) or cache).expanduser().resolve()

@@ -21,13 +21,17 @@ from pathlib import Path
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
-from flytekitplugins.daskpytorch.process.folders import make_private, refuse_foreign, remove_unlocked
+from flytekitplugins.daskpytorch.process.folders import (
+    FOLDER_VARIABLE,
+    local_runs_folder,
+    make_private,
+    refuse_foreign,
+    remove_unlocked,
+)
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
-FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
-"""Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 """Environment variable with the earlier local run from whose checkpoints to go on.
 
@@ -128,8 +132,7 @@ def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
             _say(task, f"{RESUME_VARIABLE}={asked} has no effect, since {FOLDER_VARIABLE} is set to nothing")
         return None
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "daskpytorch", "checkpoints")
-        root = Path(place or cache).expanduser().resolve()
+        root = local_runs_folder()
         make_private(root / task)
         _remove_journals(root / task)
     except (OSError, RuntimeError) as error:  # there may be no home
