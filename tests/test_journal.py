@@ -65,7 +65,7 @@ def events_of(file: Path) -> list[journal.Event]:
 
 
 class Calls(Run):
-    """A tracker that keeps the calls that it gets."""
+    """Tracker's run that keeps its calls as text."""
 
     label = "a tracker"
 
@@ -101,7 +101,7 @@ def page_of(file: Path) -> str:
 
 
 def lines_of(events: list[journal.Event]) -> str:
-    """What the terminal shows of a run."""
+    """Lines of the terminal for a run."""
     text, now = io.StringIO(), [events[0].time]
     display = ProgressDisplay(Board(Console(file=text, width=200, highlight=False)), unsaid=())
     observers = watched(RunState(clock=lambda: now[0]), [display])
@@ -115,7 +115,7 @@ def lines_of(events: list[journal.Event]) -> str:
 
 
 def calls_of(events: list[journal.Event]) -> str:
-    """What a tracker records of a run."""
+    """Calls of a tracker for a run."""
     observers = watched(RunState(), [Tracker(calls := Calls())])
     for event in events:
         for observer in observers:
@@ -148,7 +148,7 @@ def test_drawings_and_odd_numbers_are_read_again() -> None:
 
 
 class Futures(Logged):
-    """What a caller reads."""
+    """Futures as their caller reads them, without a gang."""
 
     def __init__(self, state: RunState) -> None:
         self._run_state = state
@@ -237,6 +237,16 @@ def test_a_torn_last_line_is_left_out_and_another_bad_line_is_named(tmp_path: Pa
     file.write_text("no event\n" + whole)
     with pytest.raises(ValueError, match="line 1 is no event"):
         run_of(file)
+
+
+def test_each_event_is_in_the_file_at_once_without_the_records_and_output_of_other_ranks(tmp_path: Path) -> None:
+    writer = Journal(tmp_path, "journal.jsonl")  # still open, as in a driver that is killed
+    To(writer).begins(Training(name="flows.train", id="train-1"))
+    To(writer).logged(record(1, rank=1, loss=1.0))
+    To(writer).wrote(0, ["a line"])
+    To(writer).formed(1.0)
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["began", "formed"]
 
 
 def test_a_long_run_has_a_short_journal_with_its_newest_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def shown(state: RunState, files: Callable[[], dict[str, str]]) -> Any:
-    """What a task shows, as far as its Deck reads it."""
+    """Stand-in for the objects of a task that its Deck reads: state, addresses and the journal's folder."""
     return SimpleNamespace(state=state, files=files, journal_folder=None)
 
 

@@ -53,7 +53,7 @@ TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad"}
 
 @dataclass(frozen=True)
 class Phase:
-    """What a run does at present, in a word or two, and their colour."""
+    """Phase of a run: a word or two, and their colour."""
 
     word: str
     tone: Tone
@@ -230,7 +230,7 @@ class RunState(Observer):
 
     @property
     def phase(self) -> Phase:
-        """What the run does at present, or how it has ended."""
+        """Present phase of the run. After the end: the word of the end."""
         if self.end is not None:
             return Phase(self.end.word, TONES.get(self.end.word, "warn"))
         if (phase := self.history.phase) is not None and phase.word in (TRAINING, IDLE, NO_END):
