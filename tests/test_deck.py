@@ -65,8 +65,10 @@ def events(page: str) -> list[str]:
 # ---- What is kept of the metrics
 
 
-def test_only_rank_0s_values_are_kept() -> None:
+def test_only_rank_0s_values_are_kept_and_output_leaves_the_page_as_it_is() -> None:
     recorder = RunState()
+    To(recorder).wrote(0, ["a line"])
+    assert recorder.num_changes == 0  # a live page is written again after each change
     for step in range(3):
         for rank in (1, 0, 2):
             To(recorder).logged(

@@ -261,7 +261,9 @@ class RunState(Observer):
     # ---- The fold
 
     def on_event(self, event: journal.Event) -> None:
-        """Change the state by an event."""
+        """Change the state by an event. Output of ranks and records of other ranks than 0 change nothing."""
+        if isinstance(event, (journal.Wrote, journal.Prompted)):
+            return
         if isinstance(event, journal.Logged) and event.record.rank != 0:
             return
         with self.lock:
