@@ -219,6 +219,8 @@ def refuses_connections(address: tuple[str, int]) -> bool:
         socket.create_connection(address).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it was accepted by the kernel alone
+        return False
     return False
 
 

@@ -192,8 +192,8 @@ def talk(folder: Path, rank: int, who: bytes) -> bool:
 
 def _pass_on(connection: socket.socket, keyboard: int) -> bool:
     while True:
-        fcntl.ioctl(keyboard, termios.TIOCSWINSZ, fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8)))
         ready = wait([0, keyboard, connection])
+        fcntl.ioctl(keyboard, termios.TIOCSWINSZ, fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8)))
         if connection in ready:
             return False
         if keyboard in ready:
