@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch.rank import nvml
+from flytekitplugins.daskpytorch.rank import own_gpu
 from processes import PRELOAD, dask_cluster, nothing_left_behind
 
 LIBRARY = Path(__file__).with_name("fake_nvml")
@@ -48,7 +48,7 @@ def fake_library() -> ModuleType:
 def install(folder: Path, patch: pytest.MonkeyPatch, gpus: Mapping[str, Mapping[str, int]]) -> Path:
     """Have this process use a library in place of nvidia-ml-py. Return the file with the answers."""
     patch.setitem(sys.modules, "pynvml", fake_library())
-    nvml._begin.cache_clear()
+    own_gpu._begin.cache_clear()
     patch.setenv("FAKE_NVML", str(folder / "gpus"))
     describe(folder / "gpus", gpus)
     return folder / "gpus"

@@ -37,7 +37,7 @@ from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Leave, Question, Ready, Returned
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import hints
+from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import ends, fork_server, ranks_of, until
 
@@ -176,7 +176,7 @@ def test_ctrl_c_in_a_rank_whose_function_has_returned_does_not_fail_the_rank(dri
         def interrupt(*_: object, **__: object) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
-        hints.of_exchange = interrupt  # before the rank has told that the function has returned
+        usage.of_exchange = interrupt  # before the rank has told that the function has returned
         atexit.register(os.system, f"grep SigIgn /proc/self/status > {tmp_path}/child")
         sys.exit(0)
 

@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, dig
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.returned import unwrapped
+from flytekitplugins.daskpytorch.rank.link import unwrapped
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from gangs import order_for

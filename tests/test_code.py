@@ -21,7 +21,7 @@ import pytest
 from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
-from flytekitplugins.daskpytorch.protocol import project as project_module
+from flytekitplugins.daskpytorch.protocol import code as project_module
 from flytekitplugins.daskpytorch.protocol.function import Call, pack_call, unpack_call
 from processes import run_program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named, users_frames
-from flytekitplugins.daskpytorch.driver.hang_detector import explain_failure
+from flytekitplugins.daskpytorch.driver.parts.hang import explain_failure
 from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Recalled
 from flytekitplugins.daskpytorch.rank.calls import CELL
 

@@ -262,10 +262,10 @@ def test_a_task_is_of_its_type_wherever_its_config_comes_from(tmp_path: Path) ->
     script = """
 from flytekit import task
 from flytekitplugins import daskpytorch
-from flytekitplugins.daskpytorch.flyte import config
+from flytekitplugins.daskpytorch.flyte import task as flyte_task
 
 for name in ("DaskCluster", "DaskDDP", "SpawnDDP"):
-    for module in (daskpytorch, config):
+    for module in (daskpytorch, flyte_task):
         @task(task_config=getattr(module, name)())
         def train() -> None: ...
 

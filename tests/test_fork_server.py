@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import fork_client, fork_server, inherited
+from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
 from processes import fork_server as own_fork_server
@@ -170,11 +170,11 @@ def test_rank_has_torch_at_hand_cuda_untouched_and_collects_garbage(client: Fork
 def test_a_generator_to_which_its_library_gives_a_seed_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.Random, "seed", random.Random.seed)
     monkeypatch.setattr(multiprocessing.current_process(), "authkey", multiprocessing.current_process().authkey)
-    inherited.watch_generators()
+    fork_server.watch_generators()
     fresh, fixed, set_later = random.Random(), random.Random(7), random.Random()
     set_later.seed(7)
     before = [generator.getstate() for generator in (fresh, fixed, set_later)]
-    inherited.seed_anew()
+    fork_server.seed_anew()
     after = [generator.getstate() for generator in (fresh, fixed, set_later)]
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, True]
     assert random.Random.seed.__module__ == "random"
@@ -354,10 +354,10 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
 
 IMPORTING = """
     import sys
-    from flytekitplugins.daskpytorch.node import fork_server, inherited
+    from flytekitplugins.daskpytorch.node import fork_server, fork_server
 
-    inherited.TRAINS = "wave"
-    inherited.TRAINING_IMPORTS = ("first", "second")
+    fork_server.TRAINS = "wave"
+    fork_server.TRAINING_IMPORTS = ("first", "second")
     fork_server.main()
 """
 SLOW_IMPORT = """

@@ -25,8 +25,8 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.rank import gpu_check, nvml
-from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
+from flytekitplugins.daskpytorch.rank import own_gpu
+from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
 from gangs import order_for
 
 Describe = Callable[..., None]
@@ -40,7 +40,7 @@ NAMED = "import sys; open('/proc/self/comm', 'w').write(sys.argv[1]); print(flus
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
     """Function that writes NVML's answers about GPU-1: those about a sound GPU, with changes. None: no answer."""
-    monkeypatch.setattr(gpu_check, "PAUSE", 0.0)
+    monkeypatch.setattr(own_gpu, "PAUSE", 0.0)
     file = fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": SOUND})
 
     def describe(uuid: str = "GPU-1", others: dict[str, Any] | None = None, **changes: int | None) -> None:
@@ -81,7 +81,7 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
 )
 def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, int | None], fault: str | None) -> None:
     driver(**answers)
-    assert gpu_check.faults_of("1") == ([] if fault is None else [fault])
+    assert own_gpu.faults_of("1") == ([] if fault is None else [fault])
 
 
 @pytest.mark.timeout(60)
@@ -96,9 +96,9 @@ def test_only_processes_outside_the_gangs_may_not_hold_the_memory(
         other.stdout.readline()
         driver(used=70 << 30, pid=other.pid, pid_memory=size << 30)
         text = f"other processes hold {size}.0 of 80.0 GiB of its memory (process {other.pid})"
-        assert gpu_check.faults_of("1") == ([text] if is_fault else [])
+        assert own_gpu.faults_of("1") == ([text] if is_fault else [])
         driver(used=70 << 30, pid=other.pid)  # of unknown size
-        assert gpu_check.faults_of("1") == []
+        assert own_gpu.faults_of("1") == []
         assert other.stdin is not None
         other.stdin.close()
 
@@ -112,7 +112,7 @@ def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
 
 def test_a_driver_that_does_not_work_is_the_gpus_fault(driver: Describe) -> None:
     driver(others={"*": {"code": 11}})
-    assert gpu_check.faults_of("GPU-1") == ["NVML's nvmlInit says: Interrupt Request Issue"]
+    assert own_gpu.faults_of("GPU-1") == ["NVML's nvmlInit says: Interrupt Request Issue"]
 
 
 @pytest.mark.parametrize(("code", "cause"), [(9, "Driver Not Loaded"), (18, "an NVML/RM version mismatch")])
@@ -120,8 +120,8 @@ def test_a_library_that_does_not_suit_the_driver_is_no_fault(
     driver: Describe, caplog: pytest.LogCaptureFixture, code: int, cause: str
 ) -> None:
     driver(ecc=3, others={"*": {"code": code}})
-    assert gpu_check.faults_of("GPU-1") == []
-    assert nvml.usage("GPU-1") == (None, None)
+    assert own_gpu.faults_of("GPU-1") == []
+    assert own_gpu.usage("GPU-1") == (None, None)
     [record] = caplog.records
     assert "cannot be used here: " in record.getMessage()
     assert cause in record.getMessage()
@@ -130,22 +130,22 @@ def test_a_library_that_does_not_suit_the_driver_is_no_fault(
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:
     instance = {"whole": 1, "used": 1 << 30, "total": 10 << 30}
     driver(ecc=3, used=70 << 30, others={"MIG-a": instance})
-    gpu = nvml.gpu("MIG-a")
+    gpu = own_gpu.find_gpu("MIG-a")
     assert gpu is not None
     assert (gpu.memory(), gpu.ecc_errors()) == ((1 << 30, 10 << 30), 3)
 
 
 def test_a_gpu_that_nvml_does_not_know_passes(driver: Describe) -> None:
-    assert nvml.gpu("GPU-2") is None
-    assert gpu_check.faults_of("GPU-2") == []
+    assert own_gpu.find_gpu("GPU-2") is None
+    assert own_gpu.faults_of("GPU-2") == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the driver")
 def test_without_the_driver_nothing_is_known_and_nothing_said(capfd: pytest.CaptureFixture[str]) -> None:
     """By the library itself."""
-    nvml._begin.cache_clear()
-    assert gpu_check.faults_of("GPU-1") == []
-    assert nvml.usage("GPU-1") == (None, None)
+    own_gpu._begin.cache_clear()
+    assert own_gpu.faults_of("GPU-1") == []
+    assert own_gpu.usage("GPU-1") == (None, None)
     assert "".join(capfd.readouterr()) == ""
 
 
@@ -161,13 +161,13 @@ def test_a_fault_that_has_passed_at_the_second_look_does_not_count(
     """Such as the memory of a process that is ending."""
     driver(ecc=1)
     monkeypatch.setattr(time, "sleep", lambda _: driver())
-    assert gpu_check.faults_of("GPU-1") == []
+    assert own_gpu.faults_of("GPU-1") == []
 
 
 @pytest.mark.timeout(60)
 def test_nvml_that_hangs_is_not_waited_for(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(hangs=1)
-    monkeypatch.setattr(gpu_check, "NVML_TIMEOUT", 0.1)
+    monkeypatch.setattr(own_gpu, "NVML_TIMEOUT", 0.1)
     check = GpuCheck(order_with_gpu())
     with pytest.raises(GpuFaultError, match=r"NVML, the driver's library, did not answer within 0\.1 s"):
         check.await_nvml()
@@ -195,21 +195,21 @@ class Wrong(TorchDispatchMode):
 
 
 def test_the_kernel_has_a_known_result() -> None:
-    assert gpu_check.fault_of_kernel(CPU) == ""
+    assert own_gpu.fault_of_kernel(CPU) == ""
     with Wrong():
-        assert gpu_check.fault_of_kernel(CPU) == "a small kernel computed 1 of 262144 numbers wrongly"
+        assert own_gpu.fault_of_kernel(CPU) == "a small kernel computed 1 of 262144 numbers wrongly"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel would not fail")
 def test_a_kernel_that_fails_is_the_gpus_fault() -> None:
-    assert gpu_check.fault_of_kernel(torch.device("cuda")).startswith("a small kernel failed (")
+    assert own_gpu.fault_of_kernel(torch.device("cuda")).startswith("a small kernel failed (")
 
 
 @pytest.mark.timeout(60)
 def test_a_kernel_that_hangs_is_not_waited_for(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
-    monkeypatch.setattr(gpu_check, "fault_of_kernel", lambda _: is_over.wait())
-    monkeypatch.setattr(gpu_check, "KERNEL_TIMEOUT", 0.1)
+    monkeypatch.setattr(own_gpu, "fault_of_kernel", lambda _: is_over.wait())
+    monkeypatch.setattr(own_gpu, "KERNEL_TIMEOUT", 0.1)
     with pytest.raises(GpuFaultError, match=r"a small kernel did not end within 0\.1 s"):
         GpuCheck(order_with_gpu()).compute(CPU)
     is_over.set()
@@ -242,7 +242,7 @@ def test_nothing_is_checked_without_a_gpu_or_if_the_check_is_off(
     driver: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver(ecc=3)
-    monkeypatch.setattr(gpu_check, "fault_of_kernel", lambda _: "broken")
+    monkeypatch.setattr(own_gpu, "fault_of_kernel", lambda _: "broken")
     for order in (order_for(), order_with_gpu(Gang(gpu_check="off"))):
         check = GpuCheck(order)
         check.await_nvml()

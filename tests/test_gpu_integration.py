@@ -26,7 +26,7 @@ from torch import distributed as dist
 from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankUsage, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.node import fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.rank import gpu_check, liveness, nvml
+from flytekitplugins.daskpytorch.rank import liveness, own_gpu
 from processes import nothing_left_behind
 from warm import start_cold
 
@@ -155,10 +155,10 @@ def add_up(device: str) -> float:
 def check_by_nvml(device: str) -> tuple[dict[str, object] | None, list[str]]:
     """NVML's answers about the rank's own GPU, and its faults."""
     uuid = str(torch.cuda.get_device_properties(current_rank().device).uuid)
-    if (gpu := nvml.gpu(uuid)) is None:
-        return None, gpu_check.faults_of(uuid)
+    if (gpu := own_gpu.find_gpu(uuid)) is None:
+        return None, own_gpu.faults_of(uuid)
     answers = (gpu.memory, gpu.processes, gpu.ecc_errors, gpu.recovery, gpu.remapping)
-    return {answer.__name__: answer() for answer in answers}, gpu_check.faults_of(uuid)
+    return {answer.__name__: answer() for answer in answers}, own_gpu.faults_of(uuid)
 
 
 @only_cuda

@@ -19,7 +19,7 @@ import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.rank import gpu_memory
+from flytekitplugins.daskpytorch.rank import own_gpu
 from gangs import order_for
 from processes import SCRIPTS, nothing_left_behind, run_program
 
@@ -54,7 +54,7 @@ def segments() -> list[dict[str, Any]]:
 
 
 def test_a_snapshot_says_what_is_reserved_and_which_lines_hold_the_most() -> None:
-    reserved, *others = gpu_memory.describe({"segments": segments()}, 1)
+    reserved, *others = own_gpu.describe({"segments": segments()}, 1)
     assert reserved == (
         "Torch's memory on CUDA device 1: 51.5 GiB reserved, of which 51.0 GiB are allocated and 532 MiB are free, in "
         "pieces of at most 512 MiB."
@@ -87,7 +87,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def explained(error: BaseException, order: RankOrder) -> tuple[list[str], dict[str, bytes]]:
     """The lines that are added to the error, and the files that are submitted."""
     files: dict[str, bytes] = {}
-    gpu_memory.explain(error, order, lambda path, data: files.update({path: data}))
+    own_gpu.explain(error, order, lambda path, data: files.update({path: data}))
     return [line for note in getattr(error, "__notes__", []) for line in note.splitlines()], files
 
 
@@ -109,7 +109,7 @@ def test_the_error_names_lines_other_processes_and_the_snapshots_file(
     wrapped = RuntimeError("no step")
     wrapped.__cause__ = torch.OutOfMemoryError(MESSAGE)
     assert explained(wrapped, order)[0] == lines
-    monkeypatch.setattr(gpu_memory, "MAX_SNAPSHOT", 100)
+    monkeypatch.setattr(own_gpu, "MAX_SNAPSHOT", 100)
     assert explained(torch.OutOfMemoryError(MESSAGE), order) == ([*lines[:-2], lines[-1]], {})  # too large to submit
 
 
@@ -124,11 +124,11 @@ def test_other_errors_cost_nothing(order: RankOrder, monkeypatch: pytest.MonkeyP
 def test_lines_are_recorded_only_on_request(order: RankOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *what, **how: calls.append((what, how)))
-    gpu_memory.record(order)
+    own_gpu.record(order)
     monkeypatch.setenv("DASKPYTORCH_MEMORY_HISTORY", "1")
-    gpu_memory.record(order_for())  # without a GPU
+    own_gpu.record(order_for())  # without a GPU
     assert not calls
-    gpu_memory.record(order)
+    own_gpu.record(order)
     assert calls == [(("state",), {"stacks": "python"})]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.hang_detector import (
+from flytekitplugins.daskpytorch.driver.parts.hang import (
     RankState,
     Stillness,
     find_hung,

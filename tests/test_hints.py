@@ -10,8 +10,14 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch.protocol.messages import Noted
-from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_variables, watching_samplers
-from flytekitplugins.daskpytorch.rank.usage import Ledger, watched
+from flytekitplugins.daskpytorch.rank.usage import (
+    Ledger,
+    of_exchange,
+    of_loss,
+    of_variables,
+    watched,
+    watching_samplers,
+)
 from flytekitplugins.daskpytorch.records import LogRecord
 
 

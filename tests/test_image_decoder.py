@@ -19,8 +19,8 @@ from packaging.version import Version
 from PIL import Image
 
 import jpegs
-from flytekitplugins.daskpytorch.data import image_decoder
-from flytekitplugins.daskpytorch.data.image_decoder import (
+from flytekitplugins.daskpytorch.data import image_folder
+from flytekitplugins.daskpytorch.data.image_folder import (
     MAX_PIXELS,
     BrokenImageError,
     Decoder,
@@ -49,7 +49,7 @@ def file(picture: Image.Image, kind: str = "jpeg", **options: Any) -> bytes:
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """PIL's pictures, or tensors by one of torch's two decoders."""
     if request.param == "torchvision":
-        monkeypatch.setattr(image_decoder, "_jpeg_decoder", image_decoder._torchvisions)
+        monkeypatch.setattr(image_folder, "_jpeg_decoder", image_folder._torchvisions)
     return "pil" if request.param == "pil" else "tensor"
 
 
@@ -215,9 +215,9 @@ def test_a_smaller_picture_shows_the_same() -> None:
 
 @pytest.fixture
 def nothing_resolved() -> Iterator[None]:
-    image_decoder._jpeg_decoder.cache_clear()
+    image_folder._jpeg_decoder.cache_clear()
     yield
-    image_decoder._jpeg_decoder.cache_clear()
+    image_folder._jpeg_decoder.cache_clear()
 
 
 class _Broken(importlib.abc.MetaPathFinder):
@@ -259,7 +259,7 @@ def test_torchvision_decodes_where_torchcodec_is_for_videos_alone(nothing_resolv
 
 @has_torchcodec
 def test_a_tensor_is_torchcodecs_and_nothing_warns(nothing_resolved) -> None:
-    assert image_decoder._jpeg_decoder().func.__module__.startswith("torchcodec")
+    assert image_folder._jpeg_decoder().func.__module__.startswith("torchcodec")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decode(FILES["jpeg"], "tensor").shape == (3, HEIGHT, WIDTH)

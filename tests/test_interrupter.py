@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.rank import interrupter as module
-from flytekitplugins.daskpytorch.rank.interrupter import Interrupter
+from flytekitplugins.daskpytorch.rank import calls as module
+from flytekitplugins.daskpytorch.rank.calls import Interrupter
 
 
 class Rank:

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput
-from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from told import To, node, shape_of
 
 SHAPE = shape_of(node("ada", "ada"), node("bea", "bea"))

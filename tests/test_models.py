@@ -17,9 +17,8 @@ from flytekitplugins.daskpytorch.display import notebook as notebook_table
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep import model as display
-from flytekitplugins.daskpytorch.sweep.model import ModelFuture, SweepDisplay
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
-from flytekitplugins.daskpytorch.sweep.sweep import Pool
+from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture, Pool, SweepDisplay
 from processes import until
 from told import To
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import preload
-from flytekitplugins.daskpytorch.node import fork_client, inherited
+from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import main, usage
@@ -73,10 +73,10 @@ def test_fork_server_goes_on_where_nothing_can_be_prepared(
     broken: str, others: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metadata, "entry_points", fails if broken == "entry_points" else metadata.entry_points)
-    monkeypatch.setattr(inherited, "_settle", lambda: None)
+    monkeypatch.setattr(fork_server, "_settle", lambda: None)
     monkeypatch.setattr("flytekitplugins.daskpytorch.rank.process_group.install", lambda: None)
     with caplog.at_level(logging.WARNING):
-        inherited.import_for_ranks(others)
+        fork_server.import_for_ranks(others)
     assert caplog.text.count("and is left out") == 1
 
 

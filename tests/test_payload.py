@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.protocol import payload
 from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, cut, pieces_of_returned
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
-from flytekitplugins.daskpytorch.rank.returned import pickled, unwrapped
+from flytekitplugins.daskpytorch.rank.link import pickled, unwrapped
 from flytekitplugins.daskpytorch.settings import Gang
 
 # ---- A call's arguments in shared memory

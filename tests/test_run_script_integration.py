@@ -18,7 +18,7 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch import GangError, dispatch, run_module, run_script
 from flytekitplugins.daskpytorch.protocol import script as script_module
-from flytekitplugins.daskpytorch.protocol.project import Project
+from flytekitplugins.daskpytorch.protocol.code import Project
 from flytekitplugins.daskpytorch.protocol.script import module_of, script_of
 from gangs import on_this_machine
 from processes import nothing_left_behind

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
+from flytekitplugins.daskpytorch.data.rank_loader import RankBatches, split_by_class
 
 LABELS = [index % 7 for index in range(1_000)]
 

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.data import S3ImageFolder
 from flytekitplugins.daskpytorch.display.training import plain_inputs
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
-from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from processes import SCRIPTS, nothing_left_behind, run_program
 from told import To
 

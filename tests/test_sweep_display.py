@@ -9,7 +9,7 @@ from rich.console import Console
 
 import told
 from flytekitplugins.daskpytorch import Goodput
-from flytekitplugins.daskpytorch.sweep.model import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from told import To
 
 record = partial(told.record, num_steps=8)

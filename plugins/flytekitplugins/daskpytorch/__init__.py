@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # for type checkers and editors
     from flytekitplugins.dask import Scheduler as Scheduler
     from flytekitplugins.dask import WorkerGroup as WorkerGroup
 
-    from flytekitplugins.daskpytorch.flyte.config import DaskCluster as DaskCluster
-    from flytekitplugins.daskpytorch.flyte.config import DaskDDP as DaskDDP
-    from flytekitplugins.daskpytorch.flyte.config import SpawnDDP as SpawnDDP
+    from flytekitplugins.daskpytorch.flyte.task import DaskCluster as DaskCluster
+    from flytekitplugins.daskpytorch.flyte.task import DaskDDP as DaskDDP
+    from flytekitplugins.daskpytorch.flyte.task import SpawnDDP as SpawnDDP
     from flytekitplugins.daskpytorch.public import *  # noqa: F403
 
 _public = Path(__file__).with_name("public.py").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from flytekitplugins.daskpytorch.checks import require_flytekit
 
         require_flytekit(name)
-        return getattr(import_module(f"{__name__}.flyte.config"), name)
+        return getattr(import_module(f"{__name__}.flyte.task"), name)
     if name == "__version__":
         return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

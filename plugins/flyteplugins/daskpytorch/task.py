@@ -41,8 +41,8 @@ from flytekitplugins.daskpytorch.task import config, in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.config import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
+from flyteplugins.daskpytorch.context import Flyte2Rank, TaskOutput
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
-from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.task.shown import ShownTask

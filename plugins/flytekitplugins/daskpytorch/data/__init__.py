@@ -4,11 +4,9 @@ Runs in ranks, but `DaskPartitions` is made in the driver. Called by users. May 
 """
 
 from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransferError
-from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
-from flytekitplugins.daskpytorch.data.image_folder import S3ImageFolder
+from flytekitplugins.daskpytorch.data.image_folder import BrokenImageError, ImageTooLargeError, S3ImageFolder
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
-from flytekitplugins.daskpytorch.data.rank_loader import RankLoader, ReadAhead
-from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
+from flytekitplugins.daskpytorch.data.rank_loader import RankBatches, RankLoader, ReadAhead, split_by_class
 
 __all__ = [
     "BrokenImageError",

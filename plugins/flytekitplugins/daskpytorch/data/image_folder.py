@@ -1,10 +1,12 @@
-"""Data set of the pictures in a folder of an S3 bucket. Runs in drivers and in ranks.
+"""Data set of the pictures in a folder of an S3 bucket, and their decoder. Runs in drivers and in ranks.
 
 Example: `DataLoader(S3ImageFolder("s3://bucket/dogs", transform=...), batch_size=64, num_workers=2)`.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,13 +17,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, require_extra
-from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError, access_options, split_uri
-from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageCache, ImageIndex
 from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 
@@ -30,6 +31,166 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Picture = Image | Tensor
+    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+
+
+Decoder = Literal["pil", "tensor"]
+END_OF_JPEG = b"\xff\xd9"
+JPEG_MODES = ("RGB", "L")
+"""PIL's modes of JPEGs that torchcodec and torchvision decode to the same pixels as PIL."""
+MAX_PIXELS = 2**30 // 12
+"""Default of the maximum number of pixels of a picture: 89 million, which PIL opens without a warning.
+
+A decoded picture of that size takes a quarter of a gigabyte of memory, and its decoding several times as much.
+"""
+
+
+class BrokenImageError(ValueError):
+    """A picture cannot be decoded, although it arrived undamaged from the bucket.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import data
+        >>> dogs = data.S3ImageFolder("s3://pictures/with-a-broken-one")
+        >>> try:
+        ...     dogs.__getitems__(range(len(dogs)))
+        ... except data.BrokenImageError as error:
+        ...     print(error)
+        s3://pictures/with-a-broken-one/beagle/broken.jpg cannot be decoded...
+    """
+
+
+class ImageTooLargeError(BrokenImageError):
+    """A picture has more pixels than `max_pixels` allows, and was not decoded.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import data
+        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", max_pixels=100)
+        >>> try:
+        ...     dogs[0]
+        ... except data.ImageTooLargeError as error:
+        ...     print(error)
+        s3://pictures/dogs/beagle/0.jpg ... max_pixels...
+    """
+
+
+def prepare(decoder: Decoder) -> None:
+    """Import the modules that a decoder needs, before threads decode. Imports in several threads may fail."""
+    import PIL.Image
+
+    PIL.Image.init()
+    if decoder != "pil":
+        import torchvision.transforms.functional  # noqa: F401
+
+        _jpeg_decoder()
+
+
+@functools.cache
+def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
+    """Return torchcodec's function that decodes a JPEG, or torchvision's if torchcodec cannot be imported."""
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except ModuleNotFoundError:
+        return _torchvisions()
+    except (ImportError, OSError, RuntimeError) as error:  # raised by torchcodec's shared libraries
+        logging.getLogger(__name__).warning(
+            "torchvision decodes the pictures, since torchcodec cannot: %s. torchcodec decodes pictures from 0.16 on, "
+            "which needs torch 2.11 or newer; this is torch %s. torchcodec's README lists the matching versions",
+            str(error).splitlines()[0],
+            torch.__version__,
+        )
+        return _torchvisions()
+    return functools.partial(decode_jpeg, mode="RGB")  # torchcodec rotates by the EXIF data itself
+
+
+def _torchvisions() -> Callable[[Tensor], Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    return functools.partial(decode_jpeg, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+
+
+def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
+    """Decode a picture's file, and return the picture in RGB, rotated as its EXIF data say.
+
+    Args:
+        body: Bytes of the picture's file.
+        decoder: Type of the returned picture. `pil`: a PIL image. `tensor`: a uint8 tensor of (3, height, width). For a
+            tensor, torchcodec or torchvision decodes JPEGs with one or three components, and PIL decodes all other
+            pictures.
+        max_pixels: Maximum number of pixels of the picture.
+        min_side: Minimum length, in pixels, of the returned picture's shorter side, if the picture is that large. JPEGs
+            are decoded at a half, a quarter or an eighth of their size: the smallest size that is large enough. Only
+            PIL can shrink, so PIL decodes these JPEGs. None: decode at full size.
+
+    Raises:
+        BrokenImageError: The file is empty, cut short, or no picture.
+        ImageTooLargeError: The file's header has more pixels than `max_pixels`.
+    """
+    from PIL import Image, ImageOps
+
+    if not body:
+        raise BrokenImageError("it is empty (0 bytes)")
+    try:
+        picture = Image.open(io.BytesIO(body))  # reads the header only
+        _check_size(picture, max_pixels)
+        is_whole_size = min_side is None or not _shrink(picture, min_side)
+        # Torchvision decodes a JPEG that is cut short, with a grey rest. The other decoders raise an error.
+        if decoder != "pil" and is_whole_size and _is_for_torch(picture) and _is_whole(body):
+            return _jpeg_decoder()(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        ImageOps.exif_transpose(picture, in_place=True)  # without `in_place` PIL copies the picture
+        upright = _as_rgb(picture)
+    except ImageTooLargeError:
+        raise
+    except Image.DecompressionBombError as error:  # PIL's own limit, twice PIL.Image.MAX_IMAGE_PIXELS
+        raise ImageTooLargeError(
+            f"{error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS as well as max_pixels={max_pixels:,}"
+        ) from error
+    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError) as error:
+        raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
+    return upright if decoder == "pil" else _as_tensor(upright)
+
+
+def _check_size(picture: Image, max_pixels: int) -> None:
+    width, height = picture.size
+    if width * height > max_pixels:
+        raise ImageTooLargeError(
+            f"it has {width:,} x {height:,} = {width * height:,} pixels, max_pixels={max_pixels:,} are allowed. Make "
+            "it smaller, or raise max_pixels where there is memory for it"
+        )
+
+
+def _shrink(picture: ImageFile, min_side: int) -> bool:
+    """Let PIL decode a JPEG at a smaller size with no side below `min_side`. Return False if PIL cannot."""
+    whole = picture.size
+    picture.draft(None, (min_side, min_side))
+    return picture.size != whole
+
+
+def _is_for_torch(picture: Image) -> bool:
+    return picture.format == "JPEG" and picture.mode in JPEG_MODES
+
+
+def _as_rgb(picture: Image) -> Image:
+    if picture.mode.startswith("I;16"):  # PIL would clip all values above 255 of 65535
+        return picture.point(lambda brightness: brightness / 256).convert("L").convert("RGB")
+    if picture.mode in ("I", "F"):
+        raise ValueError(
+            f"PIL's mode {picture.mode} has no fixed range of brightness: save the picture as 8-bit grey or RGB"
+        )
+    if picture.format == "JPEG" and picture.mode == "RGB":
+        return picture  # convert() would copy it, as it must for other formats, whose file PIL may keep open
+    return picture.convert("RGB")
+
+
+def _is_whole(body: bytes) -> bool:
+    return body.rstrip(b"\0").endswith(END_OF_JPEG)
+
+
+def _as_tensor(picture: Image) -> Tensor:
+    from torchvision.transforms.functional import pil_to_tensor
+
+    tensor: Tensor = pil_to_tensor(picture)
+    return tensor
 
 
 logger = logging.getLogger(__name__)
@@ -40,7 +201,7 @@ OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 MAX_LOADER_WORKERS = 1024
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
-    "decoder": checks.one_of(*get_args(image_decoder.Decoder)),
+    "decoder": checks.one_of(*get_args(Decoder)),
     "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
     "max_pixels": WHOLE,
     "min_side": checks.optional(WHOLE),
@@ -98,10 +259,10 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         anon: bool = False,
         *,
         storage_options: Mapping[str, Any] | None = None,
-        decoder: image_decoder.Decoder = "pil",
+        decoder: Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
-        max_pixels: int = image_decoder.MAX_PIXELS,
+        max_pixels: int = MAX_PIXELS,
         min_side: int | None = None,
         index: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -166,7 +327,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         )
         self.transform = transform
         self.target_transform = target_transform
-        self._decoder: image_decoder.Decoder = decoder
+        self._decoder: Decoder = decoder
         self._on_error = on_error
         self._max_pixels = max_pixels
         self._min_side = min_side
@@ -220,7 +381,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             BrokenImageError: All pictures of the batch were skipped, or one is broken and `on_error` is `raise`.
             OSError: A picture could not be read. The subclass says why.
         """
-        image_decoder.prepare(self._decoder)
+        prepare(self._decoder)
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
         outcomes = self._source.here.decoders.map(self._decode, indices, bodies)
         try:
@@ -277,7 +438,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             body: Future of the bytes of its file.
         """
         try:
-            return image_decoder.decode(body.result(), self._decoder, self._max_pixels, self._min_side)
+            return decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except ImageTooLargeError as error:
             return ImageTooLargeError(
                 f"{self._uri(index)} is not decoded: {error}, or leave it out with on_error='skip'"

@@ -23,7 +23,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.host import provide
-from flytekitplugins.daskpytorch.rank.returned import check_count
+from flytekitplugins.daskpytorch.rank.link import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

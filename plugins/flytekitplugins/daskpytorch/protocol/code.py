@@ -5,23 +5,29 @@ old or missing.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
+import itertools
 import linecache
 import logging
 import os
+import site
+import subprocess
 import sys
+import sysconfig
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
+from typing import Any, Self
 
 from flytekitplugins.daskpytorch.process.folders import state_of
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.system import running_kernel
 from flytekitplugins.daskpytorch.protocol import pickling
-from flytekitplugins.daskpytorch.protocol.project import Project, is_code
-from flytekitplugins.daskpytorch.protocol.script import Script
+from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
 
 MAX_SPARE_PART = 256 << 10
 """Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
@@ -222,3 +228,226 @@ def _unpacked(code: Code, folder: Path) -> Path:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(target)  # noqa: S202 - our own archive
     return target
+
+
+# ---- Files of the project
+
+MAX_RESOURCE_BYTES = 1 << 20
+"""Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
+in storage."""
+MAX_BESIDE_BYTES = 4 << 20
+"""Maximum total size, in bytes, of the data files that the driver sends from the folder of a script, or of another
+module outside a package."""
+MAX_FILES = 10_000
+"""Maximum number of files below a script's folder that the driver looks at."""
+CODE_SUFFIXES = {".py", ".pyi", ".so"}
+INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
+
+
+@dataclass
+class Project:
+    """The project's files on the driver's machine."""
+
+    files: dict[str, Path] = field(default_factory=dict)
+    """Name in the archive -> path of the file."""
+    roots: set[Path] = field(default_factory=set)
+    """Folders from which this process imports the project's modules."""
+    script: str | None = None
+    _first: Path | None = None
+    """Folder of the script that ranks run, which comes first on their `sys.path`."""
+
+    @classmethod
+    def loaded(cls) -> Self:
+        """Return the project's files: for each imported module that is not installed, its package or folder."""
+        project = cls()
+        companions: set[tuple[Path, str | None]] = set()
+        for module in _modules_not_installed():
+            if place := _place_in_project(module):
+                root, relative = place
+                project.files[str(relative)] = root / relative
+                if module is sys.modules["__main__"]:
+                    project.script = str(relative)
+                companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
+        for root, package in sorted(companions, key=str):
+            project.roots.add(root)
+            project._add(root, _files_beside(root) if package is None else _files_below(root / package))
+        return project
+
+    def add_script(self, script: Script) -> None:
+        """Add the folder from which a script or module of the user imports. Installed modules are not sent."""
+        self.script = None  # not the driver's own
+        if script.file is None or script.folder is None or _is_installed(script.file, _installation_folders()):
+            return
+        root = self._first = Path(script.folder)
+        self.script = str(Path(script.file).relative_to(root))
+        self.files[self.script] = Path(script.file)
+        self.roots.add(root)
+        self._add(root, _files_of_script(root), is_script=True)
+
+    def _add(self, root: Path, paths: Iterable[Path], *, is_script: bool = False) -> None:
+        """Add files of a folder.
+
+        Args:
+            root: The folder.
+            paths: Files in the folder.
+            is_script: True for a script's folder. Its files replace others of the same name, and files in subfolders
+                count for the limit of data, too.
+        """
+        total = 0
+        for path in paths:
+            name, size = str(path.relative_to(root)), _size_of(path)
+            total += size if (is_script or path.parent == root) and not is_code(path) else 0
+            if is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
+                self.files[name] = path if is_script else self.files.get(name, path)
+
+    def folders(self) -> Sequence[str]:
+        """Return the project's source folders in `sys.path` order. Return none if a module in one hides another's.
+
+        Data files do not count, since code finds data files beside its modules.
+        """
+        order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
+        roots = sorted(self.roots, key=lambda root: (root != self._first, order.get(str(root), len(order)), str(root)))
+        if len(roots) > 1:
+            for name, path in self.files.items():
+                if is_code(path) and path != next((root / name for root in roots if (root / name).exists()), None):
+                    return ()
+        return [str(root) for root in roots]
+
+
+class SourceFiles:
+    """Files of the project's imported modules, and their state when this object has seen each of them first."""
+
+    def __init__(self) -> None:
+        self._num_modules = 0
+        self._states: dict[Path, tuple[int, ...] | None] = {}
+        """Path of a file -> time of its last change in nanoseconds, and its size in bytes. None: no such file."""
+        self.take_new()
+
+    def take_new(self) -> bool:
+        """Add the files of modules that have been imported since the last call. Return True if there are any."""
+        if len(sys.modules) == self._num_modules:
+            return False
+        self._num_modules, main = len(sys.modules), sys.modules["__main__"]
+        places = map(_place_in_project, (each for each in _modules_not_installed() if each is not main))
+        new = {root / relative for root, relative in filter(None, places)} - self._states.keys()
+        self._states |= {path: state_of(path) for path in new}
+        return bool(new)
+
+    def changed(self) -> list[Path]:
+        """Return the paths of files that have changed since their first look or the last call."""
+        found = {path: state for path, known in self._states.items() if (state := state_of(path)) != known}
+        self._states |= found
+        return sorted(found)
+
+
+_installed_modules: dict[str, ModuleType] = {}
+"""Cache of modules that are known to be installed, by name. Repeated checks of thousands of modules would dominate
+packing time."""
+
+
+def _modules_not_installed() -> Iterator[ModuleType]:
+    installed = _installation_folders()
+    for name, module in list(sys.modules.items()):
+        if _installed_modules.get(name) is module:
+            continue
+        if _is_installed(attributes_of(module).get("__file__"), installed):
+            _installed_modules[name] = module
+        else:
+            yield module
+
+
+def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
+    """Return True if a module's file belongs to an installation.
+
+    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Folder names such as
+    `site-packages` identify them.
+    """
+    if not isinstance(file, str):
+        return False
+    absolute = file if file.startswith(installed) else os.path.abspath(file)
+    return absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS)
+
+
+def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
+    """Return a module's import folder, and its path below that folder. None means the module is not sent."""
+    attributes = attributes_of(module)
+    name, file = _imported_as(attributes), attributes.get("__file__")
+    if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
+        return None  # built-in modules, this package and its siblings
+    path = Path(os.path.abspath(file))
+    parts = name.split(".")
+    relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
+    root = Path(str(path).removesuffix(str(relative)))
+    return (root, relative) if root / relative == path and path.is_file() else None
+
+
+def _imported_as(attributes: Mapping[str, Any]) -> object:
+    """Return a module's name. For the script, return the name under which other modules import the script."""
+    name, file = attributes.get("__name__"), attributes.get("__file__")
+    if name in ("__main__", "__mp_main__") and isinstance(file, str):
+        return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
+    return name
+
+
+@functools.cache
+def _installation_folders() -> tuple[str, ...]:
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    folders.update(site.getsitepackages(), [site.getusersitepackages()])
+    return tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the visible files of a folder and its subfolders, without environments and caches."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        yield from (path for name in sorted(names) if name[0] != "." and (path := Path(folder, name)).is_file())
+
+
+def _files_beside(root: Path) -> list[Path]:
+    """Return a folder's visible files: modules first, then other files, sorted by size."""
+    return _modules_first(path for path in root.glob("[!.]*") if path.is_file())
+
+
+def _files_of_script(root: Path) -> list[Path]:
+    """Return the visible files below a script's folder. In a git repository, leave out what git ignores."""
+    if root == Path(root.anchor):  # of a container; /proc and /sys are below
+        return _files_beside(root)
+    found = list(itertools.islice(_known_to_git(root) or _files_below(root), MAX_FILES + 1))
+    if len(found) > MAX_FILES:
+        say(
+            f"{root}, the folder of the script, has more than {MAX_FILES:,} files: ranks on other machines get the "
+            "first ones only. Move the script to a folder of its own, or name data in a .gitignore there."
+        )
+    return _modules_first(found[:MAX_FILES])
+
+
+def _known_to_git(root: Path) -> list[Path]:
+    """Return the visible files below a folder that git does not ignore. Empty if the folder is in no repository."""
+    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # there may be no git
+        return []
+    names = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
+    visible = [
+        root / name for name in names if not any(part[0] == "." or part in SKIPPED_FOLDERS for part in name.parts)
+    ]
+    inner = (path for folder in visible if folder.is_dir() for path in _files_below(folder))  # repositories in this one
+    return [*filter(Path.is_file, visible), *inner]
+
+
+def _modules_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: (not is_code(path), _size_of(path), path))
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # the file has just been removed
+        return 0
+
+
+def is_code(path: Path) -> bool:
+    """Return True if a file is Python code, whatever its size."""
+    return path.suffix in CODE_SUFFIXES

@@ -28,10 +28,9 @@ from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
-from flytekitplugins.daskpytorch.rank import debugger, gpu_memory, libraries, liveness, process_group, sources
-from flytekitplugins.daskpytorch.rank.gpu_check import GpuCheck
-from flytekitplugins.daskpytorch.rank.link import GangLink
-from flytekitplugins.daskpytorch.rank.returned import unwrapped
+from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, own_gpu, process_group, sources
+from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
+from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
 from flytekitplugins.daskpytorch.rank.session import (
     EXIT_RESERVE,
     EXIT_SHARE,
@@ -130,7 +129,7 @@ def _explained(
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
-    gpu_memory.explain(error, order, link.submit, call)
+    own_gpu.explain(error, order, link.submit, call)
     failure = failure_of(error, at, link, is_final=is_final)
     if prompt is not None and order.job.settings.on_error == "hold":
         prompt.hold(error, failure)
@@ -254,7 +253,7 @@ def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None
     check.await_nvml()
     device = _take_device(order)
     check.compute(device)
-    gpu_memory.record(order)
+    own_gpu.record(order)
     return device
 
 

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.protocol import messages, start_variables
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, Question
-from flytekitplugins.daskpytorch.rank import hints, liveness, process_group, usage
+from flytekitplugins.daskpytorch.rank import liveness, process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.profiler import Profiler
@@ -91,14 +91,14 @@ class Session:
             yield
             return
         link, environment = self._link, dict(os.environ)
-        with hints.watching_samplers(link.ledger, link.hint):
+        with usage.watching_samplers(link.ledger, link.hint):
             yield
         num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
-        link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
+        link.hint(usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
         late = start_variables.changed(self.environment, os.environ, self._read_so_far)
         if process_group.has_read_nccls_variables():
             late += start_variables.changed(environment, os.environ, ("NCCL_",))
-        link.hint(hints.of_variables([name for name in late if name in os.environ]))
+        link.hint(usage.of_variables([name for name in late if name in os.environ]))
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, and then give observers the account of time.

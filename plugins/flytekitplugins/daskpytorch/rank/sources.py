@@ -21,8 +21,7 @@ from types import ModuleType
 from typing import Any, Never
 
 from flytekitplugins.daskpytorch.protocol import pickling
-from flytekitplugins.daskpytorch.protocol.code import Program, Sources
-from flytekitplugins.daskpytorch.protocol.project import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES
+from flytekitplugins.daskpytorch.protocol.code import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES, Program, Sources
 from flytekitplugins.daskpytorch.protocol.script import attributes_of
 
 

@@ -27,8 +27,17 @@ from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, as_html, counted, error_of, rows_of, show_live
-from flytekitplugins.daskpytorch.sweep.sweep import Pool, Sweep
+from flytekitplugins.daskpytorch.sweep.sweep import (
+    Model,
+    ModelFuture,
+    Pool,
+    Sweep,
+    as_html,
+    counted,
+    error_of,
+    rows_of,
+    show_live,
+)
 
 if TYPE_CHECKING:
     import pandas as pd

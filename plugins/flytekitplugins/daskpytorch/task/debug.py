@@ -38,8 +38,8 @@ from flytekitplugins.daskpytorch.protocol.placement import place_ranks
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as_program
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, read_checkpoint, write_checkpoint
+from flytekitplugins.daskpytorch.rank.link import unwrapped
 from flytekitplugins.daskpytorch.rank.profiler import Profiler
-from flytekitplugins.daskpytorch.rank.returned import unwrapped
 from flytekitplugins.daskpytorch.rank.session import completed
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers

@@ -26,12 +26,11 @@ from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.code import SourceFiles, pack_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, kept_value, name_of
 from flytekitplugins.daskpytorch.protocol.messages import Forget
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.project import SourceFiles
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.rank.calls import cell, remember
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures

@@ -1,0 +1,467 @@
+"""This rank's GPU: what NVML says of it, the check before the gang uses it, and what holds its memory.
+
+Runs in the rank. Only this file imports `pynvml`, by which it asks NVML, the GPU driver's library. A container without
+the driver capability `utility` lacks the library. NVML then knows no GPU. A rank without a GPU does not ask.
+
+The check runs before the rank's process group forms: NVML's answers, a small kernel, the user's function. A GPU that
+does not pass raises `GpuFaultError`. The driver then treats the GPU as failed: the gang starts again without the GPU if
+`min_workers` and the other GPUs allow that.
+
+After a CUDA out-of-memory error, torch's snapshot and NVML say what holds the memory. A rank that does not run out of
+memory spends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.process.worker import in_thread
+from flytekitplugins.daskpytorch.protocol import torch_parts
+from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, GpuFaultError, with_causes
+from flytekitplugins.daskpytorch.protocol.function import name_of, unpack_call
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
+
+if TYPE_CHECKING:
+    import torch
+
+
+# ---- NVML
+
+_logger = logging.getLogger(__name__)
+
+
+class NvmlError(Exception):
+    """NVML reports a GPU or driver that cannot be used."""
+
+
+def find_gpu(uuid: str) -> Gpu | None:
+    """Return a GPU or MIG instance. None: NVML is not installed here, or does not know the GPU.
+
+    Args:
+        uuid: The UUID, with or without the prefix `GPU-`.
+
+    Raises:
+        NvmlError: The GPU or its driver cannot be used.
+    """
+    _begin(os.getpid())
+    handle = _ask("nvmlDeviceGetHandleByUUID", uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    return None if handle is None else Gpu(handle)
+
+
+def usage(uuid: str) -> tuple[int | None, float | None]:
+    """Return a GPU's memory in use, in bytes, and the share of time from 0 to 1 in which the GPU had work lately.
+
+    A value is None if NVML does not know the value.
+
+    Args:
+        uuid: The UUID, with or without the prefix `GPU-`.
+    """
+    with contextlib.suppress(NvmlError):
+        if (found := find_gpu(uuid)) is not None:
+            used, _ = found.memory() or (None, None)
+            return used, found.utilization()
+    return None, None
+
+
+class Gpu:
+    """One GPU or MIG instance. A MIG instance has its own memory and processes, and all else from its GPU."""
+
+    def __init__(self, handle: Any) -> None:
+        self._own = handle
+        self._whole = _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
+
+    def memory(self) -> tuple[int, int] | None:
+        """Return the bytes of memory in use, and in all. None: unknown."""
+        memory = _ask("nvmlDeviceGetMemoryInfo", self._own)
+        return None if memory is None else (memory.used, memory.total)
+
+    def utilization(self) -> float | None:
+        """Return the share of time, from 0 to 1, in which the GPU had work lately. None: unknown."""
+        rates = _ask("nvmlDeviceGetUtilizationRates", self._own)
+        return None if rates is None else rates.gpu / 100
+
+    def processes(self) -> dict[int, int]:
+        """Return each process's bytes of GPU memory (0: unknown). Processes outside the container are left out."""
+        found = _ask("nvmlDeviceGetComputeRunningProcesses", self._own) or []
+        return {process.pid: process.usedGpuMemory or 0 for process in found}
+
+    def ecc_errors(self) -> int:
+        """Return the number of uncorrectable memory errors since the driver was loaded or the GPU was reset."""
+        import pynvml
+
+        what = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        return _ask("nvmlDeviceGetTotalEccErrors", self._whole, *what) or 0
+
+    def remapping(self) -> tuple[bool, bool]:
+        """Return whether a row of memory waits to be remapped at a reset, and whether one could not be remapped."""
+        _, _, is_pending, has_failed = _ask("nvmlDeviceGetRemappedRows", self._whole) or (0, 0, 0, 0)
+        return bool(is_pending), bool(has_failed)
+
+    def recovery(self) -> int:
+        """Return the action that the driver asks for, one of `NVML_GPU_RECOVERY_ACTION_...`. 0: none, or unknown."""
+        import pynvml
+
+        fields = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        [asked] = _ask("nvmlDeviceGetFieldValues", self._whole, fields) or [None]
+        return asked.value.uiVal if asked is not None and asked.nvmlReturn == pynvml.NVML_SUCCESS else 0
+
+
+@functools.lru_cache(maxsize=1)
+def _begin(pid: int) -> None:  # noqa: ARG001 - a forked child initialises NVML again
+    """Initialise NVML once for this process. The initialisation takes long for a sample each two seconds."""
+    _ask("nvmlInit")
+
+
+def _ask(name: str, *arguments: Any) -> Any:
+    """Call a function of nvidia-ml-py. Return None if driver, GPU or user may not have what was asked for.
+
+    Raises:
+        NvmlError: The GPU or its driver cannot be used.
+    """
+    import pynvml
+
+    try:
+        return getattr(pynvml, name)(*arguments)
+    except (pynvml.NVMLError_IrqIssue, pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired) as error:
+        raise NvmlError(f"NVML's {name} says: {error}") from error
+    except (pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_LibRmVersionMismatch) as error:
+        _warn(str(error))  # CUDA, which has a library of its own, may work
+    except pynvml.NVMLError:
+        pass
+    return None
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    _logger.warning(
+        "NVML cannot be used here: %s. This rank's GPU is checked and sampled without NVML. The image may have a "
+        "version of the library that the host's driver does not suit",
+        text,
+    )
+
+
+# ---- The check
+
+NVML_TIMEOUT = 60.0
+"""Timeout, in seconds, for NVML's answers. NVML initialises all GPUs without persistence mode, in seconds for each."""
+KERNEL_TIMEOUT = 60.0
+"""Timeout, in seconds, for the small kernel, which includes the time to make the CUDA context."""
+PAUSE = 1.0
+"""Seconds until a second look at a GPU with a fault. Short faults do not count, such as the memory of a process that
+is ending."""
+MAX_SHARE_OF_OTHERS = 0.5
+"""Maximum share of a GPU's memory, from 0 to 1, that processes outside the gangs may hold before the rank begins."""
+RANK_NAME = re.compile(r"rank \d+/")
+"""Pattern of the name that `main` gives to each rank's process."""
+RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
+"""Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
+NUM_NUMBERS = 1 << 18
+"""Number of elements that the small kernel computes: 1 MiB, enough for each part of a large GPU to compute some."""
+THREAD = "daskpytorch-gpu-check"
+"""Name of the threads that call the GPU's driver, in which code that hangs cannot be ended."""
+
+
+class GpuCheck:
+    """Check of one rank's own GPU. Does nothing in a rank without a GPU, or with `Gang(gpu_check="off")`."""
+
+    def __init__(self, order: RankOrder) -> None:
+        """Begin to read NVML in a thread. The thread runs beside the imports of the user's modules."""
+        self._place, self._function = order.place, order.job.gpu_check
+        self._is_on = order.place.gpu is not None and order.job.settings.gpu_check != "off"
+        uuid = order.place.gpu_uuid
+        self._faults = in_thread(lambda: faults_of(uuid), THREAD) if self._is_on and uuid else None
+
+    def await_nvml(self) -> None:
+        """Wait for NVML's answers. Called before the rank initialises CUDA, which a broken GPU may block.
+
+        Raises:
+            GpuFaultError: NVML reports a fault, or does not answer.
+        """
+        if self._faults is None:
+            return
+        try:
+            found = self._faults.result(NVML_TIMEOUT)
+        except TimeoutError:
+            found = [f"NVML, the driver's library, did not answer within {NVML_TIMEOUT:g} s (nvidia-smi may hang, too)"]
+        if found:
+            raise _fault("; ".join(found))
+
+    def compute(self, device: torch.device | None) -> None:
+        """Run a small kernel with a known result on the GPU, then the user's function.
+
+        Args:
+            device: The rank's GPU. None if the gang leaves CUDA uninitialised, and so runs no kernel.
+
+        Raises:
+            GpuFaultError: The kernel fails, hangs or has a wrong result, or the user's function raises an exception.
+        """
+        if not self._is_on:
+            return
+        if device is not None:
+            try:
+                found = in_thread(lambda: fault_of_kernel(device), THREAD).result(KERNEL_TIMEOUT)
+            except TimeoutError:
+                found = f"a small kernel did not end within {KERNEL_TIMEOUT:g} s"
+            if found:
+                raise _fault(found)
+        if self._function is not None:
+            self._call(unpack_call(self._function).function)
+
+    def _call(self, function: Callable[[int], object]) -> None:
+        try:
+            function(self._place.device_index or 0)
+        except Exception as error:  # any exception of the user's function is the fault
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise GpuFaultError(f"gpu_check={name_of(function)} raised {text}") from error
+
+
+def _fault(found: str) -> GpuFaultError:
+    return GpuFaultError(
+        f"the check before its use found: {found}. Reset the GPU (nvidia-smi --gpu-reset) or drain its host. "
+        'Gang(gpu_check="off") starts without the check'
+    )
+
+
+# ---- NVML
+
+
+def faults_of(uuid: str) -> list[str]:
+    """Return the faults that NVML reports of a GPU, in words. Empty for a sound GPU, and without NVML."""
+    if not _look(uuid):
+        return []
+    time.sleep(PAUSE)
+    return _look(uuid)
+
+
+def _look(uuid: str) -> list[str]:
+    try:
+        gpu = find_gpu(uuid)
+        return [] if gpu is None else list(read_faults(gpu))
+    except NvmlError as error:
+        return [str(error)]
+
+
+def read_faults(gpu: Gpu) -> Iterator[str]:
+    """Yield a GPU's faults in words.
+
+    Raises:
+        NvmlError: The GPU or its driver cannot be used.
+    """
+    if errors := gpu.ecc_errors():
+        yield f"{errors} uncorrectable memory errors (ECC) since its driver was loaded"
+    is_remap_pending, has_remap_failed = gpu.remapping()
+    if has_remap_failed:
+        yield "a row of its memory could not be remapped"
+    if is_remap_pending:
+        yield "a row of its memory waits to be remapped at a reset"
+    if action := gpu.recovery():
+        yield f"its driver asks for {RECOVERIES.get(action, 'a reset after all work has left the GPU')}"
+    processes = gpu.processes()
+    strangers = _strangers(processes)
+    _, total = gpu.memory() or (0, 0)
+    held = sum(processes[pid] for pid in strangers)
+    # The GPU's memory in use proves nothing: a container lists neither the processes of others, nor always its own Dask
+    # worker. Ranks of other gangs share the GPU by the user's choice.
+    if 0 < MAX_SHARE_OF_OTHERS * total < held:
+        named = ", ".join(f"process {pid}" for pid in strangers)
+        yield f"other processes hold {held / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory ({named})"
+
+
+def _strangers(pids: Iterable[int]) -> list[int]:
+    """Return the process IDs of neither ranks nor this rank's ancestors, such as a Dask worker.
+
+    A process that does not exist here is left out: NVML may list processes of other containers by process IDs that mean
+    nothing here.
+    """
+    own = {process.pid for process in psutil.Process().parents()}
+    found = []
+    for pid in sorted(set(pids) - own - {os.getpid()}):
+        with contextlib.suppress(psutil.Error):
+            if not RANK_NAME.match(psutil.Process(pid).name()):
+                found.append(pid)
+    return found
+
+
+# ---- The kernel
+
+
+def fault_of_kernel(device: torch.device) -> str:
+    """Run a small kernel with a known result on a device. Return its fault in words, or "" for the right result."""
+    import numpy as np
+    import torch
+
+    try:
+        computed, numbers = _computed(device), np.arange(NUM_NUMBERS, dtype=np.int32)
+        wrong = int((computed.numpy() != (numbers * 3 + 1) ^ numbers).sum())
+        if device.type == "cuda":  # the user's function finds no memory of this check
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+    except Exception as error:  # torch raises RuntimeError and subclasses; a broken driver may raise others
+        return f"a small kernel failed ({type(error).__name__}: {' '.join(str(error).split())})"
+    return f"a small kernel computed {wrong} of {NUM_NUMBERS} numbers wrongly" if wrong else ""
+
+
+def _computed(device: torch.device) -> torch.Tensor:
+    """Return whole numbers that a device has computed, and free their memory on the device.
+
+    Whole numbers are alike on all devices. Matrix products would first load cuBLAS, which takes 0.1 s.
+    """
+    import torch
+
+    numbers = torch.arange(NUM_NUMBERS, dtype=torch.int32, device=device)
+    return ((numbers * 3 + 1) ^ numbers).cpu()
+
+
+# ---- Memory
+
+HISTORY_VARIABLE = "DASKPYTORCH_MEMORY_HISTORY"
+"""Environment variable that makes torch record the line of each allocation on the GPU, if its value is 1."""
+NUM_SHOWN = 5
+"""Number of the largest groups of live allocations in the error."""
+MAX_SNAPSHOT = 64 << 20
+"""Maximum number of bytes of a snapshot that is submitted."""
+PICKLE_PROTOCOL = 4
+"""Newest protocol of pickle that pytorch.org/memory_viz reads."""
+PROCESSES_TIMEOUT = 5.0
+"""Timeout, in seconds, for NVML's list of the GPU's processes."""
+LIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+"""States of blocks in torch's snapshot that no other allocation can use."""
+DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
+"""Pattern of the device's index in torch's error."""
+
+
+def record(order: RankOrder) -> None:
+    """Make torch record the line of each allocation, if the user's environment asks for that. Initialises CUDA."""
+    if order.place.gpu is not None and os.environ.get(HISTORY_VARIABLE) == "1":
+        with optional(f"Recording the lines of allocations ({HISTORY_VARIABLE})"):
+            torch_parts.record_memory()
+
+
+def explain(
+    error: BaseException, order: RankOrder, submit: Callable[[str, bytes], None], call: int | None = None
+) -> None:
+    """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot of the memory.
+
+    Other errors stay as they are.
+
+    Args:
+        error: The exception that ends the rank.
+        order: The rank's order.
+        submit: Sends the driver a result file: the file's path and its content.
+        call: Number of the call that raised the exception, in a gang that stays. None: a gang of one call.
+    """
+    if (cause := _out_of_memory(error)) is None:
+        return
+    place = order.place
+    with optional("Explaining what holds the GPU's memory"):
+        named = DEVICE.search(str(cause))
+        device = int(named[1]) if named else place.device_index or 0
+        notes: list[str] = []
+        with optional("Reading torch's snapshot of the GPU's memory"):
+            snapshot = torch_parts.memory_snapshot()
+            notes += describe(snapshot, device)
+            number = f"{order.job.attempt}" if call is None else f"call-{call}"  # a gang that stays has one attempt
+            path = f"profiles/rank-{place.rank}-out-of-memory-{number}.pickle"
+            if len(data := pickle.dumps(snapshot, PICKLE_PROTOCOL)) <= MAX_SNAPSHOT:
+                submit(path, data)
+                notes.append(f"Snapshot of the memory: {path} among the results (open it at pytorch.org/memory_viz).")
+        if place.gpu_uuid and device == place.device_index:
+            notes += _others(place.gpu_uuid)
+        if notes:
+            error.add_note("\n".join(notes))
+
+
+def _out_of_memory(error: BaseException) -> BaseException | None:
+    """Return torch's error of a GPU without memory: the error itself, or the first such cause. None without one."""
+    torch = sys.modules.get("torch")  # not imported here: a failed import of torch may be the error
+    if torch is None:
+        return None
+    return next((each for each in with_causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
+
+
+# ---- Torch's snapshot
+
+
+def describe(snapshot: Mapping[str, Any], device: int) -> Iterator[str]:
+    """Yield lines about a device's memory: what torch has reserved and allocated, and the largest live allocations.
+
+    Args:
+        snapshot: Snapshot of `torch_parts.memory_snapshot()`.
+        device: CUDA index of the device.
+    """
+    segments = [segment for segment in snapshot["segments"] if segment.get("device", device) == device]
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    reserved = sum(segment["total_size"] for segment in segments)
+    live = [block for block in blocks if block["state"] in LIVE]
+    free = [block["size"] for block in blocks if block["state"] not in LIVE]
+    text = f"Torch's memory on CUDA device {device}: {_size(reserved)} reserved"
+    text += f", of which {_size(sum(block['size'] for block in live))} are allocated"
+    yield text + (f" and {_size(sum(free))} are free, in pieces of at most {_size(max(free))}." if free else ".")
+    if not live:
+        return
+    sizes: Counter[str] = Counter()
+    nums: Counter[str] = Counter()
+    for block in live:
+        where = _line_of(block.get("frames", ())) or f"a line that torch has not recorded, {_size(block['size'])} each"
+        sizes[where] += block["size"]
+        nums[where] += 1
+    yield "Largest live allocations:"
+    for where, size in sizes.most_common(NUM_SHOWN):
+        yield f"  {_size(size)} in {nums[where]:,}: {where}"
+    if not any(block.get("frames") for block in live):
+        yield f'Gang(environment={{"{HISTORY_VARIABLE}": "1"}}) records the line of each allocation.'
+
+
+def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the user's innermost line in a stack of torch, whose first frame is the innermost. Return "" without."""
+    for frame in frames:
+        file = str(frame.get("filename", ""))
+        if file.endswith(".py") and not NOT_THE_USERS.match(file):
+            return f"{file}:{frame.get('line')} in {frame.get('name')}"
+    return ""
+
+
+# ---- Other processes
+
+
+def _others(uuid: str) -> list[str]:
+    """Return a line about the memory that other processes hold on a GPU. Empty if NVML does not know."""
+
+    def asked() -> tuple[tuple[int, int] | None, dict[int, int]]:
+        gpu = find_gpu(uuid)
+        return (gpu.memory(), gpu.processes()) if gpu is not None else (None, {})
+
+    try:
+        memory, processes = in_thread(asked, THREAD).result(PROCESSES_TIMEOUT)
+    except (TimeoutError, NvmlError) as error:
+        return [f"NVML gives no list of the GPU's processes ({str(error) or 'no answer'})."]
+    if memory is None:
+        return []
+    used, total = memory
+    others = {pid: size for pid, size in processes.items() if pid != os.getpid()}
+    by_size = sorted(others.items(), key=lambda item: -item[1])[:NUM_SHOWN]
+    named = ", ".join(f"process {pid} {_size(size)}" for pid, size in by_size)
+    return [
+        f"In use on the GPU: {_size(used)} of {_size(total)}, by other processes: {named or 'none that NVML sees'}."
+    ]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
