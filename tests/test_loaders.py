@@ -17,13 +17,13 @@ from test_fork_server import Rank
 LOADING = """
     import multiprocessing, os, time
     from torch.utils.data import DataLoader
-    from flytekitplugins.daskpytorch.rank import loaders
+    from flytekitplugins.daskpytorch.rank import libraries
 
     # Without a change of sys.path some editable installations of this package are not found; see `forkserver`.
     os.environ["PYTHONPATH"] = {folder!r}
     with open({folder!r} + "/widened.py", "w") as file:
         file.write("import sys; sys.path.append('/nowhere')")
-    loaders.shield()
+    libraries.shield()
     multiprocessing.set_forkserver_preload(["__main__", "widened"])
     batches = iter(DataLoader(range(10_000), num_workers=2, multiprocessing_context={method!r}))
     next(batches), next(batches)  # one of each
@@ -65,7 +65,7 @@ def test_workers_end_by_no_sigterm_but_their_ranks(method: str, client: ForkServ
 STARTING = """
     import gc, os, weakref
     from torch.utils.data import DataLoader, Dataset
-    from flytekitplugins.daskpytorch.rank import loaders
+    from flytekitplugins.daskpytorch.rank import libraries
 
     class Decoded(Dataset):
         def __len__(self):
@@ -78,7 +78,7 @@ STARTING = """
             decoder.terminate()
             return decoder.wait()
 
-    loaders.shield()
+    libraries.shield()
     gc.disable()
     loader = DataLoader(Decoded(), num_workers=1, multiprocessing_context="fork")
     batches = iter(loader)
@@ -99,7 +99,7 @@ def test_programs_that_a_worker_starts_end_by_sigterm_and_nothing_of_a_worker_st
 SAMPLING = """
     import os
     from torch.utils.data import DataLoader
-    from flytekitplugins.daskpytorch.rank import loaders
+    from flytekitplugins.daskpytorch.rank import libraries
 
     class Sampler:
         def __len__(self):
@@ -113,7 +113,7 @@ SAMPLING = """
             self.process.start()
             yield 0
 
-    loaders.shield()
+    libraries.shield()
     sampler = Sampler()
     list(DataLoader(range(1), num_workers=1, sampler=sampler, multiprocessing_context="fork"))
     sampler.process.terminate()

@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.display.machine import MachineLog
 from flytekitplugins.daskpytorch.display.terminal import Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.process import log
+from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput
@@ -31,12 +31,12 @@ record = partial(told.record, num_steps=9)
 
 @pytest.fixture(autouse=True)
 def _for_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(log.FORMAT_VARIABLE, "json")
-    monkeypatch.delenv(log.LEVEL_VARIABLE, raising=False)
-    before = log.logger.handlers[:], log.logger.propagate, log.logger.level
+    monkeypatch.setenv(streams.FORMAT_VARIABLE, "json")
+    monkeypatch.delenv(streams.LEVEL_VARIABLE, raising=False)
+    before = streams.logger.handlers[:], streams.logger.propagate, streams.logger.level
     yield
-    log.logger.handlers[:], log.logger.propagate = before[0], before[1]
-    log.logger.setLevel(before[2])
+    streams.logger.handlers[:], streams.logger.propagate = before[0], before[1]
+    streams.logger.setLevel(before[2])
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) 
 def test_level_is_that_of_flyte(
     level: str, events: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(log.LEVEL_VARIABLE, level)
+    monkeypatch.setenv(streams.LEVEL_VARIABLE, level)
     observer = begun()
     To(observer).logged(record(1))
     To(observer).logged(record(1, rank=1))
@@ -122,7 +122,7 @@ def test_level_is_that_of_flyte(
 
 
 def test_what_the_package_says_in_a_rank_is_no_text_within_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    log.set_up()
+    streams.set_up()
     logging.getLogger("flytekitplugins.daskpytorch.data.bucket").warning("listing takes long")
     line = capsys.readouterr().err.rstrip("\n")
     users = '{"time": "now", "event": "of the user", "self": 1, "level": []}'
@@ -136,7 +136,7 @@ def test_what_the_package_says_in_a_rank_is_no_text_within_an_object(capsys: pyt
 
 
 def test_loggers_of_modules_say_objects_with_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
-    log.set_up()
+    streams.set_up()
     error = OSError("the disk is full")
     logging.getLogger("flytekitplugins.daskpytorch.protocol.observer").warning("%s failed", "it", exc_info=error)
     [line] = said(capsys)
@@ -161,7 +161,7 @@ def test_a_sweep_says_what_its_models_do(capsys: pytest.CaptureFixture[str]) -> 
 def test_gangs_share_a_board_until_the_first_has_concluded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(log.FORMAT_VARIABLE)
+    monkeypatch.delenv(streams.FORMAT_VARIABLE)
     monkeypatch.setattr(machine, "_gangs", weakref.WeakSet())  # without gangs of other tests
     first, second = machine.progress("flows.train"), machine.progress("flows.train")
     keyed = machine.progress("flows.train", "of.mine")
@@ -184,14 +184,14 @@ def test_gangs_share_a_board_until_the_first_has_concluded(
 def test_people_read_lines_and_their_logging_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(log.FORMAT_VARIABLE)
-    before = log.logger.handlers[:]
-    log.set_up()
-    log.say("a notice")
+    monkeypatch.delenv(streams.FORMAT_VARIABLE)
+    before = streams.logger.handlers[:]
+    streams.set_up()
+    streams.say("a notice")
     assert capsys.readouterr().err == "a notice\n"
-    assert (log.logger.handlers, log.logger.propagate) == (before, True)
+    assert (streams.logger.handlers, streams.logger.propagate) == (before, True)
     assert isinstance(machine.progress("train"), ProgressDisplay)
     assert isinstance(machine.echo(), Display)
-    monkeypatch.setenv(log.LEVEL_VARIABLE, "40")
-    log.say("a notice")
+    monkeypatch.setenv(streams.LEVEL_VARIABLE, "40")
+    streams.say("a notice")
     assert capsys.readouterr().err == ""

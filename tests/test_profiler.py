@@ -13,7 +13,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from flytekitplugins.daskpytorch import Profile
-from flytekitplugins.daskpytorch.rank.profiler import Profiler
+from flytekitplugins.daskpytorch.rank.usage import Profiler
 from gangs import Notes, on_this_machine
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.process import log, streams
+from flytekitplugins.daskpytorch.process import streams
 
 if TYPE_CHECKING:  # for type checkers and editors
     from flytekitplugins.dask import Scheduler as Scheduler
@@ -37,7 +37,7 @@ if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = NAMES  # noqa: PLE0605
 
 streams.open_closed()  # before sockets are opened, and in the fork server before its ranks' channels
-log.set_up()
+streams.set_up()
 
 
 def __getattr__(name: str) -> Any:

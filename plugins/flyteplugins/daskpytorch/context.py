@@ -21,7 +21,7 @@ from flyte.storage import ABFS, S3, Storage
 from flyte.syncify import syncify
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import host, pickling
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import provide

@@ -18,7 +18,7 @@ from distributed.security import Security
 from distributed.utils import format_dashboard_link
 
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 

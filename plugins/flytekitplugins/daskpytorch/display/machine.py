@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.process import log
+from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.protocol import journal
 
 
@@ -28,7 +28,7 @@ def progress(
         is_plain: True for plain lines instead of a live display.
         unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
     """
-    if log.is_for_machines():
+    if streams.is_for_machines():
         return MachineLog(name)
     with _lock:
         if (other := next((each for each in _gangs if not each.is_over), None)) is not None:
@@ -43,7 +43,7 @@ def progress(
 
 def echo() -> View:
     """Return the observer that shows a gang of `dispatch.run` in a task: JSON objects, or notices and output only."""
-    return MachineLog() if log.is_for_machines() else Display(Board(is_quiet=True))
+    return MachineLog() if streams.is_for_machines() else Display(Board(is_quiet=True))
 
 
 class MachineLog(View):
@@ -57,9 +57,9 @@ class MachineLog(View):
         match event:
             case journal.Wrote():
                 for line in event.lines:
-                    said = log.object_in(line) or {"event": "output", "text": line}
+                    said = streams.object_in(line) or {"event": "output", "text": line}
                     level = logging.getLevelNamesMapping().get(str(said.pop("level", "")), logging.INFO)
-                    log.tell(str(said.pop("event")), {**said, **self._about(event.rank)}, level)
+                    streams.tell(str(said.pop("event")), {**said, **self._about(event.rank)}, level)
             case journal.Prompted() | journal.Accounted():  # the last account comes with the end
                 pass
             case journal.Logged():
@@ -86,13 +86,13 @@ class MachineLog(View):
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
         """Log how the task has ended, the advice for the user, and the addresses of outputs and tracker runs."""
-        log.tell("concluded", {"text": how, "places": dict(places), "advice": advice, **self._about()})
+        streams.tell("concluded", {"text": how, "places": dict(places), "advice": advice, **self._about()})
 
     def _log(self, event: journal.Event, level: int = logging.INFO, rank: int | None = None) -> None:
         if isinstance(event, journal.Logged):
             event = replace(event, record=event.record.bare())
         fields = journal.fields_of(event)
-        log.tell(fields.pop("event"), {**fields, **self._about(rank)}, level)
+        streams.tell(fields.pop("event"), {**fields, **self._about(rank)}, level)
 
     def _about(self, rank: int | None = None) -> dict[str, Any]:
         state = self.state

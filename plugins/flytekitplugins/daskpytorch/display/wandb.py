@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, gang_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RunSettings, Tracker
-from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.process.streams import without_secrets
+from flytekitplugins.daskpytorch.process.streams import say, without_secrets
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import Wandb

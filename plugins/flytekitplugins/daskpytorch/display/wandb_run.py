@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.process.streams import Screen
+from flytekitplugins.daskpytorch.process.streams import Screen, say
 from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
 from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture

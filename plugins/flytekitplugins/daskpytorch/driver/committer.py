@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     LAYOUT,
     METADATA,

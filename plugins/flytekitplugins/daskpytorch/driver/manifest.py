@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.process.folders import state_of
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, digest_of
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.records import SavedCheckpoint

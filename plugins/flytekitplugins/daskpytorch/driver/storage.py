@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.function import key_of

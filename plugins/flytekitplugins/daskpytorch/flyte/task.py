@@ -43,8 +43,8 @@ from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.flyte.context import HOST
-from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local

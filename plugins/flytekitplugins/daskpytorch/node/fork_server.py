@@ -361,9 +361,10 @@ def import_for_ranks(others: Sequence[str]) -> None:
     """
     gc.disable()
     try:
-        import torch.distributed  # noqa: F401
+        import torch.distributed
+        import torch.utils.data  # noqa: F401
 
-        from flytekitplugins.daskpytorch.rank import loaders, main, process_group  # noqa: F401
+        from flytekitplugins.daskpytorch.rank import main, process_group  # noqa: F401
 
         process_group.install()
         for name in others:

@@ -24,7 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Self
 
 from flytekitplugins.daskpytorch.process.folders import state_of
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.system import running_kernel
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of

@@ -7,4 +7,4 @@ from flytekitplugins.daskpytorch.process import signals
 
 signals.leave_sigterm_to_parent()
 # With torch imported in the fork server, a worker sets its SIGTERM handler within milliseconds, not seconds.
-from flytekitplugins.daskpytorch.rank import loaders  # noqa: E402, F401
+import torch.utils.data  # noqa: E402, F401

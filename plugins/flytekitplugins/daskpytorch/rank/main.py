@@ -229,9 +229,7 @@ def _settle_in(order: RankOrder) -> None:
     show_as(f"rank {order.place.rank}/{order.place.world_size}")
     import torch
 
-    from flytekitplugins.daskpytorch.rank import loaders
-
-    loaders.shield()
+    libraries.shield()
     process_group.install()
     libraries.guide()
     os.chdir(order.directory)

@@ -25,8 +25,7 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, 
 from flytekitplugins.daskpytorch.rank import liveness, process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
-from flytekitplugins.daskpytorch.rank.profiler import Profiler
-from flytekitplugins.daskpytorch.rank.usage import Gauge
+from flytekitplugins.daskpytorch.rank.usage import Gauge, Profiler
 from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from dask.base import normalize_token, tokenize
 from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.process.streams import without_secrets
+from flytekitplugins.daskpytorch.process.streams import say, without_secrets
 from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.files import Files, unusable
 from flytekitplugins.daskpytorch.protocol.function import name_of

@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError, StoppedEarlyError
-from flytekitplugins.daskpytorch.process import log
+from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
 from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
@@ -422,7 +422,7 @@ class SweepDisplay:
 
     def line(self, index: int, experiment: object) -> View:
         """Return the observer that displays one model's gang."""
-        if log.is_for_machines():
+        if streams.is_for_machines():
             return MachineLog()
         label = one_line(repr(without_secrets(experiment)), MAX_LABEL)
         return Display(self._board, f"model {index} {label}", f"model {index}, ")
@@ -447,8 +447,8 @@ class SweepDisplay:
         each = _in_words(self._ended.values())
         text = f"{len(self._ended)} of {self._num_models} models have ended"
         text += f"{remark and ' '}{remark}{each and ': '}{each}"
-        if log.is_for_machines():
-            log.say(text, logging.INFO)
+        if streams.is_for_machines():
+            streams.say(text, logging.INFO)
         elif not self._board.is_quiet:
             self._board.print(text)
 

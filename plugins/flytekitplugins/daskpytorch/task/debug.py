@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangCancelledError
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import journal, payload
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
@@ -39,9 +39,9 @@ from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, read_checkpoint, write_checkpoint
 from flytekitplugins.daskpytorch.rank.link import unwrapped
-from flytekitplugins.daskpytorch.rank.profiler import Profiler
 from flytekitplugins.daskpytorch.rank.session import completed
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.rank.usage import Profiler
 from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 

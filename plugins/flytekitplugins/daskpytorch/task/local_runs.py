@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.process.folders import (
     refuse_foreign,
     remove_unlocked,
 )
-from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 

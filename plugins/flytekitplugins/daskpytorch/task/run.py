@@ -26,8 +26,8 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.storage import call_of, note_unfinished, storage_of, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
-from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import is_interactive
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import function_of, key_of

@@ -23,8 +23,8 @@ from flytekitplugins.daskpytorch.driver.futures import TURN, GangFuture, GangFut
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
+from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import SourceFiles, pack_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
