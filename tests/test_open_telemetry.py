@@ -15,7 +15,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, Sum
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Goodput, OpenTelemetry, Training
 from flytekitplugins.daskpytorch.display import open_telemetry
-from flytekitplugins.daskpytorch.display.open_telemetry import FIGURES, PREFIX, RESTART_KINDS, GangFigures
+from flytekitplugins.daskpytorch.display.open_telemetry import FIGURES, RESTART_KINDS, GangFigures
 from otlp import name_in_prometheus
 from told import To, node, record, shape_of, usage
 
@@ -135,7 +135,11 @@ def test_the_last_figures_of_a_gang_are_exported_for_a_while(read: Read, monkeyp
 
 def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None:
     exported = {
-        name_in_prometheus(f"{PREFIX}.{name}", each.unit, is_counter=each.is_counter): {"training", "model", each.label}
+        name_in_prometheus(f"daskpytorch.{name}", each.unit, is_counter=each.is_counter): {
+            "training",
+            "model",
+            each.label,
+        }
         for name, each in FIGURES.items()
     }
     dashboard = json.loads((REPOSITORY / "docs/assets/grafana.json").read_text())
@@ -145,16 +149,16 @@ def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None
     asked = set()
     for query in [*queries, *(target["expr"] for target in targets)]:
         assert set(re.findall(r"\$(\w+)", query)) <= set(variables), query
-        for name, matchers in re.findall(rf"({PREFIX}_\w+)(?:{{([^}}]*)}})?", query):
+        for name, matchers in re.findall(r"(daskpytorch_\w+)(?:{([^}]*)})?", query):
             asked.add(name)
             assert set(re.findall(r"(\w+)=~?", matchers)) <= exported[name], query
     for query in queries:
         [(name, label)] = re.findall(r"^label_values\((\w+).*, (\w+)\)$", query)
         assert label in exported[name], query
     for target in targets:
-        of = set.union(*(exported[name] for name in re.findall(rf"{PREFIX}_\w+", target["expr"])))
+        of = set.union(*(exported[name] for name in re.findall(r"daskpytorch_\w+", target["expr"])))
         assert set(re.findall(r"(?:ignoring|without|by|on) ?\((\w+)\)", target["expr"])) <= of, target
         assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= of, target
     assert len(asked) >= 14
     guide = (REPOSITORY / "docs/guides/trackers.md").read_text()
-    assert set(re.findall(rf"{PREFIX}_\w+", guide)) <= set(exported)
+    assert set(re.findall(r"daskpytorch_\w+", guide)) <= set(exported)

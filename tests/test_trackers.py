@@ -310,7 +310,6 @@ def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_th
     flow: Flow, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker, "RETRY_AFTER", 0.01)
-    monkeypatch.setattr(mlflow_run, "MAX_METRICS", 1)
     sent, send = [], MlflowClient.log_batch
 
     def log_batch(*args: Any, metrics: Any = (), **told: Any) -> None:

@@ -102,6 +102,12 @@ class Picture:
         width, height = Image.open(file).size
         return cls(png=file.getvalue(), width=width, height=height, caption=caption)
 
+    def image(self) -> Any:
+        """Return the picture as a Pillow image."""
+        from PIL import Image
+
+        return Image.open(io.BytesIO(self.png))
+
 
 def _image(pixels: Any) -> Any:
     import torch
@@ -181,6 +187,11 @@ class LogRecord:
     def numbers(self) -> dict[str, float]:
         """Numeric metrics by name, as floats."""
         return {name: _as_float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Metrics that are strings, by name."""
+        return {name: value for name, value in self.metrics.items() if isinstance(value, str)}
 
     @property
     def epoch(self) -> int | None:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker, knock, public
 from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.protocol.journal import Training
-from flytekitplugins.daskpytorch.records import LogRecord, Picture
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric
-    from mlflow.entities import Run as MlflowRun
-
+from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 ID_TAG = "daskpytorch.id"
 """Name of the MLflow tag with the training's id, by which later attempts find the run."""
 REASON_TAG = "daskpytorch.reason"
 NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
-STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
-MAX_METRICS, MAX_TAGS = 900, 100
-"""Maximum number of metrics, and of tags or parameters, in one request to MLflow."""
 MAX_TEXT = 5_000
 """Maximum number of characters of an MLflow tag or parameter."""
 MAX_NAME = 250
@@ -70,23 +57,22 @@ class MLflow:
     """Tags of the run, in addition to those of the plugin."""
 
     def __post_init__(self) -> None:
-        require_extra("mlflow", "MLflow(...)")
+        checks.require_extra("mlflow", "MLflow(...)")
         rules = {
             "experiment": checks.text("an experiment's name"),
             "uri": checks.optional(checks.path_or("a server's address or a folder")),
             "name": checks.optional(checks.text()),
-            "tags": checks.must_be(
-                "a dictionary of texts",
-                lambda tags: (
-                    isinstance(tags, Mapping) and all(isinstance(text, str) for text in (*tags, *tags.values()))
-                ),
-            ),
+            "tags": checks.must_be("a dictionary of texts", _is_of_texts),
         }
         checks.Problems("MLflow", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
         """Return a new observer that writes the MLflow run of one gang."""
         return Tracker(_Run(self))
+
+
+def _is_of_texts(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value, *value.values()))
 
 
 class _Run(Run):
@@ -98,15 +84,9 @@ class _Run(Run):
         self._asked = asked
         self._logged: dict[str, int] = {}
         """Newest logged step of each metric, by name."""
-        self._hidden: dict[str, int] = {}
-        """Newest step of each metric, by name, before the last restart. Later records up to this step are skipped."""
-        self._metrics: list[Metric] = []
-        """Queue of metrics for the next request to MLflow."""
+        self._metrics: list[Any] = []
         self._tags: dict[str, str] = {}
-        """Tags for the next request to MLflow."""
-        self._requests: deque[Callable[[], object]] = deque()
-        """Queue of requests to MLflow. A request stays in the queue until MLflow has accepted or refused it."""
-        self._notes: list[str] = []
+        """Tags for the next request to MLflow, as the metrics above."""
         self._parent: str | None = None
         """Id of the MLflow run that contains the runs of all models of a `dispatch.map`. None for a single gang."""
 
@@ -118,14 +98,16 @@ class _Run(Run):
         self._client = MlflowClient(tracking_uri=uri)
         with _one_at_a_time.setdefault(self._client.tracking_uri, threading.Lock()):
             self._call(self._begin, training, files)
-        known = self._run.data.params
+        info, known = self._run.info, self._run.data
         given = {_key(name): str(value)[:MAX_TEXT] for name, value in flat(config, ".").items()}
-        params = [Param(name, value) for name, value in given.items() if name not in known]
-        for first in range(0, len(params), MAX_TAGS):
-            self._call(self._client.log_batch, self._run.info.run_id, params=params[first : first + MAX_TAGS])
-        self._logged = {metric.key: metric.step for metric in self._run.data.to_proto().metrics}
-        self._notes = [text for name, text in self._run.data.tags.items() if name == NOTE_TAG]
-        self.where = _place(self._client.tracking_uri, self._run)
+        params = [Param(name, value) for name, value in given.items() if name not in known.params]
+        self._call(self._client.log_batch, info.run_id, params=params)
+        self._logged = {metric.key: metric.step for metric in known.to_proto().metrics}
+        self._notes = known.tags.get(NOTE_TAG, "")
+        self.where = f"run {info.run_id} in {public(self._client.tracking_uri)}"
+        if urlsplit(self._client.tracking_uri).scheme in ("http", "https"):
+            page = f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
+            self.where = f"{public(self._client.tracking_uri)}/{page}"
         self.rewind(step)
 
     def rewind(self, step: int | None) -> None:
@@ -133,7 +115,7 @@ class _Run(Run):
         self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
-        """Queue a record's metrics, texts and pictures. `flush` sends them to MLflow."""
+        """Queue a record's numbers and texts. `flush` sends them to MLflow."""
         from mlflow.entities import Metric
 
         at = int(1000 * record.time)
@@ -142,42 +124,35 @@ class _Run(Run):
             if record.step > self._hidden.get(key, record.step - 1):
                 self._logged[key] = max(record.step, self._logged.get(key, record.step))
                 self._metrics.append(Metric(key, value, at, record.step))
-        self._tags |= {_key(name): value[:MAX_TEXT] for name, value in record.metrics.items() if isinstance(value, str)}
-        for name, drawing in record.drawings.items():
-            if isinstance(drawing, Picture):
-                self._requests.append(partial(self._log_image, drawing, key=_key(name), step=record.step, timestamp=at))
+        self._tags |= {_key(name): text[:MAX_TEXT] for name, text in record.texts.items()}
+
+    def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
+        if isinstance(drawing, Picture):
+            about = {"key": _key(name), "step": record.step, "timestamp": int(1000 * record.time)}
+            self._call(self._client.log_image, self._run.info.run_id, drawing.image(), **about)
 
     def note(self, text: str) -> None:
-        self._notes.append(text)
-        self._tags[NOTE_TAG] = "\n\n".join(self._notes)[-MAX_TEXT:]
+        self._notes = self._tags[NOTE_TAG] = f"{self._notes}\n\n{text}".strip()[-MAX_TEXT:]
 
     def flush(self) -> None:
         from mlflow.entities import RunTag
 
-        while self._metrics or self._tags:
-            metrics, self._metrics = self._metrics[:MAX_METRICS], self._metrics[MAX_METRICS:]
-            tags = [RunTag(*self._tags.popitem()) for _ in range(min(MAX_TAGS, len(self._tags)))]
-            self._requests.append(partial(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=tags))
-        while self._requests:
-            request = self._requests.popleft()
-            try:
-                self._call(request)
-            except ConnectionError:
-                self._requests.appendleft(request)
-                raise
-
-    def _log_image(self, picture: Picture, **about: Any) -> None:
-        from PIL import Image
-
-        self._client.log_image(self._run.info.run_id, Image.open(io.BytesIO(picture.png)), **about)
+        metrics, tags, self._metrics, self._tags = self._metrics, self._tags, [], {}
+        if not metrics and not tags:
+            return
+        try:
+            new = [RunTag(*tag) for tag in tags.items()]
+            self._call(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=new)
+        except ConnectionError:
+            self._metrics, self._tags = metrics, tags
+            raise
 
     def close(self, state: State, reason: str | None) -> None:
         if reason is not None:
-            self._tags[REASON_TAG] = reason[:MAX_TEXT]
-            self.flush()
-        self._call(self._client.set_terminated, self._run.info.run_id, STATUS[state])
+            self._call(self._client.set_tag, self._run.info.run_id, REASON_TAG, reason[:MAX_TEXT])
+        self._call(self._client.set_terminated, self._run.info.run_id, state.upper())
         if self._parent is not None:  # the next model opens the parent run again
-            self._call(self._client.set_terminated, self._parent, STATUS["finished"])
+            self._call(self._client.set_terminated, self._parent, "FINISHED")
 
     def _begin(self, training: Training, files: str | None) -> None:
         """Find or create the training's MLflow run. A retry finds the run that a failed call has created."""
@@ -227,7 +202,7 @@ def _store(uri: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
     return f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
 
 
-def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
+def _experiment(client: Any, name: str, files: str | None) -> str:
     from mlflow.exceptions import MlflowException
 
     if client.get_experiment_by_name(name) is None:
@@ -239,19 +214,13 @@ def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
     return str(client.get_experiment_by_name(name).experiment_id)
 
 
-def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> MlflowRun:
+def _found(client: Any, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> Any:
     """Return the MLflow run whose tag has the training's id `id_`, set to running. Create the run if none exists."""
     runs = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{id_}'", max_results=1)
     if not runs:
         return client.create_run(experiment, run_name=name, tags={**tags, ID_TAG: id_})
     client.update_run(runs[0].info.run_id, status="RUNNING")
     return runs[0]
-
-
-def _place(uri: str, run: MlflowRun) -> str:
-    if urlsplit(uri).scheme in ("http", "https"):
-        return f"{public(uri)}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-    return f"run {run.info.run_id} in {public(uri)}"
 
 
 def _key(name: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from flytekitplugins.daskpytorch.checks import require_extra
+from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import Kind
 from flytekitplugins.daskpytorch.protocol.journal import Training
@@ -22,8 +22,6 @@ MAX_METRICS = 200
 """Maximum number of the user's metrics that a gang exports, so that names made at run time cannot fill a database."""
 MAX_RANKS = 100
 """Maximum number of ranks whose use of their machines a gang exports."""
-PREFIX = "daskpytorch"
-"""Start of all exported names."""
 SHOWN_AFTER_END = 120.0
 """Time, in seconds, for which an ended gang's figures are exported. An SDK exports every 60 s unless told otherwise."""
 RESTART_KINDS = tuple(kind for kind in get_args(Kind) if kind != "closed")
@@ -128,7 +126,7 @@ class OpenTelemetry:
     """
 
     def __post_init__(self) -> None:
-        require_extra("opentelemetry", "OpenTelemetry()")
+        checks.require_extra("opentelemetry", "OpenTelemetry()")
 
     def __call__(self) -> GangFigures:
         """Return a new observer that exports the figures of one gang."""
@@ -182,7 +180,7 @@ def _make_instruments(provider: Any) -> None:
     meter = provider.get_meter("flytekitplugins.daskpytorch")
     for name, figure in FIGURES.items():
         make = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
-        make(f"{PREFIX}.{name}", [partial(_observe, name)], figure.unit, figure.help)
+        make(f"daskpytorch.{name}", [partial(_observe, name)], figure.unit, figure.help)
 
 
 def _observe(name: str, _: object) -> Iterator[Observation]:

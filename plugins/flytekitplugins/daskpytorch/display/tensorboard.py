@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
@@ -55,9 +54,8 @@ class TensorBoard:
     """
 
     def __post_init__(self) -> None:
-        require_extra("tensorboard", "TensorBoard(...)")
-        rules = {"folder": _folder, "name": checks.optional(checks.KEY)}
-        checks.Problems("TensorBoard", self, rules).raise_any()
+        checks.require_extra("tensorboard", "TensorBoard(...)")
+        checks.Problems("TensorBoard", self, {"folder": _folder, "name": checks.optional(checks.KEY)}).raise_any()
 
     def __call__(self) -> Tracker:
         """Return a new observer that writes the event files of one gang."""
@@ -77,7 +75,6 @@ class _EventFiles(Run):
         self._execution = execution
         self._ends = contextlib.ExitStack()
         self._notes: list[str] = []
-        self._has_news = False
         self._upload_at = 0.0
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
@@ -110,11 +107,12 @@ class _EventFiles(Run):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in record.numbers.items()]
-        values += [_drawn(name, drawing) for name, drawing in record.drawings.items()]
         self._summary(Summary(value=values), record.step, record.time)
-        for name, value in record.metrics.items():
-            if isinstance(value, str):
-                self._text(name, value, record.step, record.time)
+        for name, text in record.texts.items():
+            self._text(name, text, record.step, record.time)
+
+    def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
+        self._summary(_drawn(name, drawing), record.step, record.time)
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -122,19 +120,20 @@ class _EventFiles(Run):
 
     def flush(self) -> None:
         self._writer.flush()
-        if self._has_news and self._storage is not None and time.monotonic() >= self._upload_at:
-            self._upload(self._storage)
+        if time.monotonic() >= self._upload_at:
+            self._upload()
 
     def close(self, state: State, reason: str | None) -> None:
         if reason is not None:
             self.note(reason)
         self._summary(_session_end(is_success=state == "finished"), 0)
         self._writer.close()
-        if self._storage is not None:
-            self._upload(self._storage)
+        self._upload()
         self._ends.close()
 
-    def _upload(self, where: str) -> None:
+    def _upload(self) -> None:
+        if (where := self._storage) is None:
+            return
         began_at = time.monotonic()
         try:
             files = Files(self._execution.filesystem(where))
@@ -142,7 +141,6 @@ class _EventFiles(Run):
                 files.put(file, f"{files.path(where)}/{file.name}")
         except Exception as error:  # a storage's client may raise anything
             raise ConnectionError(f"{where} cannot be written to ({type(error).__name__}: {error})") from error
-        self._has_news = False
         self._upload_at = time.monotonic() + max(UPLOAD_INTERVAL, UPLOAD_SHARE * (time.monotonic() - began_at))
 
     def _text(self, name: str, text: str, step: int, at: float | None = None) -> None:
@@ -151,26 +149,24 @@ class _EventFiles(Run):
         self._summary(text_pb(name, text), step, at)
 
     def _summary(self, summary: Any, step: int, at: float | None = None) -> None:
-        self._event(step=step, summary=summary, wall_time=time.time() if at is None else at)
+        self._event(at, step=step, summary=summary)
 
-    def _event(self, **fields: Any) -> None:
+    def _event(self, at: float | None = None, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(Event(**{"wall_time": time.time(), **fields}))
-        self._has_news = True
+        self._writer.add_event(Event(wall_time=time.time() if at is None else at, **fields))
 
 
 def _drawn(name: str, drawing: Histogram | Picture) -> Any:
-    from tensorboard.compat.proto.histogram_pb2 import HistogramProto
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     if isinstance(drawing, Picture):
-        colors = 4  # channels
-        size = {"height": drawing.height, "width": drawing.width, "colorspace": colors}
-        return Summary.Value(tag=name, image=Summary.Image(encoded_image_string=drawing.png, **size))
+        size = {"height": drawing.height, "width": drawing.width, "colorspace": 4}  # colorspace: number of channels
+        image = Summary.Image(encoded_image_string=drawing.png, **size)
+        return Summary(value=[Summary.Value(tag=name, image=image)])
     first, *limits = drawing.edges
     bins = {"bucket_limit": limits, "bucket": drawing.counts, "num": sum(drawing.counts)}
-    return Summary.Value(tag=name, histo=HistogramProto(min=first, max=limits[-1], **bins))
+    return Summary(value=[Summary.Value(tag=name, histo=HistogramProto(min=first, max=limits[-1], **bins))])
 
 
 def _session_end(*, is_success: bool) -> Any:

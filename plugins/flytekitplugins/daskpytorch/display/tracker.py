@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import Training
-from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 Job = Callable[[], object]
 MAX_WAITING = 10_000
@@ -192,8 +192,11 @@ class Run:
         """Prepare for a restart, after which the records after `step` are logged again. None: all records."""
 
     def log(self, record: LogRecord) -> None:
-        """Log a record in the tracker's run."""
+        """Log a record's numbers and texts in the tracker's run."""
         raise NotImplementedError
+
+    def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
+        """Log a histogram or picture of a record in the tracker's run."""
 
     def note(self, text: str) -> None:
         """Log a notice for the user in the tracker's run."""
@@ -236,6 +239,8 @@ class Tracker(View):
                 self._feeder.put(partial(self._run.rewind, step))
             case journal.Logged(record=record) if record.rank == 0:
                 self._feeder.offer(partial(self._run.log, record))
+                for name, drawing in record.drawings.items():
+                    self._feeder.offer(partial(self._run.draw, record, name, drawing))
             case journal.Used(usage=usage) if usage.rank < MAX_RANKS:
                 self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
             case journal.Noted():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import os
 from collections import deque
@@ -220,7 +219,5 @@ def _shown(value: Any) -> Any:
     if isinstance(value, Histogram):
         return wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
     if isinstance(value, Picture):
-        from PIL import Image
-
-        return wandb.Image(Image.open(io.BytesIO(value.png)), caption=value.caption or None)
+        return wandb.Image(value.image(), caption=value.caption or None)
     return value
