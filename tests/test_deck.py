@@ -129,6 +129,15 @@ def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
     assert chart.best == {"held_out_loss": "min"}
 
 
+def test_a_curve_ends_with_the_newest_value_also_if_thinned_and_logged_with_a_held_out_metric() -> None:
+    recorder = RunState()
+    for step in range(5_000):
+        metrics = {"loss": float(((4_999 - step) * 5 + 3) % 8)}  # the last is no extreme
+        To(recorder).logged(record(step, **metrics, **({"val_loss": 9.0} if step % 100 == 99 else {})))
+    assert by_step(recorder)["loss"][-1] == (4_999.0, 3.0)
+    assert recorder.newest["loss"] == 3.0
+
+
 @pytest.mark.parametrize(
     ("names", "title"),
     [

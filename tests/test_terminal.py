@@ -158,6 +158,19 @@ def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[flo
     assert len(line) <= 60
 
 
+def test_eighty_columns_shorten_a_models_long_name_and_nothing_else(clock: list[float]) -> None:
+    console = console_of(io.StringIO(), clock, force_terminal=True, width=80)
+    board = Board(console)
+    line = board.add("model 20 {'steps': 20, 'lr': 0.21, 'optimizer':…", clock[0])
+    assert line is not None
+    board.update(line, record(10, num_steps=20, loss=0.6083), "5 steps/s  1.4 s left")
+    live = board.bars.get_renderable()
+    board.remove(line)
+    with console.capture() as capture:
+        console.print(live)
+    assert capture.get() == "model 20 {'steps': 20, 'l… step 10/20  loss 0.6083  5 steps/s  1.4 s left\n"
+
+
 @pytest.mark.parametrize(("total", "is_said"), [(80.0, True), (6.6, False)])
 def test_the_very_last_line_of_a_run_of_some_time_says_where_that_went(
     clock: list[float], capfd: pytest.CaptureFixture[str], *, total: float, is_said: bool

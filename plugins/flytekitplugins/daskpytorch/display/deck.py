@@ -223,12 +223,12 @@ def _ranks_table(run: RunState) -> str:
     usages = [usage for _, usage in sorted(run.usages.items())][:MAX_SHOWN_RANKS]
     spent = list(dict.fromkeys(name for usage in usages for name in usage.seconds))
     used = [name for name in LABELS if any(name in amounts(usage) for usage in usages)]
-    header = ["rank", "optimizer steps", "optimizer steps/s", *(f"{name} (s)" for name in spent)]
+    steps = ["optimizer steps", "optimizer steps/s"] if any(usage.num_steps for usage in usages) else []
+    header = ["rank", *steps, *(f"{name} (s)" for name in spent)]
     rows = [
         [
             usage.rank,
-            usage.num_steps,
-            _brief(run.speeds[usage.rank].per_second),
+            *([usage.num_steps, _brief(run.speeds[usage.rank].per_second)] if steps else []),
             *(_brief(usage.seconds.get(name), ".1f") for name in spent),
             *(_brief(amounts(usage).get(name)) for name in used),
         ]
@@ -253,7 +253,7 @@ def _who(shape: Shape | None) -> Iterable[str]:
     versions = {name: version for node in shape.nodes[:1] for name, version in node.versions.items()}
     pieces = [report.card("Ranks", report.table(header, rows))]
     if versions:
-        pieces.append(report.card("Versions", report.table(("", ""), versions.items())))
+        pieces.append(report.card("Versions", report.table(("package", "version"), versions.items())))
     note = f"ranks: {shape.world_size:,}, workers: {len(shape.nodes):,}, backend: {shape.backend}"
     yield report.section("Who", report.grid(*pieces, least=300), note=note)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.report import Curve
-from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Points
+from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Point, Points
 
 HELD_OUT = re.compile(
     r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
@@ -45,8 +45,12 @@ class Metrics:
     is_crowded: bool = False
     """True if rank 0 has logged more metrics than a Deck draws."""
     epoch: float | None = None
+    _step: float = -math.inf
+    """Newest step whose values are in the curves over steps."""
     _steps: dict[str, Curve] = field(default_factory=dict)
-    """Curves over steps, by metric, from records without metrics of held-out data, such as `val_loss`."""
+    """Curves over steps, by metric, without metrics of held-out data, such as `val_loss`.
+
+    Of a record with such metrics, the other values sum up an epoch if the step has had its record before."""
     _sums: dict[str, Curve] = field(default_factory=dict)
     """Curves over epochs, by metric, from records with metrics of held-out data. An unknown epoch is NaN."""
     _epoch_at: Curve = field(default_factory=Curve)
@@ -68,22 +72,30 @@ class Metrics:
                 self._epoch_at.add((step, float(step), epoch))
             self.epoch = epoch = numbers.get("epoch", self.epoch)
         sums_up = any(map(is_held_out, numbers))
-        curves = self._sums if sums_up else self._steps
-        x = float(step) if not sums_up else epoch if epoch is not None and abs(epoch) <= MAX_VALUE else math.nan
+        is_new = not is_evaluation and step > self._step
+        self._step = step if is_new else self._step
+        x = epoch if epoch is not None and abs(epoch) <= MAX_VALUE else math.nan
         for name, value in numbers.items():
             if name in self.newest or len(self.newest) < MAX_NEWEST:
                 self.newest[name] = value
             if name in UNCHARTED or not abs(value) <= MAX_VALUE:
                 continue
-            if name not in curves and len(curves) == MAX_CURVES:
-                self.is_crowded = True
-            else:
-                curves.setdefault(name, Curve()).add((step, x, value))
+            if sums_up:
+                self._add(self._sums, name, (step, x, value))
+            if not sums_up or (is_new and not is_held_out(name)):
+                self._add(self._steps, name, (step, float(step), value))
+
+    def _add(self, curves: dict[str, Curve], name: str, point: Point) -> None:
+        if name not in curves and len(curves) == MAX_CURVES:
+            self.is_crowded = True
+        else:
+            curves.setdefault(name, Curve()).add(point)
 
     def cut(self, step: int | None) -> None:
         """Remove the points after `step`, which a restarted gang will log again. None removes all points."""
         self.newest.clear()
         self.epoch = None
+        self._step = -math.inf if step is None else min(self._step, step)
         self._epoch_at.cut(step if step is not None else -(1 << 63))
         for curves in (self._steps, self._sums):
             for name, curve in list(curves.items()):

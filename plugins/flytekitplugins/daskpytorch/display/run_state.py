@@ -375,7 +375,7 @@ class RunState(Observer):
         if usage.rank >= MAX_RANKS:
             return
         values = {LABELS[name]: value for name, value in amounts(usage).items()}
-        if speed.per_second is not None:
+        if usage.num_steps and speed.per_second is not None:  # no zeros of a training without an optimizer
             values[STEPS] = speed.per_second
         for what, value in values.items():
             line = self._lines.setdefault(what, {}).setdefault(f"rank {usage.rank}", Curve(MAX_USAGE_POINTS))

@@ -158,7 +158,8 @@ class Board:
         self._held: deque[tuple[str, bool]] | None = None
         """Lines that wait until a rank's debugger leaves the terminal. None without a debugger."""
         self._lock = threading.RLock()
-        name = TextColumn("{task.fields[name]}", style="bold", markup=False)
+        short = Column(no_wrap=True, max_width=self._console.width // 3)  # else a long name takes the loss's place
+        name = TextColumn("{task.fields[name]}", style="bold", markup=False, table_column=short)
         text = TextColumn("{task.fields[text]}", markup=False)
         pace = TextColumn(" {task.fields[pace]}", markup=False, table_column=Column(no_wrap=True))
         wide = (SpinnerColumn(), name, BarColumn(bar_width=24), text, pace, TimeElapsedColumn())

@@ -181,7 +181,7 @@ class Curve:
 
     The curve is thinned by min-max decimation, as in audio editors. Of each bucket of successive points, the curve
     keeps the lowest and the highest, so no spike is lost. At the maximum number of buckets, neighbours are merged in
-    pairs.
+    pairs. The newest point is always kept.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -193,12 +193,13 @@ class Curve:
     """
 
     def __init__(self, max_points: int | None = None) -> None:
-        self._max_buckets = (max_points or MAX_POINTS) // 2
+        self._max_buckets = max(1, ((max_points or MAX_POINTS) - 1) // 2)
         self._buckets: list[list[Point]] = []
         self._size = 1
         """Number of added points that share a bucket, of which the curve keeps two."""
         self._room = 0
         """Number of points that can still be added to the last bucket."""
+        self._newest: Point | None = None
 
     def add(self, point: Point) -> None:
         """Add the next point."""
@@ -208,6 +209,7 @@ class Curve:
             self._buckets.append([])
             self._room = self._size
         self._room -= 1
+        self._newest = point
         bucket = self._buckets[-1]
         if len(bucket) < 2 or not (bucket[0][2] < point[2] < bucket[1][2] or bucket[1][2] < point[2] < bucket[0][2]):
             self._buckets[-1] = _extremes([*bucket, point])
@@ -216,6 +218,7 @@ class Curve:
         """Remove the points of steps after `step`."""
         self._buckets = [kept for bucket in self._buckets if (kept := [point for point in bucket if point[0] <= step])]
         self._room = 0
+        self._newest = self._newest if self._newest is not None and self._newest[0] <= step else None
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -225,7 +228,8 @@ class Curve:
     @property
     def kept(self) -> list[Point]:
         """The step, x and y of the kept points, in order."""
-        return [point for bucket in self._buckets for point in bucket]
+        kept = [point for bucket in self._buckets for point in bucket]
+        return kept if self._newest is None or kept[-1:] == [self._newest] else [*kept, self._newest]
 
     def _halve(self) -> None:
         if len(self._buckets) % 2:

@@ -171,9 +171,10 @@ function sparse(ticks) {
   return ticks.length <= 20 ? ticks : ticks.map(tick => isPower(tick) ? tick : null);
 }
 
-// A single x gets room on both sides.
-function spread(_, low, high) {
-  return low === high ? [low - 1, high + 1] : [low, high];
+// A single x gets room on both sides: uPlot would begin the axis with it.
+function spread(plot, low, high) {
+  const [only, ...others] = plot.data[0];
+  return only !== undefined && !others.length ? [only - 1, only + 1] : [low, high];
 }
 
 function upwards(_, low, high) {
