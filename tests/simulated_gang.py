@@ -31,14 +31,12 @@ from flytekitplugins.daskpytorch.protocol import framing, journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     CheckpointFile,
     ShardedCheckpoint,
-    StoredPart,
     WrittenShards,
     folder_name,
 )
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
-from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import (
     Answer,
@@ -127,7 +125,7 @@ class Rank:
     number: int = 0
     """Which sharded checkpoint it writes, or will write next."""
     has_written: bool = False
-    """It has reported what came of that."""
+    """It has written its part, and others have not."""
     call: int | None = None
     """The call of a staying gang that it runs."""
     to_end: tuple[int, int | None] | None = None
@@ -180,17 +178,17 @@ class Pieces(framing.Connection):
         yield self._data[:size]
 
 
-class MoodyFiles(Files):
-    """A file system that may fail."""
+class MoodyVault(Vault):
+    """A vault whose storage may fail at commits."""
 
     fails = False
     num_failures = 0
 
-    def write(self, path: str, data: bytes) -> None:
-        if self.fails:
+    def name(self, *made: ShardedCheckpoint) -> None:
+        if self.fails and made:
             self.num_failures += 1
             raise OSError("the storage is not in the mood")
-        super().write(path, data)
+        super().name(*made)
 
 
 class Jobs(Worker):
@@ -209,7 +207,8 @@ class Evaluation:
     def __init__(self, request: Request) -> None:
         assert request.start is not None
         self.entry = request.start if isinstance(request.start, ShardedCheckpoint) else request.start[0]
-        self.path = Path(request.start.uri, "layout.json") if isinstance(request.start, ShardedCheckpoint) else None
+        shard = "__0_0.distcp"
+        self.path = Path(request.start.uri, shard) if isinstance(request.start, ShardedCheckpoint) else None
         self.path = self.path or request.start[1]  # type: ignore[index]
         self.received = ReceivedResults()
         self.error: BaseException | None = None
@@ -326,18 +325,17 @@ class World:
         self.folder = folder
         self.settings = Gang(**settings)
         self.jobs = Jobs()
-        self.checkpoints = Vault(storage, self.settings.keep, folder, self.jobs)
+        self.checkpoints = MoodyVault(storage, self.settings.keep, folder, self.jobs)
         self.watcher = Watcher()
         self.received = ReceivedResults()
         self.calls: deque[Action] = deque()
         self.committer = Committer(
             self.settings, None, self.checkpoints, folder, lambda _: LocalFileSystem(), self._hear_of_commit
         )
-        self.files = vars(self.committer)["files"] = MoodyFiles(LocalFileSystem())
-        self.settled: list[int] = []
-        """Numbers of the saves that are over, as rank 0 was told."""
         self.written: dict[tuple[int, int], set[int]] = {}
-        """By attempt and number: the ranks that have written their parts, and said so in time."""
+        """By attempt and number of a save that all ranks have written: the ranks."""
+        self.unwritten: set[tuple[int, int]] = set()
+        """Saves that a rank cannot write, by attempt and number."""
         self.commits: set[tuple[int, int]] = set()
         self.given_up: set[tuple[int, int]] = set()
         self.agents: list[Agent] = []
@@ -542,7 +540,7 @@ class World:
                 agent.is_closed = True
                 self.lose(agent)
 
-    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:  # noqa: C901 - a case for each order
+    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
         if isinstance(order, Kept):
             agent.kept = [checkpoint.step for checkpoint in order.checkpoints]
         if isinstance(order, Release) and order.last_call:
@@ -552,8 +550,6 @@ class World:
             match order:
                 case Ask():
                     self.report(agent, rank.rank, Answer(order.question, order.number, self._answer(rank, order)))
-                case Kept(settled=number):
-                    self._settle(rank, number)
                 case NextCall(number=number):
                     self._call(rank, number)
                 case EndCall(number, at):
@@ -681,41 +677,47 @@ class World:
         self.feed(self.state.note_upload, file, error)
 
     def write_shards(self, agent: Agent, *ranks: int, fails: bool = False) -> None:
-        """These of its ranks, or all, report that they have written their parts of a sharded checkpoint, or cannot."""
+        """These of its ranks, or all, have written their parts of a sharded checkpoint, or cannot.
+
+        Once all ranks have, rank 0 reports it.
+        """
         for rank in [rank for rank in agent.ranks.values() if rank.rank in ranks or not ranks]:
             if rank.has_written or rank.has_delivered or not rank.is_ready:
                 continue
-            rank.has_written = True
-            step, attempt = 100 + rank.number, agent.attempt or 0
+            rank.has_written, attempt = True, agent.attempt or 0
+            self.write_shard(attempt, rank.rank, rank.number)
             if fails:
-                why = "PermissionError: no rights"
-                failed = WrittenShards(attempt=attempt, number=rank.number, step=step, failure=why)
-                self.report(agent, rank.rank, failed)
-            else:
-                self.report_shards(agent, self.shards(attempt, rank.rank, step, rank.number))
+                self.unwritten.add((attempt, rank.number))
+        writing = [rank for each in self.connected() if each.attempt == agent.attempt for rank in each.ranks.values()]
+        if (
+            writing
+            and len(writing) == self.starts[-1].places[0].world_size
+            and all(rank.has_written for rank in writing)
+        ):
+            self._end_save(agent.attempt or 0, writing)
 
-    def shards(self, attempt: int, rank: int, step: int, number: int) -> tuple[int, WrittenShards]:
-        """A rank's part, which lies where it should."""
+    def _end_save(self, attempt: int, writing: Sequence[Rank]) -> None:
+        number = writing[0].number
+        for rank in writing:
+            rank.number, rank.has_written = number + 1, False
+        main = next(agent for agent in self.connected() if 0 in agent.ranks)
+        failure = "PermissionError: no rights (rank 1)" if (attempt, number) in self.unwritten else None
+        if failure is None:
+            self.written[attempt, number] = {rank.rank for rank in writing}
+        self.report(main, 0, self.shards(attempt, number, failure))
+
+    def write_shard(self, attempt: int, rank: int, number: int) -> None:
+        """A rank's part lies where it should."""
         sharding = self.starts[-1].job.sharding
-        assert sharding is not None
-        folder = Path(sharding.base, folder_name(attempt, sharding.nonce, step, number))
+        folder = Path(sharding.base, folder_name(attempt, sharding.nonce, 100 + number, number))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"__{rank}_0.distcp").write_bytes(b"shard")
-        return rank, WrittenShards(
-            attempt=attempt,
-            number=number,
-            step=step,
-            parts=(StoredPart(name=f"__{rank}_0.distcp", size=5),),
-            items=(),
-            state="{}" if rank == 0 else None,
-            metrics={"loss": abs(101.0 - step)},
-        )
 
-    def report_shards(self, agent: Agent, written: tuple[int, WrittenShards]) -> None:
-        rank, shards = written
-        if not agent.is_gone and not agent.is_hung_up:
-            self.written.setdefault((shards.attempt, shards.number), set()).add(rank)
-        self.report(agent, rank, shards)
+    def shards(self, attempt: int, number: int, failure: str | None = None) -> WrittenShards:
+        """What rank 0 reports."""
+        step = 100 + number
+        metrics = {"loss": abs(101.0 - step)}
+        return WrittenShards(attempt=attempt, number=number, step=step, size=10, metrics=metrics, failure=failure)
 
     def save_shards(self) -> None:
         """All ranks write a sharded checkpoint, which is committed."""
@@ -736,15 +738,6 @@ class World:
         else:
             self.given_up.add((committed.attempt, committed.number))
         self.calls.append(functools.partial(self.saving.note_commit, committed))
-
-    def _settle(self, rank: Rank, number: int) -> None:
-        if number < rank.number:  # it was told so before
-            return
-        if rank.rank == 0:
-            self.settled.append(number)
-        if number != rank.number or not rank.has_written:
-            self.complaints.append(f"rank {rank.rank} was told that save {number} is over, which it has not written")
-        rank.number, rank.has_written = number + 1, False
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""

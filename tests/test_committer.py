@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import textwrap
 from collections.abc import Callable, Iterator
@@ -20,12 +18,12 @@ from flytekitplugins.daskpytorch.driver.committer import LANE, Committed, Commit
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    LAYOUT,
+    DIGESTS,
+    METADATA,
     ShardedCheckpoint,
-    StoredItem,
-    StoredPart,
     WrittenShards,
     folder_name,
 )
@@ -37,9 +35,6 @@ from processes import run_program
 
 PATIENCE = 300.0
 """Seconds that nothing here takes."""
-STATE = json.dumps(
-    {"weight": {"path": ["weight"], "dtype": "float32", "size": [4], "chunks": [[[0], [2]], [[2], [2]]]}}
-)
 
 
 @dataclass
@@ -69,32 +64,12 @@ class Driver:
         self.committer.begin()
         return self
 
-    def write(self, step: int, number: int = 0, attempt: int = 0) -> list[WrittenShards]:
-        """Both ranks write their parts."""
+    def write(self, step: int, number: int = 0, attempt: int = 0) -> WrittenShards:
+        """The ranks write a checkpoint."""
         folder = f"{self.uri}/{folder_name(attempt, self.committer.sharding().nonce, step, number)}"
-        return [self._write(folder, rank, attempt, number, step) for rank in (0, 1)]
-
-    def _write(self, folder: str, rank: int, attempt: int, number: int, step: int) -> WrittenShards:
-        data = step.to_bytes(8, "big")
-        Files(self.fs).write(f"{folder}/__{rank}_0.distcp", data)
-        item = StoredItem(
-            key="weight",
-            offset=(2 * rank,),
-            index=rank,
-            part=f"__{rank}_0.distcp",
-            start=0,
-            length=len(data),
-            digest=hashlib.sha256(data).hexdigest(),
-        )
-        return WrittenShards(
-            attempt=attempt,
-            number=number,
-            step=step,
-            parts=(StoredPart(name=f"__{rank}_0.distcp", size=len(data)),),
-            items=(item,),
-            state=STATE if rank == 0 else None,
-            metrics={"loss": 1 / step},
-        )
+        for name in ("__0_0.distcp", "__1_0.distcp", METADATA, DIGESTS):
+            Files(self.fs).write(f"{folder}/{name}", step.to_bytes(8, "big"))
+        return WrittenShards(attempt=attempt, number=number, step=step, size=32, digest="d", metrics={"loss": 1 / step})
 
     def save(self, step: int, number: int, attempt: int = 0) -> Committed:
         """A whole checkpoint, committed and swept after as the brain asks."""
@@ -143,26 +118,11 @@ def driver(tmp_path: Path) -> Iterator[MakeDriver]:
         one.close()
 
 
-def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it(
-    driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(layout: bytes) -> bytes:
-        raise ImportError("another torch")
-
-    monkeypatch.setattr(committer, "metadata_of", fails)
-    mine = driver()
-    assert mine.save(7, 0).error is None
-    assert [entry.step for entry in mine.named()] == [7]
-    told = capsys.readouterr().err
-    assert told.startswith("the sharded checkpoint of step 7 cannot be read by plain torch, but by")
-    assert "This torch may be newer than the package supports: ImportError: another torch" in told
-
-
 def test_what_is_being_written_is_not_removed_but_what_was_given_up_is(driver: MakeDriver) -> None:
     mine = driver()
     mine.write(9, 0)  # given up: the next has begun
     written = mine.write(10, 1)
-    mine.write(11, 2)  # goes on meanwhile, on a rank that was told first
+    mine.write(11, 2)  # goes on meanwhile
     mine.committer.commit(written)
     mine.committer.sweep(0, 1)
     assert mine.flush()
@@ -213,18 +173,27 @@ def test_who_keeps_less_drops_older_ones_with_the_first_commit_only(driver: Make
 
 
 @pytest.mark.parametrize("where", ["same", "other"])
-@pytest.mark.parametrize("content", ["{", '{"checkpoints": [], "sharded": [{"of": "a later version"}]}'])
-def test_manifest_that_cannot_be_read_costs_no_shards(
-    driver: MakeDriver, tmp_path: Path, content: str, where: str
-) -> None:
+def test_manifest_that_is_cut_off_costs_no_shards(driver: MakeDriver, tmp_path: Path, where: str) -> None:
     first = driver(str(tmp_path / "same"))
     first.save(10, 0)
     first.close()
-    Path(first.uri, MANIFEST).write_text(content)
+    Path(first.uri, MANIFEST).write_text("{")
     second = driver(str(tmp_path / where), previous=first.uri)
     assert second.steps() == []
     assert second.flush()
     assert first.folders() == ["step-10/0-0"]
+
+
+@pytest.mark.parametrize(("content", "found"), [('{"checkpoints": []}', 1), ('{"format": 3, "all": []}', 3)])
+def test_checkpoints_of_another_version_are_refused_and_stay(driver: MakeDriver, content: str, found: int) -> None:
+    first = driver()
+    first.save(10, 0)
+    first.close()
+    Path(first.uri, MANIFEST).write_text(content)
+    with pytest.raises(GangStartError, match=rf"of format {found}, which another version .* reads format 2"):
+        driver()
+    assert first.folders() == ["step-10/0-0"]
+    assert Path(first.uri, MANIFEST).read_text() == content
 
 
 def test_next_attempt_of_a_task_removes_what_the_one_before_has_not_finished(
@@ -269,9 +238,8 @@ def test_shards_that_a_manifest_may_name_are_not_removed(driver: MakeDriver, mon
     assert mine.folders() == ["step-8/0-1"]
 
 
-@pytest.mark.parametrize("at", [LAYOUT, ".metadata", MANIFEST])
 def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
-    driver: MakeDriver, tmp_path: Path, at: str
+    driver: MakeDriver, tmp_path: Path
 ) -> None:
     """A driver of its own, which SIGKILL meets when it is about to write this object."""
     program = textwrap.dedent(
@@ -285,7 +253,7 @@ def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
         real = Files.write
 
         def die(self, path, data):
-            if path.endswith({at!r}):
+            if path.endswith({MANIFEST!r}):
                 os.kill(os.getpid(), signal.SIGKILL)
             real(self, path, data)
 

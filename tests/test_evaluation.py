@@ -22,12 +22,13 @@ from flytekitplugins.daskpytorch.driver.request import names_of_evaluation
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.function import evaluate as call_in_rank
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Ask, Leave, Question, Tell
 from flytekitplugins.daskpytorch.records import LogRecord
-from simulated_gang import Agent, MoodyFiles, World
+from simulated_gang import Agent, World
 from told import To
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
@@ -296,6 +297,17 @@ def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None
     assert "no checkpoint was kept, so none was evaluated" in world.watcher.notes[-1]
 
 
+class MoodyFiles(Files):
+    """A file system that may fail."""
+
+    fails = False
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.fails:
+            raise OSError("the storage is not in the mood")
+        super().write(path, data)
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> StoragePaths:
     return StoragePaths(files=MoodyFiles(LocalFileSystem()), previous=None, own=str(tmp_path / "own"))
@@ -342,7 +354,7 @@ def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_
     for _ in range(2):
         world.save_shards()
     assert len(named(paths)[1]) == 2  # the last, and the one that is judged
-    assert Path(first.uri, "layout.json").exists()
+    assert Path(first.uri, "__0_0.distcp").exists()
     world.end_evaluation()
     assert world.saving.vault.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
     world.end_evaluation()
@@ -350,7 +362,7 @@ def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_
     assert [entry.is_evaluated for entry in named(paths)[1]] == [True]
     world.save_shards()
     world.work()
-    assert not Path(first.uri, "layout.json").exists()
+    assert not Path(first.uri, "__0_0.distcp").exists()
 
 
 # ---- The function

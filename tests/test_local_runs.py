@@ -56,7 +56,7 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
 def name_shards(run: LocalRun, uri: str = "/nowhere") -> None:
     """Name a sharded checkpoint of step 3 in the manifest of a run's gang."""
     vault = Vault(run.paths("gang"), Keep(), Path("/nowhere"))
-    vault.name(ShardedCheckpoint(attempt=0, step=3, world_size=1, uri=uri, size=5, layout_digest="d"))
+    vault.name(ShardedCheckpoint(attempt=0, step=3, uri=uri, size=5, digest="d"))
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:

@@ -13,13 +13,14 @@ import fsspec
 import pytest
 import torch
 from s3fs import S3FileSystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from flytekitplugins.daskpytorch.rank import quick_s3
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
-from flytekitplugins.daskpytorch.rank.shard_plan import Piece
 from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter, _Stream
 from seaweed import READER, Weed
-from shards import Rank
+from sharded_rank import Rank
 
 MIB = 1 << 20
 
@@ -50,14 +51,16 @@ def test_what_is_written_is_what_was_there_when_it_was_handed_over(files: S3File
 
 
 def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileSystem) -> None:
-    def write(file: Any) -> None:
-        file.write(memoryview(bytes(20 * MIB)))
-        raise KeyError("half way")
+    class Planner(DefaultSavePlanner):
+        values = iter([torch.zeros(5 * MIB)])
 
-    writer = ShardWriter(files, "s3://tests/half", rank=0, step=1, moved=lambda: None)
-    piece = Piece(item=None, size=1, write=write)  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match="half way"):
-        writer._write("part", [piece], quick_of(files))
+        def resolve_data(self, write_item: object) -> torch.Tensor:
+            return next(self.values)
+
+    writer = ShardWriter(files, "s3://tests/half", moved=lambda: None)
+    item: Any = SimpleNamespace(index=MetadataIndex("a"))
+    with pytest.raises(StopIteration):
+        writer._write("part", [item, item], Planner(), quick_of(files))
     assert not files.exists("s3://tests/half/part")
 
 

@@ -24,6 +24,8 @@ from processes import nothing_left_behind, small_disk, until
 from seaweed import Keys, Weed
 
 DOOMED_STEP = 3
+DOOMED = {"in mid upload": 1, "at .metadata": 0, "at digests.json": 0, "at the report": 0, "after the commit": 1}
+"""Moment of a save -> the rank that is killed then."""
 
 
 def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None) -> list[int]:
@@ -32,7 +34,7 @@ def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None)
     Args:
         steps: How many there are.
         size: Of the tensor.
-        moment: When rank 1 kills itself in the save of one step, in its first life.
+        moment: When a rank kills itself in the save of one step, in its first life.
         gates: A folder; before each step there must be a file of its number.
     """
     from flytekitplugins.daskpytorch.rank import shard_writer
@@ -45,33 +47,39 @@ def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None)
             time.sleep(0.01)
         dist.all_reduce(torch.ones(1))
         state["sum"] += step
-        if step == DOOMED_STEP and rank.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        is_doomed = step == DOOMED_STEP and moment and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if is_doomed and rank.rank == DOOMED[moment]:
             doom(moment)
         rank.checkpoint.save_sharded({"sum": state["sum"], "own": state["sum"] + rank.rank} if moment else state, step)
         rank.checkpoint.flush()
-        if moment and step == DOOMED_STEP:
-            dist.all_reduce(torch.ones(1))  # nobody is further when rank 1 dies
-            time.sleep(600 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+        while is_doomed:  # nobody is further when the rank dies
+            time.sleep(0.01)
+            if moment == "after the commit" and rank.rank == 1 and step in [one.step for one in rank.checkpoint.list()]:
+                os.kill(os.getpid(), signal.SIGKILL)
     return [first, int(state["sum"][0])]
 
 
 def doom(moment: str) -> None:
     """Have this process killed at a moment of its next save."""
-    from flytekitplugins.daskpytorch.rank import shard_writer
-    from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+    from flytekitplugins.daskpytorch.rank import shard_writer, sharded
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def put(self: Any, name: str, data: bytes) -> None:
+        if moment == f"at {name}":
+            die()
+        real_put(self, name, data)
+
+    real_put = shard_writer.ShardWriter._put
     match moment:
         case "in mid upload":
             real = shard_writer._Stream.write
             shard_writer._Stream.write = lambda self, data: (real(self, data), self._file.flush(), die())
-        case "after the commit":
-            settle = ShardedCheckpoints.settle
-            ShardedCheckpoints.settle = lambda self, number: (die if number == DOOMED_STEP - 1 else settle)(
-                self, number
-            )
+        case "at the report":
+            sharded.WrittenShards = die
+        case _:
+            shard_writer.ShardWriter._put = put
 
 
 def run(uri: str, *args: Any, **how: Any) -> tuple[GangFutures, Notes]:
@@ -87,7 +95,7 @@ def no_rank_left() -> Iterator[None]:
         fork_client.shutdown()
 
 
-@pytest.mark.parametrize("moment", ["in mid upload", "after the commit"])
+@pytest.mark.parametrize("moment", DOOMED)
 def test_rank_that_is_killed_in_a_save_costs_no_more_than_that_save(tmp_path: Path, moment: str) -> None:
     futures, notes = run(str(tmp_path), 5, moment=moment)
     first = DOOMED_STEP if moment == "after the commit" else DOOMED_STEP - 1
@@ -127,12 +135,12 @@ def test_token_that_expires_while_shards_are_written_or_committed_and_is_renewed
 ) -> None:
     uri = bucket(endpoint=proxy.endpoint)
     proxy.fail(denied("ExpiredToken"), key=".distcp", times=8)  # two ranks, two ways, and they clear up
-    proxy.fail(denied("ExpiredToken"), key="layout.json", times=1)
+    proxy.fail(denied("ExpiredToken"), key="digests.json", times=1)
     futures, notes = run(uri, 3)
     assert futures.result() == [[0, 6]] * 2
     assert notes.kept_steps == [1, 2, 3]
     assert notes.told("could not be written to .*; trying again, while the training goes on")
-    assert proxy.num_requests("layout.json") == 5  # three are written, one of them twice, and one is removed
+    assert proxy.num_requests("digests.json") == 5  # three are written, one of them twice, and one is removed
 
 
 def save_and_fail() -> None:
@@ -169,4 +177,4 @@ def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: P
         (gates / "3").touch()
         assert futures.result() == [[0, 6]] * 2
         assert notes.kept_steps == [1, 3]
-        assert notes.told(r"could not write its part \(OSError: \[Errno 28\] No space left on device")
+        assert notes.told(r"was not kept: OSError: \[Errno 28\] No space left on device .*\(rank \d\)")

@@ -34,7 +34,7 @@ PATIENCE = 300.0
 """Seconds that nothing here takes."""
 BEST = Keep(last=1, best=2, metric="loss")
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.2, 5: math.nan, 6: None, 7: 0.8}
-SHARDED = ShardedCheckpoint(attempt=0, step=9, world_size=2, uri="/shards/step-9/0-0-ab", size=1, layout_digest="d")
+SHARDED = ShardedCheckpoint(attempt=0, step=9, uri="/shards/step-9/0-0-ab", size=1, digest="d")
 
 
 class Store(Files):
@@ -165,7 +165,7 @@ def test_checkpoint_is_copied_before_a_manifest_that_names_it(task: Task, store:
     [file] = task.ran(0, 4)
     assert (task.stored(0) / file.name).read_bytes() == checkpoint(4)[1]
     named = json.loads((task.stored(0) / MANIFEST).read_text())
-    assert named == {"checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))]}
+    assert named == {"format": 2, "checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))], "sharded": []}
     assert sorted(path.name for path in task.stored(0).iterdir()) == [MANIFEST, file.name]
     assert store.calls == [file.name, MANIFEST]
 
@@ -274,8 +274,8 @@ def test_folder_that_was_never_written_is_a_fresh_start(task: Task, capsys: pyte
         lambda _: b"[]",
         lambda _: b"null",
         lambda _: b"\xff\x00\xfe",
-        lambda _: b'{"checkpoints": 3}',
-        lambda _: b'{"something": "else"}',
+        lambda _: b'{"format": 2, "checkpoints": 3}',
+        lambda _: b'{"format": 2, "something": "else"}',
         lambda text: text.replace(b'"step"', b'"stop"'),
         lambda text: text.replace(b'"metrics": {', b'"metrics": 3, "x": {'),
         lambda text: text.replace(b"0.5", b'"low"'),

@@ -90,10 +90,10 @@ class Checkpoint:
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Save a state that is sharded over the ranks as the newest checkpoint. Each rank writes its own shard.
 
-        All ranks call `save_sharded` together. The call returns when the state is copied to host memory. Each rank
-        then uploads its shard to storage (`Gang(checkpoint_uri=...)`) while the training continues. The checkpoint
-        counts once all shards are stored. One checkpoint is written at a time, and a newer checkpoint replaces one that
-        waits for its turn. Host memory must have room for two copies of this rank's shard.
+        All ranks call `save_sharded` together. The call waits until the sharded checkpoint before is written, copies
+        the state to host memory and returns. Each rank then writes its shard to storage (`Gang(checkpoint_uri=...)`) by
+        `torch.distributed.checkpoint`, while the training continues. The checkpoint counts once all shards are stored.
+        Host memory must have room for a copy of this rank's shard.
 
         Values outside of `DTensor`s must be equal on all ranks: one rank writes each value.
 
@@ -108,7 +108,8 @@ class Checkpoint:
         Raises:
             TypeError: A value is neither a dense tensor nor plain data, or a metric is not a number. The message names
                 the key of a sparse, nested or quantized tensor, or of a tensor on the meta device.
-            ValueError: The ranks save different steps, or their shards do not make up complete tensors.
+            ValueError: The ranks save different steps.
+            OSError: This rank does not see the driver's folder, and no `Gang(checkpoint_uri=...)` is set.
         """
         numbers(metrics)
 

@@ -1,7 +1,7 @@
 """Commits sharded checkpoints, whose shards the ranks write straight to storage. Runs in the driver.
 
     ranks ──objects──▶ storage
-    ranks ──reports──▶ brain ──▶ Committer ──layout.json, .metadata, and at last the manifest──▶ storage
+    rank 0 ──report──▶ brain ──▶ Committer ──manifest──▶ storage
 
 A checkpoint counts once the manifest names its folder. Files are removed only after the manifest has dropped their
 checkpoint.
@@ -9,10 +9,9 @@ checkpoint.
 
 import contextlib
 import functools
-import hashlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,11 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    LAYOUT,
-    METADATA,
     ShardedCheckpoint,
     Sharding,
     WrittenShards,
     folder_name,
     is_object,
-    layout_of,
-    metadata_of,
     save_of,
 )
 from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
@@ -55,7 +50,7 @@ class Committed:
 
 
 class Committer:
-    """Commits sharded checkpoints: writes the layout and the manifest once all ranks have written their shards.
+    """Commits sharded checkpoints: writes the manifest once all ranks have written their shards.
 
     The committer also removes outdated checkpoints and uncommitted saves.
     """
@@ -121,23 +116,18 @@ class Committer:
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start)
 
-    def commit(self, written: Sequence[WrittenShards]) -> None:
-        """Queue the commit of a checkpoint whose shards all ranks have written.
-
-        Args:
-            written: Reports of all ranks, in rank order.
-        """
-        of = written[0]
+    def commit(self, written: WrittenShards) -> None:
+        """Queue the commit of a checkpoint whose shards all ranks have written."""
 
         def gives_up(error: Exception, num_failures: int, _: float) -> bool:
             if num_failures == 1:
                 say(
-                    f"the sharded checkpoint of step {of.step} could not be committed ({type(error).__name__}: "
+                    f"the sharded checkpoint of step {written.step} could not be committed ({type(error).__name__}: "
                     f"{error}); trying again for some minutes. The training goes on.",
                 )
             if num_failures < MAX_COMMIT_ATTEMPTS:
                 return False
-            self._say(Committed(of.attempt, of.number, of.step, error))
+            self._say(Committed(written.attempt, written.number, written.step, error))
             return True
 
         self.vault.worker.submit(lambda: self._commit(written), gives_up, lane=LANE)
@@ -197,24 +187,17 @@ class Committer:
 
     # ---- in the thread of the vault's worker
 
-    def _commit(self, written: Sequence[WrittenShards]) -> None:
-        first, files = written[0], self.files
-        uri = f"{self.base}/{folder_name(first.attempt, self._nonce, first.step, first.number)}"
-        layout = layout_of(written)
-        files.write(f"{uri}/{LAYOUT}", layout)
-        if (metadata := _metadata_of(layout, first.step)) is not None:
-            files.write(f"{uri}/{METADATA}", metadata)
+    def _commit(self, written: WrittenShards) -> None:
         made = ShardedCheckpoint(
-            attempt=first.attempt,
-            step=first.step,
-            world_size=len(written),
-            uri=uri,
-            size=sum(part.size for each in written for part in each.parts),
-            layout_digest=hashlib.sha256(layout).hexdigest(),
-            metrics=first.metrics,
+            attempt=written.attempt,
+            step=written.step,
+            uri=f"{self.base}/{folder_name(written.attempt, self._nonce, written.step, written.number)}",
+            size=written.size,
+            digest=written.digest,
+            metrics=written.metrics,
         )
         self.vault.name(made)
-        self._say(Committed(first.attempt, first.number, first.step, None, made))
+        self._say(Committed(written.attempt, written.number, written.step, None, made))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
         """Remove sharded saves that the manifest does not name.
@@ -238,14 +221,3 @@ class Committer:
             for save in self.files.folders(f"{base}/{step}"):
                 if (found := save_of(name := f"{step}/{save}")) is not None:
                     yield name, *found
-
-
-def _metadata_of(layout: bytes, step: int) -> bytes | None:
-    try:
-        return metadata_of(layout)
-    except Exception as error:  # any error of another version of torch: a gang reads the layout
-        say(
-            f"the sharded checkpoint of step {step} cannot be read by plain torch, but by checkpoint.load_sharded in a "
-            f"gang. This torch may be newer than the package supports: {type(error).__name__}: {error}",
-        )
-        return None

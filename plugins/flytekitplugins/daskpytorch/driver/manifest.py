@@ -1,6 +1,6 @@
 """Manifest of a gang's checkpoints in storage, and the retention policy: last and best. Runs in the driver.
 
-manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sharded" is missing if there are none
+manifest.json: {"format": 2, "checkpoints": [...], "sharded": [...]}    the newest first
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flytekitplugins.daskpytorch.checks import direction_of
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, digest_of
@@ -22,6 +23,8 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""Version of the manifest's and the checkpoints' format. 1 was never released, and named no format."""
 MAX_READ_ATTEMPTS = 5
 """Maximum number of tries to read the previous attempt's manifest or one of its checkpoints from storage."""
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
@@ -120,24 +123,37 @@ def content_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpo
         files: Whole checkpoints, the newest first.
         sharded: Sharded checkpoints, the newest last.
     """
-    named = {"checkpoints": [asdict(entry) for entry in files]}
-    named |= {"sharded": [asdict(entry) for entry in reversed(sharded)]} if sharded else {}
-    return json.dumps(named).encode()
+    named = {"checkpoints": [asdict(entry) for entry in files], "sharded": [asdict(one) for one in reversed(sharded)]}
+    return json.dumps({"format": FORMAT} | named).encode()
 
 
 def read(files: Files, folder: str) -> Named | None:
     """Return the whole and sharded checkpoints in a folder's manifest, the newest first.
 
-    Without a manifest, both lists are empty. None: the manifest is incomplete, or from a newer version of this package.
+    Without a manifest, both lists are empty. None: the manifest is incomplete.
 
     Raises:
+        GangStartError: Another version of this package has written the manifest.
         Exception: Any error of the storage's client but `FileNotFoundError`.
     """
     try:
         content = files.read(f"{folder}/{MANIFEST}")
     except FileNotFoundError:
         return [], []
+    if (found := format_of(content)) not in (FORMAT, None):
+        raise GangStartError(
+            f"the checkpoints at {folder} are of format {found}, which another version of this package has written; "
+            f"this one reads format {FORMAT}. Go on with that version. Or start afresh: name another "
+            "Gang(checkpoint_uri=...) or Gang(key=...), or move the folder away"
+        )
     return named_in(content)
+
+
+def format_of(manifest: bytes) -> int | None:
+    """Return the format of a manifest. None: the manifest is incomplete."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return int(json.loads(manifest).get("format", 1))
+    return None
 
 
 def fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
@@ -154,13 +170,13 @@ def named_in(manifest: bytes) -> Named | None:
         manifest: Content of the manifest.
 
     Returns:
-        None if the manifest is incomplete, or from a newer version of this package.
+        None if the manifest is incomplete, or of another format.
     """
     try:
         named = json.loads(manifest)
         return (
             [CheckpointFile(**entry | {"metrics": _numbers(entry)}) for entry in named["checkpoints"]],
-            [ShardedCheckpoint(**entry) for entry in named.get("sharded", ())],
+            [ShardedCheckpoint(**entry) for entry in named["sharded"]],
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -204,6 +220,8 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
     previous = Previous()
     try:
         _restore(previous, files, folder, keep, disk, retry_after)
+    except GangStartError:
+        raise
     except Exception as error:  # storage clients raise errors of any class
         found = previous.found
         goes_on = f"goes on from step {found[0].step}" if found else "starts afresh"
@@ -237,6 +255,8 @@ def _with_retries(read: Callable[[], T], retry_after: float) -> T:
     for number in range(MAX_READ_ATTEMPTS - 1):
         try:
             return read()
+        except GangStartError:
+            raise
         except Exception as error:
             pause = retry_after * 2**number
             say(

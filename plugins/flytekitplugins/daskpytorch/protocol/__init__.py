@@ -43,8 +43,8 @@ process can take the port.
       │ ─── Fetch(file) ───────────────────────▶ │                                        │
       │ ◀══ Upload(file), its bytes; or Sent ═══ │                                        │
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ each rank: shards in storage
-      │ committed: ─────────────── Tell ───────▶ │ ─── Kept(checkpoints, number) ───────▶ │ may write the next one
+      │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ rank 0: shards in storage
+      │ committed: ─────────────── Tell ───────▶ │ ─── Kept(checkpoints) ───────────────▶ │ checkpoint.list()
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node
       │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed

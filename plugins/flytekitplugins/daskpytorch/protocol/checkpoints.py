@@ -1,11 +1,7 @@
 """Describes checkpoints: whole ones, which are files, and sharded ones, of which each rank writes its own part.
 
-Shared by ranks, agents, driver and storage. One folder contains all objects of a sharded checkpoint: the ranks' parts,
-their layout (`layout.json`), and the same layout in torch's format for plain `torch.distributed.checkpoint.load`
-(`.metadata`). Only one attempt writes there.
-
-Rank 0 describes the whole state in JSON (`WrittenShards.state`). The driver puts the description into the layout, from
-which `metadata_of` makes torch's metadata again. Torch is imported late.
+Shared by ranks, agents, driver and storage. One folder contains all objects of a sharded checkpoint. Only one attempt
+writes there.
 """
 
 from __future__ import annotations
@@ -13,23 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
-import pickle
 import re
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch.process.folders import replacing
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,62 +125,32 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> N
 # ---- Sharded checkpoints
 
 
-LAYOUT = "layout.json"
-"""Name of the object that lists the tensors and values in a sharded checkpoint's other objects."""
 METADATA = ".metadata"
-"""Name of the object that only plain `torch.distributed.checkpoint.load` reads. Gangs read `layout.json` instead."""
-OBJECT = re.compile(r"(__\d+_\d+\.distcp|layout\.json|\.metadata)(\.[0-9a-f]{32})?")
+"""Name of the object in which torch lists the tensors and values of a sharded checkpoint."""
+DIGESTS = "digests.json"
+"""Name of the object with the sizes of a sharded checkpoint's other objects, and the digests of what is in them."""
+OBJECT = re.compile(r"(__\d+_\d+\.distcp|digests\.json|\.metadata)(\.[0-9a-f]{32})?")
 """Matches names of a sharded checkpoint's objects. The name of an unfinished one ends in 32 hexadecimal digits."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
 """Matches a sharded checkpoint's folder. Groups: the attempt's number, the save's number, and the driver's nonce."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredPart:
-    """One object in storage that a rank has written for a sharded checkpoint."""
-
-    name: str
-    """Name of the object in the checkpoint's folder."""
-    size: int
-    """Size of the object, in bytes. The object needs no digest, since each tensor or value in it has one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredItem:
-    """Position in storage of an item: a tensor's chunk, or another value. Loads read it whole and check its digest."""
-
-    key: str
-    """Key of the value in the flattened state."""
-    offset: tuple[int, ...] | None
-    """Offsets of the chunk in the whole tensor, one per dimension. None for other values than tensors."""
-    index: int | None
-    """Number of the chunk in the tensor, as torch counts chunks. None: no number."""
-    part: str
-    """Name of the stored object that contains the item."""
-    start: int
-    """Offset of the item in the stored object `part`, in bytes."""
-    length: int
-    """Length of the item, in bytes."""
-    digest: str
-    """XXH3 digest (128 bits) of the item's bytes, in hexadecimal digits. XXH3 is 20 times as fast as SHA-256."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """A rank's report that it has written its part of a sharded checkpoint to storage, or has failed to."""
+    """Rank 0's report that all ranks have written a sharded checkpoint to storage, or that a rank has failed to."""
 
     attempt: int
     """Number of the gang's attempt that wrote the checkpoint."""
     number: int
     """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
     step: int
-    parts: tuple[StoredPart, ...] = ()
-    items: tuple[StoredItem, ...] = ()
-    state: str | None = None
-    """Keys of the state with their shapes, dtypes and chunks, as JSON, from rank 0. None from other ranks."""
+    size: int = 0
+    """Size of all ranks' objects together, in bytes."""
+    digest: str = ""
+    """SHA-256 of the checkpoint's `digests.json`, in hexadecimal digits."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     failure: str | None = None
-    """Reason why the rank could not write its part. None: the part is written."""
+    """Reason why the checkpoint could not be written. None: it is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +161,12 @@ class ShardedCheckpoint:
     """Number of the gang's attempt that wrote the checkpoint."""
     step: int
     """Training step of the checkpoint."""
-    world_size: int
-    """Number of ranks that wrote the checkpoint."""
     uri: str
     """Path or fsspec URL of the checkpoint's folder."""
     size: int
     """Size of all ranks' objects together, in bytes."""
-    layout_digest: str
-    """SHA-256 of the checkpoint's `layout.json`, in hexadecimal digits."""
+    digest: str
+    """SHA-256 of the checkpoint's `digests.json`, in hexadecimal digits."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     is_evaluated: bool = field(default=False, compare=False)
     """True if `metrics` includes those of `Gang(evaluate=...)`."""
@@ -270,93 +229,3 @@ def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
     """
     found = FOLDER.fullmatch(folder)
     return None if found is None else ((int(found[1]), int(found[2])), found[3])
-
-
-def layout_of(written: Sequence[WrittenShards]) -> bytes:
-    """Return the content of `layout.json`, which lists all objects, tensors and values of a sharded checkpoint.
-
-    Args:
-        written: Reports of all ranks about their parts, in rank order.
-    """
-    first = written[0]
-    content = {
-        "attempt": first.attempt,
-        "number": first.number,
-        "step": first.step,
-        "world_size": len(written),
-        "metrics": dict(first.metrics),
-        "state": json.loads(first.state or "null"),
-        "parts": [asdict(part) for each in written for part in each.parts],
-        "items": [asdict(item) for each in written for item in each.items],
-    }
-    return json.dumps(content).encode()
-
-
-# ---- Torch's metadata
-
-
-def state_of(metadata: Metadata) -> str:
-    """Return JSON with each key's path in the nested state, and the shape, dtype and chunks of each tensor.
-
-    Args:
-        metadata: Torch's metadata of the whole state.
-    """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    keys: dict[str, dict[str, Any]] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        keys[key] = {"path": metadata.planner_data[key]}
-        if isinstance(entry, TensorStorageMetadata):
-            keys[key] |= {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "size": list(entry.size),
-                "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
-            }
-    return json.dumps(keys)
-
-
-def metadata_of(layout: bytes) -> bytes:
-    """Return the content of the file `.metadata`, with which `torch.distributed.checkpoint.load` reads the shards.
-
-    Args:
-        layout: The content of the checkpoint's `layout.json`.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-
-    content = json.loads(layout)
-    metadata = from_layout(content)
-    metadata.storage_data = {
-        MetadataIndex(item["key"], item["offset"], item["index"]): _StorageInfo(
-            item["part"], item["start"], item["length"]
-        )
-        for item in content["items"]
-    }
-    metadata.storage_meta = StorageMeta()
-    return pickle.dumps(metadata)
-
-
-def from_layout(layout: Mapping[str, Any]) -> Metadata:
-    """Return torch's metadata of a sharded checkpoint's keys, without positions in storage.
-
-    Args:
-        layout: The parsed content of the checkpoint's `layout.json`.
-    """
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-
-    keys = layout["state"]
-    return Metadata(
-        {key: _tensor(entry) if "size" in entry else BytesStorageMetadata() for key, entry in keys.items()},
-        planner_data={key: tuple(entry["path"]) for key, entry in keys.items()},
-    )
-
-
-def _tensor(entry: Mapping[str, Any]) -> Any:
-    import torch
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, entry["dtype"])),
-        size=torch.Size(entry["size"]),
-        chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in entry["chunks"]],
-    )

@@ -249,12 +249,9 @@ class Release:
 
 @dataclass(frozen=True)
 class Kept:
-    """Notice to ranks: the checkpoints that the gang keeps now, and the newest save that is over."""
+    """Notice to ranks: the checkpoints that the gang keeps now."""
 
     checkpoints: Sequence[SavedCheckpoint]
-    settled: int = -1
-    """Number of the attempt's newest call of `save_sharded` whose checkpoint the driver has committed or given up, from
-    0. The ranks may write the next one. -1: none."""
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ def _refuse_sharded(state: Any) -> None:
 
 def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
     if not isinstance(tensor, sharded_classes()):
-        from flytekitplugins.daskpytorch.rank.shard_plan import META
+        from flytekitplugins.daskpytorch.rank.shard_writer import META
 
         return TypeError(f"the state to be saved has no values: {_name_in(state, tensor)} {META}.")
     return TypeError(

@@ -159,7 +159,6 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     held = session.prompt.failure if session.prompt is not None else None
     if held is not None:  # another rank has ended the wait
         link.send(held)
-    session.checkpoint.sharded.close()
     latest = time.monotonic() + max(order.grace - EXIT_RESERVE, EXIT_SHARE * order.grace)
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
     link.send_records()

@@ -130,9 +130,8 @@ class Session:
                 rank.stop_signal.release(last_call)
                 if number is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
-            case messages.Kept(checkpoints, settled):
+            case messages.Kept(checkpoints):
                 link.kept = checkpoints
-                self.checkpoint.sharded.settle(settled)
             case Answer():
                 link.take(order)
             case LogRecord():

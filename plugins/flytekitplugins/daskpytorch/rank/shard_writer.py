@@ -1,26 +1,40 @@
-"""Writes a rank's shards straight to storage, in the format of `torch.distributed.checkpoint`. Runs in a rank.
+"""Writes a rank's shards straight to storage, with digests. Runs in a rank.
 
-copied pieces --several parts at a time--> streams that compute digests --> storage: S3 through obstore, else fsspec
+state --torch's planner--> items --torch.save--> objects in storage: S3 through obstore, else fsspec
+
+A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpoint.load` reads: `__RANK_NUMBER.distcp`
+and `.metadata`. Beside them, `digests.json` has the sizes of the objects and the digests of their items. The gang's
+manifest has the digest of `digests.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import io
+import json
+import pickle
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import IO, Any, TypeVar
 
+import torch
 import xxhash
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.nn.parameter import is_lazy
+from torch.serialization import get_safe_globals
 
-from flytekitplugins.daskpytorch.protocol.checkpoints import StoredItem, StoredPart
+from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, METADATA
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.rank.shard_plan import Piece
-
 
 NUM_WRITERS = 2
 """Number of objects that a rank writes to storage at the same time.
@@ -32,75 +46,134 @@ SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
 CHUNK = 8 << 20
 """Maximum number of bytes per `write` call on a file in storage. The file keeps them in memory until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each retry of a failed write of an object to storage."""
+"""Seconds before each retry of a failed write or read of storage."""
+META = (
+    "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
+    "its initialisation or load_state_dict"
+)
+ADVICE = (
+    "Put the plain tensors that it is made of in its place, or allow its class on all ranks: "
+    "torch.serialization.add_safe_globals"
+)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+T = TypeVar("T")
 
 
-class ShardWriter:
-    """Writes this rank's part of one sharded checkpoint to storage."""
+@dataclass(frozen=True)
+class Digests:
+    """Size of one stored object, and the XXH3 digest (128 bits) of each item in it, by the item's offset in bytes."""
 
-    def __init__(self, files: Any, folder: str, *, rank: int, step: int, moved: Callable[[], None]) -> None:
+    size: int
+    items: dict[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written(WriteResult):
+    """A rank's objects: travels to rank 0 beside the results that torch asks for."""
+
+    digests: dict[str, Digests]
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's part of one sharded checkpoint to storage, and on rank 0 torch's metadata and the digests."""
+
+    def __init__(self, files: Any, folder: str, *, moved: Callable[[], None]) -> None:
         self._files = files
         """The fsspec file system of the checkpoint's folder."""
         self._folder = folder
-        self._rank = rank
-        self._step = step
         self._moved = moved
         self._lock = threading.Lock()
         self._has_complained = False
+        self.size = 0
+        """Size of all ranks' objects together, in bytes. Set on rank 0 by `finish`, as `digest` is."""
+        self.digest = ""
+        """SHA-256 of `digests.json`, in hexadecimal digits."""
 
-    def write(self, pieces: Sequence[Piece]) -> tuple[list[StoredPart], list[StoredItem]]:
-        """Write copies of tensors and other values to storage, divided among one or more objects.
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: a writer writes one checkpoint."""
 
-        Returns:
-            The written objects, and each copy's position in them.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank's plan the rank's number, which is in the names of its objects."""
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's items to storage, divided among one or more objects.
 
         Raises:
             Exception: The storage's error after the last retry.
         """
-        shares = {f"__{self._rank}_{number}.distcp": share for number, share in enumerate(_divided(pieces))}
+        shares = {f"__{plan.storage_data}_{number}.distcp": share for number, share in enumerate(_divided(plan.items))}
         with ThreadPoolExecutor(NUM_WRITERS, "daskpytorch-shards") as pool:
-            written = [pool.submit(self._write_with_retries, name, share) for name, share in shares.items()]
-        parts = [future.result() for future in written]
-        return [part for part, _ in parts], [item for _, items in parts for item in items]
+            writing = [pool.submit(self._write_with_retries, name, share, planner) for name, share in shares.items()]
+        parts = [each.result() for each in writing]
+        digests = dict(zip(shares, (digests for _, digests in parts), strict=True))
+        results = [result for results, _ in parts for result in results]
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result(results)
+        for result in results[:1]:
+            results[0] = _Written(result.index, result.size_in_bytes, result.storage_data, digests=digests)
+        return done
 
-    def _write_with_retries(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write torch's metadata and the digests. Runs on rank 0, once all ranks have written their items."""
+        metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
+        metadata.storage_meta = StorageMeta()
+        content = pickle.dumps(metadata)
+        written = [result.digests for each in results for result in each if isinstance(result, _Written)]
+        objects = {name: digests for each in written for name, digests in each.items()}
+        told = {
+            "metadata": hashlib.sha256(content).hexdigest(),
+            "objects": {name: {"size": of.size, "items": of.items} for name, of in objects.items()},
+        }
+        digests = json.dumps(told).encode()
+        for name, data in ((METADATA, content), (DIGESTS, digests)):
+            with_retries(functools.partial(self._put, name, data), self._complain)
+        self.size = sum(of.size for of in objects.values())
+        self.digest = hashlib.sha256(digests).hexdigest()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        """Return True."""
+        return True
+
+    def _put(self, name: str, data: bytes) -> None:
+        with self._open(self._files, f"{self._folder}/{name}") as file:
+            file.write(data)
+
+    def _write_with_retries(
+        self, name: str, share: Sequence[WriteItem], planner: SavePlanner
+    ) -> tuple[list[WriteResult], Digests]:
         with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
             if (quick := quick_files(self._files, self._folder)) is not None:
-                return self._write(name, share, quick)
-        for wait in RETRY_AFTER:
-            try:
-                return self._write(name, share, self._files)
-            except Exception as error:  # any error of a store's client
-                self._complain(error)
-                time.sleep(wait)
-        return self._write(name, share, self._files)
+                return self._write(name, share, planner, quick)
+        return with_retries(lambda: self._write(name, share, planner, self._files), self._complain)
 
-    def _write(self, name: str, share: Sequence[Piece], files: Any) -> tuple[StoredPart, list[StoredItem]]:
-        path = f"{self._folder}/{name}"
+    def _write(
+        self, name: str, share: Sequence[WriteItem], planner: SavePlanner, files: Any
+    ) -> tuple[list[WriteResult], Digests]:
+        path, results, digests = f"{self._folder}/{name}", [], {}
         try:
             with self._open(files, path) as file:
                 stream = _Stream(file)
-                items = [self._written(piece, stream, name) for piece in share]
+                for item in share:
+                    start, stream.digest = stream.position, xxhash.xxh3_128()
+                    _save(planner.resolve_data(item), stream)
+                    digests[start] = stream.digest.hexdigest()
+                    length = stream.position - start
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                    self._moved()
         except BaseException:
-            with contextlib.suppress(Exception):  # an unfinished part would fill the disk
+            with contextlib.suppress(Exception):  # an unfinished object would fill the disk
                 self._files.rm_file(path)
             raise
-        return StoredPart(name=name, size=stream.position), items
-
-    def _written(self, piece: Piece, stream: _Stream, part: str) -> StoredItem:
-        start, stream.digest = stream.position, xxhash.xxh3_128()
-        piece.write(stream)  # type: ignore[arg-type]
-        self._moved()
-        index = piece.item.index
-        return StoredItem(
-            key=index.fqn,
-            offset=None if index.offset is None else tuple(index.offset),
-            index=index.index,
-            part=part,
-            start=start,
-            length=stream.position - start,
-            digest=stream.digest.hexdigest(),
-        )
+        return results, Digests(stream.position, digests)
 
     def _open(self, files: Any, path: str) -> Any:
         try:
@@ -113,8 +186,8 @@ class ShardWriter:
         with self._lock:
             if not self._has_complained:
                 print(
-                    f"the shards of step {self._step} could not be written to {self._folder} ({type(error).__name__}: "
-                    f"{error}); trying again, while the training goes on",
+                    f"the shards could not be written to {self._folder} ({type(error).__name__}: {error}); trying "
+                    "again, while the training goes on",
                     file=sys.stderr,
                 )
             self._has_complained = True
@@ -141,9 +214,114 @@ class _Stream:
         """Do nothing, as the file in storage is flushed when it is closed."""
 
 
-def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Divide the copies that a rank writes among objects of about equal size. The largest copies come first."""
-    size = sum(piece.size for piece in pieces)
+def _save(data: torch.Tensor | io.BytesIO, stream: Any) -> None:
+    if isinstance(data, io.BytesIO):
+        stream.write(data.getbuffer())
+    else:
+        torch.save(data.detach(), stream)
+
+
+def _divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Divide the items that a rank writes among objects of about equal size. The largest items come first."""
+    sizes = {item.index: _size(item) for item in items}
+    size = sum(sizes.values())
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
-    largest_first = sorted(pieces, key=lambda piece: piece.size, reverse=True)
+    largest_first = sorted(items, key=lambda item: sizes[item.index], reverse=True)
     return [share for number in range(num_parts) if (share := largest_first[number::num_parts])]
+
+
+def _size(item: WriteItem) -> int:
+    about = item.tensor_data
+    return 0 if about is None else about.chunk.sizes.numel() * about.properties.dtype.itemsize
+
+
+def with_retries(act: Callable[[], T], complain: Callable[[Exception], object] = lambda _: None) -> T:
+    """Call a function until it succeeds, with pauses. `complain` gets each error but the last.
+
+    Raises:
+        Exception: The last error, or at once `FileNotFoundError`.
+    """
+    for wait in RETRY_AFTER:
+        try:
+            return act()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # any error of a store's client
+            complain(error)
+            time.sleep(wait)
+    return act()
+
+
+# ---- States that a checkpoint cannot give back
+
+
+def check_savable(state: dict[str, Any]) -> None:
+    """Check that a load can read all values of a state.
+
+    Raises:
+        TypeError: `torch.load(weights_only=True)` does not read one of the values.
+        ValueError: Two keys of the state become equal when the keys of nested dictionaries are joined by dots.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    for key, value in planner.state_dict.items():
+        for tensor in _tensors(value):
+            if (reason := _strange(tensor)) is not None:
+                raise TypeError(f"{key} of the state to be saved {reason}.")
+        if not isinstance(value, torch.Tensor) and not _is_plain(value):
+            raise TypeError(
+                f"{key} of the state to be saved is a {type(value).__name__}, which torch.load(weights_only=True) does "
+                "not read. Save tensors and plain data: numbers, text, lists, dictionaries."
+            )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return this rank's tensors in a value of a flattened state."""
+    if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
+        return [shard.tensor for shard in value.local_shards()]
+    if hasattr(value, "to_local"):  # a DTensor
+        with torch.no_grad():
+            return [value.to_local()]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, bool | int | float | str | None):
+        return True
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # any error of pickling a user's object
+        return False
+    return True
+
+
+def _strange(tensor: torch.Tensor) -> str | None:
+    """Return why a load could not read a tensor, with advice, or None."""
+    reasons = {
+        "belongs to a lazy module and has no shape yet. Call the module once before": is_lazy(tensor),
+        META: tensor.is_meta,
+        "is a nested tensor. Put the list value.unbind() in its place": tensor.is_nested,
+        f"is a tensor of layout {tensor.layout}. Put value.to_dense() in its place": tensor.layout is not torch.strided,
+        "is a quantized tensor. Put value.int_repr() in its place, and the scale and zero point beside it": (
+            tensor.is_quantized
+        ),
+    }
+    if found := next((reason for reason, applies in reasons.items() if applies), None):
+        return found
+    kind = type(tensor)
+    if kind not in PLAIN and kind not in get_safe_globals() and not _is_copied_as_plain(tensor):
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) does not read. {ADVICE}"
+        )
+    return None
+
+
+def _is_copied_as_plain(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's copy is a plain tensor, as for the unfinished result of a functional collective."""
+    try:
+        return type(torch.empty_like(tensor)) in PLAIN
+    except Exception:  # a tensor class of another library may raise any error
+        return False

@@ -1,18 +1,15 @@
-"""A rank's side of sharded checkpoints: each rank writes and reads its own part. Runs in a rank.
+"""A rank's side of sharded checkpoints: torch's own, written in the background. Runs in all ranks together.
 
-save: planned and copied by all ranks together --in a thread--> storage --reported--> the driver, which commits.
+save: copied to host memory --`torch.distributed.checkpoint.save` in a thread--> storage --rank 0 reports--> the driver
 load: the newest undamaged checkpoint from which this attempt may start, straight from storage.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,128 +17,14 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
-from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans, Staged
+    from torch.distributed import ProcessGroup
+
     from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
-
-@dataclass(frozen=True)
-class View:
-    """Progress of a rank in writing sharded checkpoints."""
-
-    started: int
-    """Number of the newest `save_sharded` call whose write the rank has begun, from 0. -1: the rank has begun none."""
-    is_settled: bool
-    """True after the driver has committed save number `started` or given it up, and before the first save."""
-
-
-class SaveSlots:
-    """Holds at most two sharded saves of this rank: one in flight until its commit, and one that waits.
-
-    A newer save replaces the waiting one. The driver tells each rank separately about a settled save, so some ranks
-    begin the waiting save before others. At the next save, all ranks exchange their progress, and the ranks behind
-    catch up.
-    """
-
-    def __init__(self, start: Callable[[Staged], None], on_replaced: Callable[[Staged], None]) -> None:
-        self._start_writing = start
-        self._on_replaced = on_replaced
-        """Called with a waiting save that a newer save replaces."""
-        self._changed = threading.Condition()
-        self._view = View(-1, is_settled=True)
-        self._waiting: Staged | None = None
-        self._settled = -1
-        """Number of the save that the driver has committed or given up last. -1: none."""
-        self._is_placing = False
-        """True in a `placing` block, in which the ranks exchange their progress. `_settled` then counts after it."""
-
-    @contextlib.contextmanager
-    def placing(self) -> Iterator[View]:
-        """Yield this rank's progress, and keep it unchanged during a `with` block in which ranks exchange theirs."""
-        with self._changed:
-            self._is_placing = True
-        try:
-            yield self._view
-        finally:
-            with self._changed:
-                self._is_placing = False
-                self._heed_settled()
-
-    def catch_up(self, views: Sequence[View]) -> None:
-        """Begin the waiting save if another rank has begun it, else drop it, so that all ranks are at the same save.
-
-        Args:
-            views: Progress of all ranks.
-        """
-        newest = max(view.started for view in views)
-        with self._changed:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None and waiting.number <= newest:
-                self._start(waiting)
-            elif waiting is not None:
-                waiting.drop()
-                self._on_replaced(waiting)
-            # A rank with no waiting save left has learned that the save in flight is settled.
-            self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
-
-    def put(self, save: Staged) -> None:
-        """Begin to write a save, or let it wait until the driver has committed or given up the save in flight."""
-        with self._changed:
-            if self._view.is_settled:
-                self._start(save)
-            else:
-                self._waiting = save
-
-    def settle(self, number: int) -> None:
-        """Record that the driver has committed or given up the save in flight, and begin the waiting save.
-
-        Args:
-            number: Number of the save. Ignored unless this save is in flight.
-        """
-        with self._changed:
-            self._settled = number
-            if not self._is_placing:
-                self._heed_settled()
-
-    def close(self) -> None:
-        """Drop the waiting save, since the driver will commit no more saves."""
-        with self._changed:
-            self._waiting = None
-            self._changed.notify_all()
-
-    def flush(self, timeout: float | None) -> None:
-        """Wait until no save waits, or for `timeout` seconds. None: no limit."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting is None, timeout)
-
-    def _heed_settled(self) -> None:
-        if self._settled != self._view.started or self._view.is_settled:
-            return
-        self._view = View(self._settled, is_settled=True)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._start(waiting)
-
-    def _start(self, save: Staged) -> None:
-        self._view = View(save.number, is_settled=False)
-        self._changed.notify_all()
-        self._start_writing(save)
-
-
-MAX_TOLD = 8
-"""Maximum number of keys in rank 0's message about values of a checkpoint that no rank has loaded."""
-
-
-@dataclass(frozen=True)
-class _Said:
-    """Message that each rank sends to all other ranks before a sharded save."""
-
-    step: int
-    view: View
-    has_new_plan: bool
-    problem: str | None
+PATIENCE = timedelta(days=7)
+"""Timeout of the collectives with which the ranks save. A rank waits in them for the slowest write to storage."""
 
 
 class ShardedCheckpoints:
@@ -163,33 +46,32 @@ class ShardedCheckpoints:
         self._moved = moved
         """Called repeatedly during a write or read, as a sign of life, since a large state takes longer than a step."""
         self._worker = Worker(name="sharded")
-        self._slots: SaveSlots = SaveSlots(self._start, self._tell_replaced)
         self._num_saves = 0
-        self._plans: SavePlans | None = None
-        self._files: Any = None
+        self._world: ProcessGroup | None = None
+        """Default process group for whose ranks `_group` was made."""
+        self._group: ProcessGroup | None = None
+        """Process group of the thread that saves, over gloo. None: one process without a group."""
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
-        """Copy this rank's part of a state, and queue the write of the copy to storage. Call on all ranks together.
+        """Copy this rank's part of a state, and write the copy in the background. Call on all ranks together.
+
+        Wait first until the ranks have written the state before.
 
         Raises:
             Exception: A rank cannot save its part. Raised on all ranks.
         """
         number, self._num_saves = self._num_saves, self._num_saves + 1
-        with self._slots.placing() as view:
-            has_new_plan, error = False, None
-            try:
-                plans = self._opened()
-                has_new_plan = plans.look_at(state)
-            except Exception as failure:  # raised after the exchange: the other ranks wait for this rank's message
-                error = failure
-            heard = gathered(_Said(step, view, has_new_plan, None if error is None else _text(error)))
-            if error is not None:
-                raise error
-            _check(heard)
-            if any(other.has_new_plan for other in heard):
-                plans.agree()
-            self._slots.catch_up([other.view for other in heard])
-            self._slots.put(plans.stage(number, step, metrics))
+        self._worker.flush()
+        staged, error = {}, None
+        try:
+            staged = self._staged(state)
+        except Exception as failure:  # raised after the exchange: the other ranks wait for this rank's message
+            error = failure
+        heard = gathered((step, None if error is None else _text(error)))
+        if error is not None:
+            raise error
+        _check(heard)
+        self._worker.submit(functools.partial(self._write, staged, self._own_group(), number, step, metrics))
 
     def load(self, state: dict[str, Any], chosen: ShardedCheckpoint | None = None) -> int | None:
         """Fill a state with a sharded checkpoint. Call on all ranks together.
@@ -203,21 +85,19 @@ class ShardedCheckpoints:
 
         Raises:
             OSError: Storage does not answer, `chosen` is damaged, or damaged checkpoints have changed the state.
-            ValueError: Keys or shapes of the state differ from the saved ones.
-            TypeError: A tensor of the state cannot be written to.
+            ValueError: The state does not fit the checkpoint, as with other keys or shapes.
         """
         from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
         checkpoints, is_touched = self._sharding.start if chosen is None else (chosen,), False
         for checkpoint in checkpoints:
             files = current_execution().filesystem(checkpoint.uri)
-            reader = ShardReader(files, checkpoint, state, moved=self._moved)
-            if not self._together(checkpoint, functools.partial(self._prepare, reader)):
-                continue
-            is_touched = True
-            if self._together(checkpoint, reader.read):
-                self._tell_unread(checkpoint, frozenset.intersection(*gathered(reader.unread)))
+            reader = ShardReader(files, checkpoint, moved=self._moved)
+            problem = self._opened(reader) or _read(reader, state)
+            is_touched |= reader.has_begun
+            if problem is None:
                 return checkpoint.step
+            self._heed(checkpoint, *problem)
         if is_touched:
             raise OSError(
                 f"the sharded checkpoints of steps {', '.join(str(each.step) for each in checkpoints)} are damaged, "
@@ -234,122 +114,142 @@ class ShardedCheckpoints:
             self._say(f"no sharded checkpoint is whole (steps {steps}); the training starts afresh")
         return None
 
-    def settle(self, number: int) -> None:
-        """Record that the driver has committed or given up save `number`."""
-        self._slots.settle(number)
-
-    def close(self) -> None:
-        """Drop the save that waits to be written, since the driver commits no more saves."""
-        self._slots.close()
-
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until this rank has written its part of the newest save, or for `timeout` seconds. None: no limit."""
-        until = None if timeout is None else time.monotonic() + timeout
-        self._slots.flush(timeout)
-        self._worker.flush(None if until is None else until - time.monotonic())
+        """Wait until all ranks have written the newest save, or for `timeout` seconds. None: no limit."""
+        self._worker.flush(timeout)
 
-    def _opened(self) -> SavePlans:
-        from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans
+    def _staged(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of this rank's part of a state in host memory.
 
-        if self._plans is None:
-            self._check_place()
-            self._files = current_execution().filesystem(self._sharding.base)
-            self._plans = SavePlans()
-        return self._plans
+        Raises:
+            TypeError: A load could not read a value of the state.
+        """
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+        from torch.distributed.checkpoint.stateful import Stateful
 
-    def _prepare(self, reader: ShardReader) -> None:
+        from flytekitplugins.daskpytorch.rank.shard_writer import check_savable
+
         self._check_place()
-        reader.prepare()
+        plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+        check_savable(plain)
+        staged: dict[str, Any] = BlockingAsyncStager().stage(plain)
+        return staged
+
+    def _own_group(self) -> ProcessGroup | None:
+        """Return a process group for the thread that saves. All ranks together make a new one for each default group.
+
+        Collectives of two threads in one group would meet in another order on each rank.
+        """
+        from torch import distributed
+
+        world = distributed.group.WORLD
+        if world is not self._world:
+            self._world = world
+            group: Any = None if world is None else distributed.new_group(backend="gloo", timeout=PATIENCE)
+            self._group = group
+        return self._group
 
     def _check_place(self) -> None:
         token = self._sharding.token
         if token is not None and not Path(token).exists():
-            raise RuntimeError(
+            raise FileNotFoundError(
                 f"rank {self._rank} does not see {self._sharding.base}, where the shards are kept: it is a folder of "
                 "the driver's machine. Name a storage that all ranks reach: Gang(checkpoint_uri=...), with a shared "
                 "folder or a URL such as s3://bucket/folder."
             )
 
-    def _start(self, save: Staged) -> None:
-        self._worker.submit(functools.partial(self._write, save))
+    def _write(
+        self,
+        staged: dict[str, Any],
+        group: ProcessGroup | None,
+        number: int,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-    def _write(self, save: Staged) -> None:
-        folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
-        written = WrittenShards(attempt=self._attempt, number=save.number, step=save.step)
+        from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
+
+        files = current_execution().filesystem(self._sharding.base)
+        folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, step, number)}"
+        writer, failure = ShardWriter(files, folder, moved=self._moved), None
         try:
-            writer = ShardWriter(self._files, folder, rank=self._rank, step=save.step, moved=self._moved)
-            parts, items = writer.write(save.pieces)
-            written = replace(written, parts=tuple(parts), items=tuple(items), state=save.state, metrics=save.metrics)
-        except BaseException as error:  # any error of a store's client
-            written = replace(written, failure=_text(error))
-        finally:
-            save.drop()
-        self._report(written)
+            save(staged, storage_writer=writer, process_group=group, no_dist=group is None)
+        except BaseException as error:  # CheckpointException is no Exception
+            failure = _told(error)
+        if self._rank == 0:
+            self._report(
+                WrittenShards(
+                    attempt=self._attempt,
+                    number=number,
+                    step=step,
+                    size=writer.size,
+                    digest=writer.digest,
+                    metrics=metrics,
+                    failure=failure,
+                )
+            )
 
-    def _together(self, checkpoint: ShardedCheckpoint, act: Callable[[], object]) -> bool:
-        """Call `act` on all ranks together. Return False if a rank has found the checkpoint damaged.
-
-        Raises:
-            OSError: A rank cannot read the checkpoint.
-            ValueError: Keys or shapes of the state differ from the saved ones.
-            TypeError: A tensor of the state cannot be written to.
-        """
-        from flytekitplugins.daskpytorch.rank.shard_plan import TensorKindError
-        from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError, DiffersError
-
-        error: Exception | None = None
-        problem: tuple[type[Exception], str] | None = None
+    def _opened(self, reader: ShardReader) -> tuple[Exception, str] | None:
+        """Open a checkpoint on all ranks. Return the first rank's error and its text, or None."""
+        problem: Exception | None = None
         try:
-            act()
-        except (DamagedError, DiffersError, TensorKindError) as found:
-            problem = type(found), str(found)
-        except Exception as found:  # any error of a store's client: the other ranks wait for this rank's message
-            error, problem = found, (OSError, _text(found))
-        heard = [(rank, *said) for rank, said in enumerate(gathered(problem)) if said is not None]
-        firsts = {kind: f"{text} (rank {rank})" for rank, kind, text in reversed(heard)}
+            self._check_place()
+            reader.open()
+        except Exception as error:  # the other ranks wait for this rank's message
+            problem = error
+        found = [(rank, error) for rank, error in enumerate(gathered(problem)) if error is not None]
+        return (found[0][1], f"{found[0][1]} (rank {found[0][0]})") if found else None
+
+    def _heed(self, checkpoint: ShardedCheckpoint, problem: BaseException, text: str) -> None:
+        """Tell rank 0's user that a checkpoint is damaged, or raise an error of another kind."""
+        from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError
+
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
-        if OSError in firsts:
-            raise OSError(f"{where} cannot be read: {firsts[OSError]}. Check the rank's access to storage") from error
-        if DamagedError in firsts:
-            self._say(f"{where} is damaged: {firsts[DamagedError]}")
-            return False
-        if DiffersError in firsts:
+        if isinstance(problem, DamagedError):
+            self._say(f"{where} is damaged: {text}")
+        elif isinstance(problem, OSError):
+            raise OSError(f"{where} cannot be read: {text}. Check the rank's access to storage") from problem
+        else:
             raise ValueError(
-                f"{where} differs from the state that was to be filled: {firsts[DiffersError]}. Make the state with "
-                "the saved keys and shapes, or load another step"
-            )
-        if TensorKindError in firsts:
-            raise TypeError(f"{where} cannot be loaded: {firsts[TensorKindError]}")
-        return True
-
-    def _tell_replaced(self, save: Staged) -> None:
-        if save.metrics:  # perhaps the best save
-            metrics = ", ".join(f"{name} {value:g}" for name, value in save.metrics.items())
-            self._say(
-                f"the sharded checkpoint of step {save.step} ({metrics}) was not written: a newer save came while "
-                "an earlier one was still being written. Save less often if every checkpoint counts."
-            )
-
-    def _tell_unread(self, checkpoint: ShardedCheckpoint, unread: frozenset[str]) -> None:
-        if unread:
-            more = " ..." if len(unread) > MAX_TOLD else ""
-            self._say(
-                f"the sharded checkpoint of step {checkpoint.step} has values that no rank's state has a place for: "
-                f"{', '.join(sorted(unread)[:MAX_TOLD])}{more}. They are not loaded: add their keys to the state if "
-                "the training needs them"
-            )
+                f"{where} does not fit the state that was to be filled: {text}. Make the state with the saved keys and "
+                "shapes, or load another step"
+            ) from problem
 
     def _say(self, text: str) -> None:
         if self._rank == 0:
             print(text, file=sys.stderr)
 
 
-def _check(heard: Sequence[_Said]) -> None:
-    for rank, said in enumerate(heard):
-        if said.problem is not None:
-            raise RuntimeError(f"rank {rank} cannot save its part: {said.problem}")
-    if len({said.step for said in heard}) > 1:
-        steps = ", ".join(f"rank {rank} step {said.step}" for rank, said in enumerate(heard))
+def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, str] | None:
+    """Read a checkpoint into the state on all ranks. Return the first rank's error and its text, or None."""
+    from torch import distributed
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from flytekitplugins.daskpytorch.rank.shard_reader import Planner
+
+    try:
+        load(state, storage_reader=reader, planner=Planner(), no_dist=not distributed.is_initialized())
+    except CheckpointException as error:
+        return next(iter(sorted(error.failures.items())))[1][0], _told(error)
+    return None
+
+
+def _told(error: BaseException) -> str:
+    """Return an error's text. For torch's error about several ranks, that of the first rank that has failed."""
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    for rank, (cause, _) in sorted(failures.items()):
+        return f"{_text(cause)} (rank {rank})"
+    return _text(error)
+
+
+def _check(heard: Sequence[tuple[int, str | None]]) -> None:
+    for rank, (_, problem) in enumerate(heard):
+        if problem is not None:
+            raise RuntimeError(f"rank {rank} cannot save its part: {problem}")
+    if len({step for step, _ in heard}) > 1:
+        steps = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(heard))
         raise ValueError(f"save_sharded needs the same step on all ranks, but the ranks gave {steps}")
 
 

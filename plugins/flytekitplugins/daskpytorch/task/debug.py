@@ -236,19 +236,18 @@ class _LocalCheckpoint(Checkpoint):
 
     def _commit(self, said: WrittenShards) -> None:
         if said.failure is None:
-            self._committer.commit([said])
+            self._committer.commit(said)
         else:
-            self._settle(said.number, said.step, said.failure)
+            self._settle(said.step, said.failure)
 
     def _note_commit(self, commit: Committed) -> None:
-        self._settle(commit.number, commit.step, commit.error)
+        self._settle(commit.step, commit.error)
 
-    def _settle(self, number: int, step: int, problem: object) -> None:
+    def _settle(self, step: int, problem: object) -> None:
         if problem is None:
             self._note_kept(step)
         else:
             self._told.note(f"the sharded checkpoint of step {step} was not kept ({problem!r})")
-        self._sharded.settle(number)
 
     def _note_kept(self, step: int) -> None:
         self._told.tell(journal.Checkpointed(step=step))

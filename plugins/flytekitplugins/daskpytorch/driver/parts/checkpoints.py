@@ -52,10 +52,6 @@ class Checkpoints(Part):
         self._chosen: dict[tuple[Question, int], Answer] = {}
         """Answers to rank 0, by kind and number of the question. Other ranks receive the same."""
         self._awaits_evaluations = False
-        self._shards: dict[int, dict[int, WrittenShards]] = {}
-        """Ranks' reports about unfinished sharded checkpoints, by save number and rank."""
-        self._settled = -1
-        """Number of the newest save that was committed or given up. -1: none."""
 
     # ---- what happens
 
@@ -65,8 +61,9 @@ class Checkpoints(Part):
             case CheckpointFile(step=step):
                 attempt.steps[rank] = step
                 self.fetches.fetch(peer, report)
-            case WrittenShards():
-                self._note_shards(attempt, rank, report)
+            case WrittenShards(step=step):
+                attempt.steps[rank] = step
+                self._note_shards(attempt, report)
             case Ask():
                 self._asked.append((peer, rank, report))
 
@@ -97,44 +94,26 @@ class Checkpoints(Part):
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
             )
 
-    def _note_shards(self, attempt: Attempt, rank: int, said: WrittenShards) -> None:
-        """Record that a rank has written its shards, or failed. After all ranks, commit or discard the checkpoint."""
+    def _note_shards(self, attempt: Attempt, said: WrittenShards) -> None:
+        """Record that all ranks have written a sharded checkpoint, or that one has failed. Commit or discard it."""
         if said.attempt != attempt.number:
             return
-        attempt.steps[rank] = said.step
-        all_said = self._shards.setdefault(said.number, {})
-        all_said[rank] = said
-        if len(all_said) < attempt.world_size:
+        if said.failure is None:
+            self.commits[said.attempt, said.number] = said.step
+            self.committer.commit(said)
             return
-        del self._shards[said.number]
-        failures = [(each, one.failure) for each, one in sorted(all_said.items()) if one.failure is not None]
-        if not failures:
-            self.commits[attempt.number, said.number] = said.step
-            self.committer.commit([written for _, written in sorted(all_said.items())])
-            return
-        failed, why = failures[0]
-        self._observers.note(
-            f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
-            f"({why}); {GOES_ON}"
-        )
-        self.committer.sweep(attempt.number, said.number)
-        self._settled = said.number
-        self.tell_kept()
+        self._observers.note(f"the sharded checkpoint of step {said.step} was not kept: {said.failure}; {GOES_ON}")
+        self.committer.sweep(said.attempt, said.number)
 
     def note_commit(self, commit: Committed) -> None:
         """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
-        attempt = self._state.attempt
-        if attempt is not None and attempt.number == commit.attempt:
-            self._settled = commit.number
-            attempt.excuse()
         if commit.made is not None:
             self._note_kept(commit.made)
         else:
             self._observers.note(
                 f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
             )
-            self.tell_kept()
         self.committer.sweep(commit.attempt, commit.number)
 
     def _note_kept(
@@ -162,15 +141,15 @@ class Checkpoints(Part):
             self._observers.hint("metric", hint)
         attempt = self._state.attempt
         if attempt is not None and not attempt.is_over:
-            attempt.tell(messages.Tell(Kept(kept, self._settled)))
+            attempt.tell(messages.Tell(Kept(kept)))
 
     # ---- what there is
 
     def blocks(self, moment: Moment) -> bool:
         """Wait for checkpoints on their way, and excuse ranks that wait for them."""
         match moment:
-            case Moment.HUNG:  # before its last save, a rank may wait for a commit
-                return bool(self.commits) or self._awaits_evaluations
+            case Moment.HUNG:
+                return self._awaits_evaluations
             case Moment.RESTART:
                 return self.fetches.is_busy or bool(self.commits)
             case Moment.RESULT:  # only for what stays after the gang
@@ -198,7 +177,7 @@ class Checkpoints(Part):
         for rank 0's question with the same number.
         """
         attempt = self._state.training
-        if attempt is None or not self._asked or self.blocks(Moment.RESTART) or self._shards:
+        if attempt is None or not self._asked or self.blocks(Moment.RESTART):
             return
         if any(rank == 0 and asked.about is None for _, rank, asked in self._asked):
             self._awaits_evaluations = self._state.blocks(Moment.CHOICE)

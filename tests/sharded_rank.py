@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,11 @@ import torch.distributed as dist
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    LAYOUT,
     ShardedCheckpoint,
     Sharding,
     WrittenShards,
     folder_name,
-    layout_of,
-    metadata_of,
 )
-from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 NONCE = "nonce"
@@ -57,38 +52,22 @@ class Rank:
         return self.commit()
 
     def commit(self) -> ShardedCheckpoint:
-        """What the driver does when all ranks have reported."""
+        """What the driver does when rank 0 has reported."""
         self.checkpoints.flush()
-        report = self.reports.pop(0)
-        assert report.failure is None, report
-        everywhere: list[Any] = [report] * current_rank().world_size
-        if len(everywhere) > 1:
-            dist.all_gather_object(everywhere, report)
-        committed = (commit if current_rank().is_main else entry)(self.base, everywhere)
-        if len(everywhere) > 1:
-            dist.barrier()
-        self.checkpoints.settle(report.number)
-        return committed
+        reports: list[Any] = [self.reports.pop(0) if current_rank().is_main else None]
+        if current_rank().world_size > 1:
+            dist.broadcast_object_list(reports)
+        return entry(self.base, reports[0])
 
 
-def entry(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
+def entry(base: str, written: WrittenShards) -> ShardedCheckpoint:
     """As the manifest has it."""
-    first = written[0]
+    assert written.failure is None, written
     return ShardedCheckpoint(
-        attempt=first.attempt,
-        step=first.step,
-        world_size=len(written),
-        uri=f"{base}/{folder_name(first.attempt, NONCE, first.step, first.number)}",
-        size=sum(part.size for shards in written for part in shards.parts),
-        layout_digest=hashlib.sha256(layout_of(written)).hexdigest(),
-        metrics=first.metrics,
+        attempt=written.attempt,
+        step=written.step,
+        uri=f"{base}/{folder_name(written.attempt, NONCE, written.step, written.number)}",
+        size=written.size,
+        digest=written.digest,
+        metrics=written.metrics,
     )
-
-
-def commit(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
-    """Write what makes the ranks' parts a checkpoint."""
-    committed = entry(base, written)
-    files = current_execution().filesystem(committed.uri)
-    files.pipe_file(f"{committed.uri}/{LAYOUT}", layout_of(written))
-    files.pipe_file(f"{committed.uri}/.metadata", metadata_of(layout_of(written)))
-    return committed
