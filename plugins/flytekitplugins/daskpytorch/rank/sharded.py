@@ -124,7 +124,6 @@ class ShardedCheckpoints:
         Raises:
             TypeError: A load could not read a value of the state.
         """
-        from torch.distributed.checkpoint.staging import BlockingAsyncStager
         from torch.distributed.checkpoint.stateful import Stateful
 
         from flytekitplugins.daskpytorch.rank.shard_writer import check_savable
@@ -132,8 +131,19 @@ class ShardedCheckpoints:
         self._check_place()
         plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         check_savable(plain)
-        staged: dict[str, Any] = BlockingAsyncStager().stage(plain)
+        staged: dict[str, Any] = self._stager.stage(plain)
         return staged
+
+    @functools.cached_property
+    def _stager(self) -> Any:
+        """Copies states to host memory. With a newer torch, each save uses the memory of the save before."""
+        import torch
+        from torch.distributed.checkpoint import staging
+
+        if not hasattr(staging, "DefaultStager"):
+            return staging.BlockingAsyncStager()
+        options = {"use_shared_memory": False, "use_async_staging": False, "use_non_blocking_copy": False}
+        return staging.DefaultStager(staging.StagingOptions(use_pinned_memory=torch.cuda.is_available(), **options))
 
     def _own_group(self) -> ProcessGroup | None:
         """Return a process group for the thread that saves. All ranks together make a new one for each default group.
