@@ -448,7 +448,7 @@ def test_a_late_record_leaves_the_newest_step_as_it_is() -> None:
     To(state).logged(newest)
     To(state).logged(late)
     assert state.record == newest
-    assert state.metrics.newest == {"loss": 0.5, "held_out": 0.7}
+    assert state.values.numbers == {"loss": 0.5, "held_out": 0.7}
     assert [chart.by_step for chart in state.charts if "held_out" in chart.by_step] == [{"held_out": [(2.0, 0.7)]}]
     assert (Futures(state).step, Futures(state).metrics) == (9, {"loss": 0.5, "held_out": 0.7})
     assert [record.step for record in state.records] == [9, 2]

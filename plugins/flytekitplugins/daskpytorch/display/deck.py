@@ -25,6 +25,8 @@ from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_do
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, Histogram, Picture, SavedCheckpoint
+from flytekitplugins.daskpytorch.report.chart import best_of
+from flytekitplugins.daskpytorch.report.pieces import brief
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.run_state import RunState
@@ -125,7 +127,7 @@ def figures(run: RunState) -> dict[str, object]:
 def _newest(run: RunState) -> dict[str, object]:
     """Return key figures by metric: all NaN and infinite values, then newest and best values from the first charts."""
     found: dict[str, object] = {}
-    newest = run.metrics.newest
+    newest = run.values.numbers
     best = {name: _best_of(chart, name) for chart in run.charts for name in chart.best}
     for name in (name for chart in run.charts for name in chart.by_step):
         if name in newest and len(found) < MAX_FIGURES:
@@ -135,11 +137,10 @@ def _newest(run: RunState) -> dict[str, object]:
 
 
 def _best_of(chart: Chart, name: str) -> str:
-    points, pick = chart.by_step[name], min if chart.best[name] == "min" else max
-    if len(points) < 2:
+    if len(points := chart.by_step[name]) < 2:
         return ""
-    x, y = pick(points, key=lambda point: point[1])
-    return f"best {y:.4g} at step {x:,.0f}"
+    x, y = best_of(points, chart.best[name])
+    return f"best {brief(y)} at step {brief(x)}"
 
 
 def _seconds_left(run: RunState) -> float | None:

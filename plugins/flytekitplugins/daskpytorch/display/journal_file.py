@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.process.folders import local_runs_folder
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.report.pieces import brief
 
 VARIABLE = "DASKPYTORCH_JOURNAL"
 """Environment variable with the folder for journals, each named by its training's id. Empty: no journals."""
@@ -179,7 +180,8 @@ def show(file: Path | None, page: Path | None) -> None:
     console.print(f"{run.title or 'training'}: {run.phase.word}", markup=False)
     table = Table(show_header=False)
     for name, value in deck.figures(run).items():
-        words = [_in_words(each) for each in (value if isinstance(value, tuple) else (value,)) if each != ""]
+        each = [word for word in (value if isinstance(value, tuple) else (value,)) if word != ""]
+        words = [brief(word) if isinstance(word, (int, float)) else str(word) for word in each]
         table.add_row(name, "  ".join(words))
     console.print(table)
     for event in run.history.events[-MAX_EVENTS:]:
@@ -194,7 +196,3 @@ def _newest() -> Path:
     if found is None:
         raise click.ClickException(f"no local run in {folder} has a journal: name one, daskpytorch show JOURNAL")
     return found
-
-
-def _in_words(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -22,8 +22,6 @@ KIND = re.compile(r"_(step|epoch)$")
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
 """Maximum number of metrics that a Deck draws. Records with and without held-out metrics count separately."""
-MAX_NEWEST = 200
-"""Maximum number of metrics whose newest value is kept for a Deck's key figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,6 @@ class Chart:
 class Metrics:
     """Metrics that rank 0 has logged, as curves with a bounded number of points."""
 
-    newest: dict[str, float] = field(default_factory=dict)
     is_crowded: bool = False
     """True if rank 0 has logged more metrics than a Deck draws."""
     epoch: float | None = None
@@ -76,8 +73,6 @@ class Metrics:
         self._step = step if is_new else self._step
         x = epoch if epoch is not None and abs(epoch) <= MAX_VALUE else math.nan
         for name, value in numbers.items():
-            if name in self.newest or len(self.newest) < MAX_NEWEST:
-                self.newest[name] = value
             if name in UNCHARTED or not abs(value) <= MAX_VALUE:
                 continue
             if sums_up:
@@ -93,7 +88,6 @@ class Metrics:
 
     def cut(self, step: int | None) -> None:
         """Remove the points after `step`, which a restarted gang will log again. None removes all points."""
-        self.newest.clear()
         self.epoch = None
         self._step = -math.inf if step is None else min(self._step, step)
         self._epoch_at.cut(step if step is not None else -(1 << 63))
@@ -135,7 +129,7 @@ class Metrics:
         return list({epoch: value for epoch, value in points if not math.isnan(epoch)}.items())
 
 
-@functools.lru_cache(MAX_NEWEST)
+@functools.lru_cache(200)
 def is_held_out(name: str) -> bool:
     """Return True if a metric's name, such as `val_loss`, stands for held-out data."""
     return HELD_OUT.search(name) is not None

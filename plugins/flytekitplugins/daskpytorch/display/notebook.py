@@ -41,10 +41,10 @@ def row_of(first: dict[str, Any], record: LogRecord | None, newest: Mapping[str,
     return row | {f"metric.{name}" if name in row else name: newest[name] for name in newest}
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), MAX_CELL)
+def _cell(value: object) -> object:
+    if isinstance(value, float):
+        return value
+    return "" if value is None else one_line(str(value), MAX_CELL)
 
 
 class LiveTable:

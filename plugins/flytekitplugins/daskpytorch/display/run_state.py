@@ -68,6 +68,11 @@ class Values:
     steps: dict[str, int] = field(default_factory=dict)
     """Step of each value, by the metric's name."""
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Newest value of each numeric metric, by name."""
+        return {} if self.record is None else self.record.numbers
+
     def add(self, record: LogRecord) -> None:
         """Add a record. Of too many metrics, only the newest record's are kept."""
         values, steps = dict(record.metrics), dict.fromkeys(record.metrics, record.step)

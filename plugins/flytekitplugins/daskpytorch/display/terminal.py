@@ -21,12 +21,10 @@ from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord
 from flytekitplugins.daskpytorch.report import duration
-from flytekitplugins.daskpytorch.report.pieces import name_of
+from flytekitplugins.daskpytorch.report.pieces import brief, name_of
 
 MAX_LINE = 2_000
 """Maximum number of characters of a line with a record's metrics."""
-LARGE = 1e15
-"""Smallest absolute value of a whole number that is shown with an exponent, as in 1e+15."""
 LARGE_RATE = 10.0
 """Smallest rate, in steps per second, that is shown as a whole number."""
 MAX_LEFT = 1e9
@@ -89,9 +87,9 @@ def describe_record(
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
     names = sorted(numbers, key=lambda name: name != "loss")
     at = {name: f" (step {step})" for name, step in (steps or {}).items() if step != record.step}
-    parts += [f"{name_of(name)} {_brief(numbers[name])}{at.get(name, '')}" for name in names]
+    parts += [f"{name_of(name)} {brief(numbers[name])}{at.get(name, '')}" for name in names]
     if rate is not None:
-        parts.append(f"{_brief(rate, is_whole=True)} samples/s")
+        parts.append(f"{brief(float(f'{rate:.0f}'))} samples/s")
     return one_line("  ".join(parts), MAX_LINE)
 
 
@@ -109,10 +107,6 @@ def in_a_line(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
     kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
     return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)
-
-
-def _brief(value: float, *, is_whole: bool = False) -> str:
-    return f"{value:,.0f}" if (is_whole or value.is_integer()) and abs(value) < LARGE else f"{value:.4g}"
 
 
 PLAIN_INTERVAL = 10.0
@@ -330,7 +324,7 @@ class Display(View):
     def _tell_error(self, error: Exception | None) -> None:
         if isinstance(error, StoppedEarlyError):
             if not self._board.is_quiet:
-                how = f"after epoch {error.epoch}: {error.metric} {error.value:.4g}"
+                how = f"after epoch {error.epoch}: {error.metric} {brief(error.value)}"
                 self._board.print(f"{self._title} was stopped early, {how}")
         elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
             how = "" if isinstance(error, PreemptedError) else f"{self._title or 'the gang'} failed: "

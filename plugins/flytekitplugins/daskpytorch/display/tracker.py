@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
-from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, gang_config
+from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, run_config
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import Worker
@@ -233,8 +233,8 @@ class Tracker(View):
         """Queue an event for the run."""
         match event:
             case journal.Placed(shape=shape) if self.state.attempt == 0 and self.state.training is not None:
-                config = {**self.state.training.inputs, "gang": gang_config(shape)}
-                self._feeder.start(partial(self._run.open, self.state.training, config, self.state.resumed_step))
+                training, step = self.state.training, self.state.resumed_step
+                self._feeder.start(partial(self._run.open, training, run_config(training, shape), step))
             case journal.Restarted(step=step):
                 self._feeder.put(partial(self._run.rewind, step))
             case journal.Logged(record=record) if record.rank == 0:

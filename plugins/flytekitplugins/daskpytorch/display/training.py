@@ -119,15 +119,16 @@ def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
     return found
 
 
-def gang_config(shape: Shape) -> dict[str, Any]:
-    """Return a gang's size, backend, hosts and GPUs for the configuration of a tracker's run."""
-    return {
+def run_config(training: Training, shape: Shape) -> dict[str, Any]:
+    """Return the configuration of a tracker's run: the training's inputs, and the gang's size, backend and machines."""
+    gang = {
         "world_size": shape.world_size,
         "num_workers": len(shape.nodes),
         "backend": shape.backend,
         "hosts": [node.host for node in shape.nodes],
         "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
     }
+    return {**training.inputs, "gang": gang}
 
 
 def size_of(shape: Shape) -> str:

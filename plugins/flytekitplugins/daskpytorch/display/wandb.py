@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
-from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, gang_config, run_id
+from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, run_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.streams import say, without_secrets
 from flytekitplugins.daskpytorch.protocol import journal
@@ -67,9 +67,9 @@ class WandbObserver(View):
 
         The run's configuration has the inputs, the gang's shape in the present attempt, and the user's values.
         """
-        inputs = self.state.training.inputs if self.state.training is not None else {}
-        gang = {"gang": gang_config(self.state.shape)} if self.state.shape is not None else {}
-        wandb = dataclasses.replace(self._run.wandb, config={**inputs, **gang, **self._run.wandb.config})
+        training, shape = self.state.training, self.state.shape
+        given = {} if training is None or shape is None else run_config(training, shape)
+        wandb = dataclasses.replace(self._run.wandb, config={**given, **self._run.wandb.config})
         return functools.partial(Tracker, dataclasses.replace(self._run, wandb=wandb))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flytekitplugins.daskpytorch.process.streams import one_line
-from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table, element, folded, name_of, text_of, whole
+from flytekitplugins.daskpytorch.report.pieces import LARGE, Tone, cells_table, element, folded, name_of, text_of, whole
 
 MAX_VALUE = 1e200
 """Largest absolute value that can be drawn."""
@@ -73,7 +73,7 @@ def line_chart(
         >>> html = report.line_chart("loss", curves, "epoch", best={"held out": "min"}, marks=[(1.5, "restart")])
     """
     drawn = {name: thinned(_finite(points), max_points) for name, points in curves.items()}
-    chosen = {name: _best(drawn[name], mode) for name, mode in (best or {}).items() if drawn.get(name)}
+    chosen = {name: best_of(drawn[name], mode) for name, mode in (best or {}).items() if drawn.get(name)}
     values = [y for points in drawn.values() for _, y in points]
     is_positive = bool(values) and min(values) > 0
     is_log = is_positive and (max(values) > WIDE_RANGE * min(values) if log is None else log)
@@ -123,7 +123,8 @@ def _finite(points: Iterable[tuple[float, float]]) -> Points:
     return [(x, y) for x, y in points if abs(x) <= MAX_VALUE and abs(y) <= MAX_VALUE]
 
 
-def _best(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
+def best_of(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
+    """Return a curve's lowest or highest point, the first of equal ones."""
     pick = min if mode == "min" else max
     return pick(points, key=lambda point: point[1])
 
@@ -164,7 +165,7 @@ def _spread(values: Sequence[float]) -> list[float]:
 
 def _short(value: float) -> float | int:
     rounded = float(f"{value:.6g}")
-    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+    return int(rounded) if rounded.is_integer() and abs(rounded) < LARGE else rounded
 
 
 def _json(data: object) -> str:

@@ -19,6 +19,7 @@ Tone = Literal["busy", "good", "bad", "warn", "idle"]
 """Meaning of a colour on a page, for example `bad` for a failure."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
 """Pattern of a table's cells that are aligned to the right: numbers, possibly with a unit, and empty cells."""
+LARGE = 1e15
 MAX_SHARES = 8
 """Maximum number of parts in the bar that `shares` draws. Each part has its own colour."""
 MAX_NAME = 60
@@ -340,16 +341,24 @@ def element(tag: str, content: str = "", class_: str = "", **attributes: object)
 
 def text_of(value: object) -> str:
     """Return any value as HTML: escaped texts, short numbers, and web addresses as links."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return brief(value)
     text, address, kind = str(value), str(value), URL
     if isinstance(value, Link):
         text, address, kind = value.text, value.address, ADDRESS
     if kind.fullmatch(address):
         return element("a", _clean(text), href=address, target="_blank", rel="noopener noreferrer")
     return _clean(text)
+
+
+def brief(value: float) -> str:
+    """Return a number as a short text: all digits of a whole number, four digits of any other, as `1,000` or `0.2542`.
+
+    The text of a whole float from 1e15 on has an exponent.
+    """
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < LARGE else f"{value:.4g}"
 
 
 def name_of(text: str) -> str:
