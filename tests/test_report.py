@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.report.chart import MAX_EVENTS, MAX_POINTS
-from flytekitplugins.daskpytorch.report.pieces import shared
+from flytekitplugins.daskpytorch.report.pieces import brief, shared
 
 ODD_NAMES = [
     *("", "_private", "$", "$\\frac{$", "<script>alert(1)</script>", "--></svg><b>", "</script><b>"),
@@ -211,6 +211,17 @@ def test_shares_add_up_and_small_ones_are_summed() -> None:
     many = bare(report.shares({f"part {i}": float(i) for i in range(1, 20)}))
     assert many.count("<li") == 8
     assert "others" in many
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        *((1_234_567, "1,234,567"), (0.254162, "0.2542"), (22_794.6, "22,795"), (1e-05, "1e-05"), (3.0, "3")),
+        *((-1_500.5, "-1,500"), (1e15, "1e+15"), (math.nan, "nan"), (-math.inf, "-inf")),
+    ],
+)
+def test_numbers_are_short(number: float, text: str) -> None:
+    assert brief(number) == text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
@@ -27,10 +27,6 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, Histogram, Picture, SavedCheckpoint
 from flytekitplugins.daskpytorch.report.chart import best_of
 from flytekitplugins.daskpytorch.report.pieces import brief
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.run_state import RunState
-
 
 MAX_FIGURES = 6
 """Maximum number of metrics among the key figures at the top of a Deck."""

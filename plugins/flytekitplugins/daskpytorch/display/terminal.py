@@ -89,7 +89,7 @@ def describe_record(
     at = {name: f" (step {step})" for name, step in (steps or {}).items() if step != record.step}
     parts += [f"{name_of(name)} {brief(numbers[name])}{at.get(name, '')}" for name in names]
     if rate is not None:
-        parts.append(f"{brief(float(f'{rate:.0f}'))} samples/s")
+        parts.append(f"{brief(rate)} samples/s")
     return one_line("  ".join(parts), MAX_LINE)
 
 

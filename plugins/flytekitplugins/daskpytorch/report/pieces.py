@@ -273,7 +273,7 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     named = [
         element(
             "li",
-            f"{text_of(name)} <b>{part / total:.0%}</b> {part:,.4g}{text_of(unit and ' ' + unit)}",
+            f"{text_of(name)} <b>{part / total:.0%}</b> {brief(part)}{text_of(unit and ' ' + unit)}",
             style=f"--c:var(--c{order.index(name)})",
         )
         for name, part in parts.items()
@@ -352,13 +352,11 @@ def text_of(value: object) -> str:
 
 
 def brief(value: float) -> str:
-    """Return a number as a short text: all digits of a whole number, four digits of any other, as `1,000` or `0.2542`.
-
-    The text of a whole float from 1e15 on has an exponent.
-    """
+    """Return a number as a short text: whole from 1,000 on, else with four digits. From 1e15 on with an exponent."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < LARGE else f"{value:.4g}"
+    is_whole = value.is_integer() or abs(value) >= 1_000
+    return f"{value:,.0f}" if is_whole and abs(value) < LARGE else f"{value:.4g}"
 
 
 def name_of(text: str) -> str:
