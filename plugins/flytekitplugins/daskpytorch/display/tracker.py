@@ -261,5 +261,5 @@ class Tracker(View):
             account = {"share": goodput.share, **goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})
         limit = PREEMPTED_TIMEOUT if isinstance(event.error, PreemptedError) else CLOSE_TIMEOUT
-        reason = f"{event.end.error}: {event.error}" if event.end.error else None
+        reason = f"{event.end.error}: {event.end.text}" if event.end.error else None
         self._feeder.end(partial(self._run.close, STATES.get(event.end.word, "killed"), reason), limit)
