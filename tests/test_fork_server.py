@@ -23,7 +23,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
-from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
+from flytekitplugins.daskpytorch.process.system import without_nannys
 from processes import fork_server as own_fork_server
 from processes import is_alive, ranks_of, until
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch  # noqa: F401 - as in a fork server
 
-from flytekitplugins.daskpytorch.protocol import start_variables
+from flytekitplugins.daskpytorch.process import system
+from flytekitplugins.daskpytorch.process.system import NANNYS_SETTINGS, needs_fresh_interpreter
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.start_variables import NANNYS_SETTINGS, needs_fresh_interpreter
 from flytekitplugins.daskpytorch.settings import Gang
 from gangs import JOB, order_for
 
@@ -40,7 +40,7 @@ NANNYS["MALLOC_TRIM_THRESHOLD_"] = "65536"
 
 
 def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_variables, "_at_start", lambda _: {})
+    monkeypatch.setattr(system, "_at_start", lambda _: {})
     found = variables(NANNYS)
     assert found["OMP_NUM_THREADS"] == "4"
     assert not found.keys() & NANNYS.keys() - {"OMP_NUM_THREADS"}
@@ -49,7 +49,7 @@ def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monke
 def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variables({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"  # no nanny has been here
     started_with = {os.getpid(): NANNYS, os.getppid(): {"OMP_NUM_THREADS": "1"}}
-    monkeypatch.setattr(start_variables, "_at_start", started_with.__getitem__)
+    monkeypatch.setattr(system, "_at_start", started_with.__getitem__)
     found = variables(NANNYS | {"MKL_NUM_THREADS": "3"})
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("1", "3")
     assert "OPENBLAS_NUM_THREADS" not in found
@@ -133,7 +133,7 @@ def test_variables_of_a_module_are_read_early_once_the_module_is_loaded(monkeypa
     assert not needs_fresh_interpreter({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
     monkeypatch.setitem(sys.modules, "torch._inductor.config", os)
     assert needs_fresh_interpreter({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
-    assert start_variables.changed({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}, start_variables.read_so_far())
+    assert system.changed({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}, system.read_so_far())
 
 
 def test_what_a_nanny_has_set_costs_nothing_and_what_the_user_has_set_counts() -> None:

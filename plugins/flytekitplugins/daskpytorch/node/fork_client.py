@@ -17,8 +17,7 @@ from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import signals
-from flytekitplugins.daskpytorch.process.system import check_system, path_here
-from flytekitplugins.daskpytorch.protocol.start_variables import NANNYS_MARK, without_nannys
+from flytekitplugins.daskpytorch.process.system import NANNYS_MARK, check_system, path_here, without_nannys
 
 END_TIMEOUT = 10.0
 """Seconds that a fork server gets to end its ranks and itself, when told to end. Then the fork server is killed."""

@@ -47,8 +47,7 @@ from typing import Any, NoReturn
 from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch.process import signals
-from flytekitplugins.daskpytorch.process.system import kill_session, optional
-from flytekitplugins.daskpytorch.protocol.start_variables import needs_fresh_interpreter
+from flytekitplugins.daskpytorch.process.system import kill_session, needs_fresh_interpreter, optional
 
 MAX_PACKET = 4096
 END = b"end"

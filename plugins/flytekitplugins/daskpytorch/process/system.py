@@ -1,4 +1,4 @@
-"""Requirements of the operating system: Linux, limits of open files, process names, and optional features."""
+"""The system around a process: Linux, limits of open files, process names, optional features, start variables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import GangStartError
@@ -113,3 +114,123 @@ def kill_session(pid: int, signum: int) -> None:
         except ProcessLookupError:
             continue
         return
+
+
+# ---- Environment variables: those read once, as a process starts or imports torch or NumPy, and those that nannies set
+#
+# A forked rank gets these variables too late. The tables have what a fork server reads before it forks, as seen by
+# traces of `getenv` and `os.environ` (torch 2.15, 2026-11-26). NCCL, gloo and CUDA read their variables later, in the
+# rank.
+
+READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_TUNABLES", "LC_ALL", "LC_CTYPE", "LANG")
+"""Prefixes of the variables that Python, its loader or the C library reads before any Python code runs."""
+READ_AT_IMPORT = {
+    "torch": (
+        *("TORCH_LOGS", "TORCH_TRACE", "TORCH_DTRACE", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES"),
+        *("TORCH_DISTRIBUTED_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_USE_RTLD_GLOBAL", "TORCH_CUDA_SANITIZER"),
+        *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_", "TORCH_CUSTOM_TERMINATE"),
+        *("TORCH_COMPILE_FORCE_DISABLE_CACHES", "TORCH_COMPILE_JOB_ID", "TORCH_FAKE_TENSOR_", "TORCHEXPORT_"),
+        *("PYTORCH_JIT", "PYTORCH_API_USAGE_STDERR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+        *("PYTORCH_HIP_ALLOC_CONF", "OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "ONEDNN_"),
+        *("DNNL_", "KINETO_USE_DAEMON"),
+    ),
+    "torch._dynamo.config": ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCH_COMPILE_"),
+    "torch._inductor.config": ("TORCHINDUCTOR_", "AOT_INDUCTOR_"),
+    "numpy": ("OPENBLAS_", "NPY_"),
+}
+"""Module -> prefixes of the variables that the module, or a library that the module loads, reads at its import."""
+SET_LATER = (
+    "PYTHONBREAKPOINT",
+    "PYTHONPATH",  # `sys.path` has its folders
+    "PYTHONUNBUFFERED",  # the output of ranks is flushed with each line in any case
+    "LD_LIBRARY_PATH",  # OpenCV sets it at its import, for child programs
+    "OMP_NUM_THREADS",  # a rank calls `torch.set_num_threads`, which also sets the threads of MKL
+    "MKL_NUM_THREADS",
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets this variable and the next one at its import
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it at its first compilation
+)
+"""Variables with a prefix in one of the tables that need no fresh interpreter."""
+NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
+"""Environment variable that, as a rule, only a Dask nanny sets."""
+NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment variables that a Dask nanny sets for its worker, with Dask's default values up to distributed 2026.8. A
+nanny keeps values from its own environment."""
+
+
+def read_so_far() -> tuple[str, ...]:
+    """Return the prefixes of the variables that modules of this process have read at their import."""
+    return tuple(prefix for module, prefixes in READ_AT_IMPORT.items() if module in sys.modules for prefix in prefixes)
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str], prefixes: tuple[str, ...]) -> list[str]:
+    """Return the names of the variables with one of these prefixes that differ between two environments, in order.
+
+    Variables in `SET_LATER` do not count.
+    """
+    return sorted(
+        name
+        for name in {*before, *after}
+        if name.startswith(prefixes)
+        and name not in SET_LATER
+        and _part_read_early(name, before) != _part_read_early(name, after)
+    )
+
+
+def needs_fresh_interpreter(started: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Return True if a fork of this process would get some of its variables too late.
+
+    Args:
+        started: The environment with which this process started.
+        wanted: The environment of the fork.
+    """
+    by_nanny = {name for name, value in NANNYS_SETTINGS.items() if name not in wanted and started.get(name) == value}
+    users = {name: value for name, value in started.items() if name not in by_nanny}
+    return bool(changed(users, wanted, READ_AT_START + read_so_far()))
+
+
+def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
+    """Return the part of a variable's value that is read early. None if the variable is absent."""
+    value = environment.get(name)
+    if value is not None and name.endswith("_ALLOC_CONF"):  # the first allocation reads the other options
+        backend = re.search(r"backend:[^,]*", value)
+        return backend.group() if backend is not None else None
+    return value
+
+
+def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return these environment variables without those that a Dask nanny has set.
+
+    Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
+    user's if its value differs from the nanny's, or if the process started with that value.
+    """
+    if NANNYS_MARK not in environment:
+        return dict(environment)
+    at_start = _before_nanny()
+    return {
+        name: value
+        for name, value in environment.items()
+        if value != NANNYS_SETTINGS.get(name) or at_start.get(name) == value
+    }
+
+
+def _before_nanny() -> Mapping[str, str]:
+    """Return the environment at the start of this process, or of its nearest ancestor that no Dask nanny started.
+
+    Empty if the system does not show the environment.
+    """
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            at_start = _at_start(pid)
+            if NANNYS_MARK not in at_start:
+                return at_start
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # another user's process, or it has ended
+            break
+    return {}
+
+
+def _at_start(pid: int) -> dict[str, str]:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.process.system import without_nannys
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
-from flytekitplugins.daskpytorch.protocol.start_variables import without_nannys
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 

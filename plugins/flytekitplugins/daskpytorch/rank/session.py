@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.process import program_end, signals
-from flytekitplugins.daskpytorch.protocol import messages, start_variables
+from flytekitplugins.daskpytorch.process import program_end, signals, system
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, Question
@@ -46,7 +46,7 @@ class Session:
         self._link = link
         self.environment = dict(environment)
         """Environment variables that the rank starts with."""
-        self._read_so_far = start_variables.read_so_far()
+        self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
         """The prompts of this rank's debugger. None before `main` has set this field."""
         self.server: Server | None = None
@@ -94,9 +94,9 @@ class Session:
             yield
         num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
         link.hint(usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
-        late = start_variables.changed(self.environment, os.environ, self._read_so_far)
+        late = system.changed(self.environment, os.environ, self._read_so_far)
         if process_group.has_read_nccls_variables():
-            late += start_variables.changed(environment, os.environ, ("NCCL_",))
+            late += system.changed(environment, os.environ, ("NCCL_",))
         link.hint(usage.of_variables([name for name in late if name in os.environ]))
 
     def see_out(self) -> None:
