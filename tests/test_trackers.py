@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
 from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import tracker
 from flytekitplugins.daskpytorch.display import training as trainings
-from flytekitplugins.daskpytorch.display.tracker import Feeder
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.journal import Training
@@ -450,22 +450,31 @@ def test_settings_that_make_no_sense_are_refused_all_at_once(make: Callable[[], 
 # ---- The thread that feeds a tracker
 
 
-def test_the_end_does_not_wait_for_a_run_that_could_not_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
-    may_fail, closed = threading.Event(), threading.Event()
+class Unopened(Run):
+    """A run that cannot be opened, as the test finds out at its end."""
 
-    def begin() -> None:
-        may_fail.wait(60)
+    label = "Tracker"
+    may_fail = threading.Event()
+    closed = threading.Event()
+
+    def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
+        self.may_fail.wait(60)
         raise ValueError("no such project")
 
-    feeding = Feeder("Tracker", lambda: None)
-    feeding.start(begin)
-    ending = threading.Thread(target=feeding.end, args=(closed.set, 120.0), daemon=True)
+    def close(self, state: State, reason: str | None) -> None:
+        self.closed.set()
+
+
+def test_the_end_does_not_wait_for_a_run_that_could_not_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    observer = Tracker(run := Unopened())
+    begun(lambda: observer)
+    ending = threading.Thread(target=To(observer).ended, args=(None,), daemon=True)
     ending.start()
-    until(lambda: feeding._worker.is_urgent, "the end's wait")
-    may_fail.set()
+    until(lambda: observer._worker.is_urgent, "the end's wait")
+    run.may_fail.set()
     ending.join(30)
     assert not ending.is_alive()
-    assert not closed.is_set()
+    assert not run.closed.is_set()
     assert capsys.readouterr().err == (
         "Tracker: ValueError: no such project. The training goes on, with records missing.\n"
     )

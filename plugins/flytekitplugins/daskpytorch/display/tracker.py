@@ -38,99 +38,6 @@ CONNECT_TIMEOUT = 5.0
 """Timeout, in seconds, for a connection to a tracker's server."""
 
 
-class Feeder:
-    """Thread that calls a tracker's queued jobs in their order. No job's error reaches a caller.
-
-    Only `end` waits for jobs. A job is called again after a `ConnectionError`, and skipped after any other error.
-    """
-
-    def __init__(self, label: str, flush: Job) -> None:
-        """Prepare the thread.
-
-        Args:
-            label: Name of the tracker for notices.
-            flush: Job that the thread calls between records, at most every `INTERVAL` seconds, and before the last job.
-        """
-        self._label = label
-        self._flush = flush
-        self._flushed_at = 0.0
-        self.is_feeding = False
-        """True from the call of `start` to the end of `end`. False after a failure of the first job."""
-        self._worker = Worker(RETRY_AFTER, label)
-        self._num_dropped = 0
-        self._said: set[str] = set()
-
-    def start(self, begin: Job) -> None:
-        """Start the thread with `begin` as its first job. If `begin` fails without a retry, the thread ends."""
-        self.is_feeding = True
-        self._flushed_at = time.monotonic()
-        self._worker.submit(begin, self._gives_up_all)
-
-    def offer(self, job: Job) -> None:
-        """Queue a job that writes a record. Drop the job if the queue is full, before `start`, or after `end`."""
-        if not self.is_feeding:
-            return
-        if len(self._worker.jobs()) >= MAX_WAITING:
-            self._num_dropped += 1
-            return
-        self.put(job)
-        if time.monotonic() - self._flushed_at >= INTERVAL:
-            self._flushed_at = time.monotonic()
-            self.put(self._flush)
-
-    def put(self, job: Job) -> None:
-        """Queue a job, even if the queue is full."""
-        self._worker.submit(job, self._gives_up)
-
-    def end(self, job: Job, limit: float) -> None:
-        """Queue the last job, and wait until the queue is empty. Later calls do nothing.
-
-        The wait ends after `limit` seconds, or earlier if the tracker's server cannot be reached for about 10 seconds.
-        """
-        if not self.is_feeding:
-            return
-        self.put(self._flush)
-        self.put(job)
-        self._wait(limit)
-        if not self.is_feeding:  # the first job has failed meanwhile
-            return
-        self.is_feeding = False
-        self._worker.close()
-        if self._worker.jobs():
-            self._say("the newest records could not be written in time: check that its server or storage answers")
-        if self._num_dropped:
-            self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
-
-    def _wait(self, limit: float) -> None:
-        deadline, before = time.monotonic() + limit, None
-        while self.is_feeding and (left := deadline - time.monotonic()) > 0:
-            first = self._worker.first()
-            if first is None or (first is before and first.num_failures):
-                return
-            before = first
-            self._worker.flush(min(left, STALL))
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            say(f"{self._label}: {text}")
-
-    # ---- in the thread
-
-    def _gives_up_all(self, error: Exception, *_: object) -> bool:
-        if gives_up := self._gives_up(error):
-            self.is_feeding = False
-            self._worker.close()
-        return gives_up
-
-    def _gives_up(self, error: Exception, *_: object) -> bool:
-        if isinstance(error, ConnectionError):
-            self._say(f"{error}. Check the address and the access to it. Records wait, and the training goes on.")
-            return False
-        self._say(f"{type(error).__name__}: {error}. The training goes on, with records missing.")
-        return True
-
-
 def knock(uri: str) -> None:
     """Check that a tracker's server accepts connections, since trackers' own clients retry for minutes.
 
@@ -217,13 +124,19 @@ class Run:
 class Tracker(View):
     """Observer that records a gang's events in a tracker's run. Only the gang's end waits for the tracker.
 
-    No error of the tracker reaches the training.
+    A thread calls the run's methods in order. A call is repeated after a `ConnectionError`, and skipped after any other
+    error. No error of the tracker reaches the training.
     """
 
     def __init__(self, run: Run) -> None:
         self.state = RunState()
         self._run = run
-        self._feeder = Feeder(run.label, run.flush)
+        self._worker = Worker(RETRY_AFTER, run.label)
+        self._is_open = False
+        """True from the gang's start to its end. False after a failure of the run's `open`."""
+        self._flushed_at = 0.0
+        self._num_dropped = 0
+        self._said: set[str] = set()
 
     def places(self) -> Mapping[str, str]:
         """Return the address of the run, by the tracker's name. Empty until the run is open."""
@@ -234,32 +147,86 @@ class Tracker(View):
         match event:
             case journal.Placed(shape=shape) if self.state.attempt == 0 and self.state.training is not None:
                 training, step = self.state.training, self.state.resumed_step
-                self._feeder.start(partial(self._run.open, training, run_config(training, shape), step))
+                self._is_open, self._flushed_at = True, time.monotonic()
+                begin = partial(self._run.open, training, run_config(training, shape), step)
+                self._worker.submit(begin, self._gives_up_all)
             case journal.Restarted(step=step):
-                self._feeder.put(partial(self._run.rewind, step))
+                self._put(partial(self._run.rewind, step))
             case journal.Logged(record=record) if record.rank == 0:
-                self._feeder.offer(partial(self._run.log, record))
+                self._offer(partial(self._run.log, record))
                 for name, drawing in record.drawings.items():
-                    self._feeder.offer(partial(self._run.draw, record, name, drawing))
+                    self._offer(partial(self._run.draw, record, name, drawing))
             case journal.Used(usage=usage) if usage.rank < MAX_RANKS:
                 self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
             case journal.Noted():
-                self._feeder.offer(partial(self._run.note, event.line))
-            case journal.Ended():
+                self._offer(partial(self._run.note, event.line))
+            case journal.Ended() if self._is_open:
                 self._end(event)
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         """Queue the plugin's own metrics under the newest step, if rank 0 has logged a step."""
         if (newest := self.state.record) is not None:
-            self._feeder.offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
+            self._offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
+
+    def _offer(self, job: Job) -> None:
+        """Queue a job that writes a record, and a flush if one is due. Drop the job if the queue is full."""
+        if not self._is_open:
+            return
+        if len(self._worker.jobs()) >= MAX_WAITING:
+            self._num_dropped += 1
+            return
+        self._put(job)
+        if time.monotonic() - self._flushed_at >= INTERVAL:
+            self._flushed_at = time.monotonic()
+            self._put(self._run.flush)
+
+    def _put(self, job: Job) -> None:
+        self._worker.submit(job, self._gives_up)
 
     def _end(self, event: journal.Ended) -> None:
         """Close the run. Wait until all records are sent, the tracker cannot be reached, or the timeout is over."""
-        if not self._feeder.is_feeding:
-            return
         if (goodput := self.state.goodput) is not None:
             account = {"share": goodput.share, **goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})
-        limit = PREEMPTED_TIMEOUT if isinstance(event.error, PreemptedError) else CLOSE_TIMEOUT
         reason = f"{event.end.error}: {event.end.text}" if event.end.error else None
-        self._feeder.end(partial(self._run.close, STATES.get(event.end.word, "killed"), reason), limit)
+        self._put(self._run.flush)
+        self._put(partial(self._run.close, STATES.get(event.end.word, "killed"), reason))
+        self._wait(PREEMPTED_TIMEOUT if isinstance(event.error, PreemptedError) else CLOSE_TIMEOUT)
+        if not self._is_open:  # the run could not be opened meanwhile
+            return
+        self._is_open = False
+        self._worker.close()
+        if self._worker.jobs():
+            self._say("the newest records could not be written in time: check that its server or storage answers")
+        if self._num_dropped:
+            self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
+
+    def _wait(self, limit: float) -> None:
+        """Wait up to `limit` seconds for an empty queue, but not for a second failure in a row of the same job."""
+        deadline, before = time.monotonic() + limit, None
+        while self._is_open and (left := deadline - time.monotonic()) > 0:
+            first = self._worker.first()
+            if first is None or (first is before and first.num_failures):
+                return
+            before = first
+            self._worker.flush(min(left, STALL))
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say(f"{self._run.label}: {text}")
+
+    # ---- in the thread
+
+    def _gives_up_all(self, error: Exception, *_: object) -> bool:
+        if gives_up := self._gives_up(error):
+            self._is_open = False
+            self._worker.close()
+        return gives_up
+
+    def _gives_up(self, error: Exception, *_: object) -> bool:
+        if isinstance(error, ConnectionError):
+            self._say(f"{error}. Check the address and the access to it. Records wait, and the training goes on.")
+            return False
+        self._say(f"{type(error).__name__}: {error}. The training goes on, with records missing.")
+        return True
