@@ -178,3 +178,48 @@ def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: P
         assert futures.result() == [[0, 6]] * 2
         assert notes.kept_steps == [1, 3]
         assert notes.told(r"was not kept: OSError: \[Errno 28\] No space left on device .*\(rank \d\)")
+
+
+# ---- Programs that do not wait for a save ---------------------------------------------------------------------------
+
+
+STATE = {str(number): torch.zeros(2) for number in range(100)}
+
+
+def write_slowly() -> None:
+    """Have rank 1 take five seconds for a save of `STATE`."""
+    from flytekitplugins.daskpytorch.rank import shard_writer
+
+    if current_rank().rank == 1:
+        write = shard_writer._save
+        shard_writer._save = lambda data, stream: (time.sleep(0.1), write(data, stream))
+
+
+def save_and_leave(*, destroys: bool) -> None:
+    write_slowly()
+    current_rank().checkpoint.save_sharded(STATE, 1)
+    if destroys:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("destroys", [True, False])
+def test_save_counts_that_a_program_does_not_wait_for(tmp_path: Path, destroys: bool) -> None:
+    notes = Notes()
+    leave = functools.partial(save_and_leave, destroys=destroys)
+    futures = on_this_machine(leave, checkpoint_uri=str(tmp_path), observers=[notes])
+    assert futures.result() == [None] * 2, notes.texts
+    assert notes.kept_steps == [1], notes.texts
+
+
+def save_twice() -> None:
+    """Rank 0 waits in the second call for rank 1's first save."""
+    write_slowly()
+    for step in (1, 2):
+        current_rank().checkpoint.save_sharded(STATE, step)
+
+
+def test_ranks_that_wait_for_anothers_slow_save_do_not_hang(tmp_path: Path) -> None:
+    notes = Notes()
+    futures = on_this_machine(save_twice, checkpoint_uri=str(tmp_path), observers=[notes], hang_timeout=3.0)
+    assert futures.result() == [None] * 2, notes.texts
+    assert notes.kept_steps == [1, 2]

@@ -102,6 +102,27 @@ def install() -> None:
     distributed_c10d.init_process_group = init_process_group
     distributed.init_process_group = init_process_group
     _watch_monitored_barrier(distributed_c10d)
+    _watch_destruction(distributed_c10d)
+
+
+def before_destruction(finish: Callable[[], object]) -> None:
+    """Have `destroy_process_group()` call this function first, which waits for what uses the gang's groups."""
+    global _finish
+    _finish = finish
+
+
+def _watch_destruction(distributed_c10d: Any) -> None:
+    from torch import distributed
+
+    original = distributed_c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None or group is distributed.group.WORLD:
+            _finish()
+        original(group)
+
+    distributed_c10d.destroy_process_group = distributed.destroy_process_group = destroy_process_group
 
 
 def _watch_monitored_barrier(distributed_c10d: Any) -> None:
@@ -338,5 +359,6 @@ def num_exchanges() -> int | None:
         return None
 
 
+_finish: Callable[[], object] = bool  # does nothing
 _has_uneven_numbers = False
 _membership: _Membership | None = None

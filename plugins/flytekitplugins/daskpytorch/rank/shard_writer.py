@@ -84,6 +84,8 @@ class ShardWriter(StorageWriter):
         self._moved = moved
         self._lock = threading.Lock()
         self._has_complained = False
+        self.has_written = False
+        """True once this rank's items are in storage. Other ranks may still write theirs."""
         self.size = 0
         """Size of all ranks' objects together, in bytes. Set on rank 0 by `finish`, as `digest` is."""
         self.digest = ""
@@ -115,6 +117,7 @@ class ShardWriter(StorageWriter):
         parts = [each.result() for each in writing]
         digests = dict(zip(shares, (digests for _, digests in parts), strict=True))
         results = [result for results, _ in parts for result in results]
+        self.has_written = True
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result(results)
         for result in results[:1]:

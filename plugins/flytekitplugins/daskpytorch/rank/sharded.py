@@ -7,7 +7,9 @@ load: the newest undamaged checkpoint from which this attempt may start, straigh
 from __future__ import annotations
 
 import functools
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
+    from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
+LOOK_INTERVAL = 1.0
+"""Seconds between two signs of life of a rank that waits for the other ranks' writes."""
 PATIENCE = timedelta(days=7)
 """Timeout of the collectives with which the ranks save. A rank waits in them for the slowest write to storage."""
 
@@ -47,6 +53,8 @@ class ShardedCheckpoints:
         """Called repeatedly during a write or read, as a sign of life, since a large state takes longer than a step."""
         self._worker = Worker(name="sharded")
         self._num_saves = 0
+        self._writer: ShardWriter | None = None
+        """Writer of the newest save. None before the first."""
         self._world: ProcessGroup | None = None
         """Default process group for whose ranks `_group` was made."""
         self._group: ProcessGroup | None = None
@@ -61,7 +69,7 @@ class ShardedCheckpoints:
             Exception: A rank cannot save its part. Raised on all ranks.
         """
         number, self._num_saves = self._num_saves, self._num_saves + 1
-        self._worker.flush()
+        self.flush()
         staged, error = {}, None
         try:
             staged = self._staged(state)
@@ -116,7 +124,12 @@ class ShardedCheckpoints:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all ranks have written the newest save, or for `timeout` seconds. None: no limit."""
-        self._worker.flush(timeout)
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._worker.flush(max(0.0, min(LOOK_INTERVAL, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return
+            if self._writer is not None and self._writer.has_written:
+                self._moved()  # else the ranks that wait for a slow one would count as hung
 
     def _staged(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of this rank's part of a state in host memory.
@@ -157,6 +170,7 @@ class ShardedCheckpoints:
             self._world = world
             group: Any = None if world is None else distributed.new_group(backend="gloo", timeout=PATIENCE)
             self._group = group
+            process_group.before_destruction(self.flush)
         return self._group
 
     def _check_place(self) -> None:
@@ -182,7 +196,8 @@ class ShardedCheckpoints:
 
         files = current_execution().filesystem(self._sharding.base)
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, step, number)}"
-        writer, failure = ShardWriter(files, folder, moved=self._moved), None
+        self._writer = writer = ShardWriter(files, folder, moved=self._moved)
+        failure = None
         try:
             save(staged, storage_writer=writer, process_group=group, no_dist=group is None)
         except BaseException as error:  # CheckpointException is no Exception
