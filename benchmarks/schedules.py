@@ -206,8 +206,11 @@ def pod_of(nanny: int) -> list[int]:
 
 
 def addresses_of(pid: int) -> set[str]:
-    """Return the addresses at which a Dask worker listens, in Dask's notation."""
-    connections = psutil.Process(pid).net_connections("tcp")
+    """Return the addresses at which a Dask worker listens, in Dask's notation. Empty if the worker is gone."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return set()
     return {f"tcp://127.0.0.1:{it.laddr.port}" for it in connections if it.status == psutil.CONN_LISTEN}
 
 
