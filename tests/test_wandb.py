@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display import wandb_run
 from flytekitplugins.daskpytorch.display.training import inputs_of, of_task, plain_inputs
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
-from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RankRun, RunSettings
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
@@ -270,7 +270,7 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
 ) -> None:
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
     run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)), execution="local")
-    tracker = Tracker(run)
+    tracker = RankRun(run)
     tracker.on_log(record(0, loss=3.0))  # before the run is open
     tracker.on_begin()
     tracker.on_log(record(1, loss=2.0, weights=Histogram.of([0.0, 1.0]), two=Picture.of([[0, 255]], caption="two")))
@@ -305,7 +305,7 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
 def test_what_cannot_be_shown_costs_one_notice_and_of_a_name_its_row_but_not_the_run(
     odd: dict[str, Any], rows: list[int], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    tracker = RankRun(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(4):
         tracker.on_log(record(step, **odd if step in (1, 2) else {"loss": 1.0}))
     tracker.on_end(1)
@@ -317,7 +317,7 @@ def test_what_cannot_be_shown_costs_one_notice_and_of_a_name_its_row_but_not_the
 
 def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _end_wandb()
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    tracker = RankRun(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     tracker.on_log(record(0, loss=0.0))
     tracker.on_begin()
     assert services()
@@ -329,7 +329,7 @@ def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pyte
 
 
 def test_a_teardown_of_wandb_that_exits_does_not_end_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = Tracker(settings(Wandb(project="names", mode="disabled")))
+    tracker = RankRun(settings(Wandb(project="names", mode="disabled")))
     with monkeypatch.context() as changed:
         changed.setattr("wandb.teardown", sys.exit)  # as if wandb's own process had ended by a signal
         tracker.on_end(1)
@@ -350,7 +350,7 @@ def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_pa
 
     init = wandb.init
     wandb_of = Wandb(project="names", dir=str(tmp_path), tags=("ours",), config={"epochs": 3, "lr": 1.0})
-    tracker = Tracker(settings(wandb_of))
+    tracker = RankRun(settings(wandb_of))
     tracker.on_begin()
     assert wandb.run is not None
     with wandb.init(project="others", config={"lr": 0.5, "depth": 2}, tags=["theirs"], notes="mine") as joined:
@@ -373,7 +373,7 @@ def test_what_is_logged_after_wandbs_finish_is_told_and_what_was_before_is_kept(
 ) -> None:
     import wandb
 
-    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker = RankRun(settings(Wandb(project="names", dir=str(tmp_path))))
     tracker.on_begin()
     tracker.on_log(record(1, loss=0.0))
     wandb.finish()
@@ -434,7 +434,7 @@ def test_the_drivers_login_reaches_rank_0_on_another_machine_and_its_own_server_
     of_driver = settings(Wandb(project="names", dir=str(tmp_path)))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_TAGS")
-    tracker = Tracker(of_driver)
+    tracker = RankRun(of_driver)
     tracker.on_begin()
     tracker.on_log(record(1, loss=0.0))
     tracker.on_end(0)
@@ -453,7 +453,7 @@ def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
     monkeypatch.setenv("WANDB_BASE_URL", url := f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", MINE)
     monkeypatch.setattr(wandb_run, "CLOSE_TIMEOUT", 10.0)
-    tracker = Tracker(settings(Wandb(project="names")))
+    tracker = RankRun(settings(Wandb(project="names")))
     tracker.on_begin()
     server.shutdown()
     server.server_close()

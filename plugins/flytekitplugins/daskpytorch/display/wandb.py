@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, run_config, run_id
-from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.wandb_run import LABEL, OFFLINE, RUN_IS, RankRun, RunSettings
 from flytekitplugins.daskpytorch.process.streams import say, without_secrets
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.host import current_execution
@@ -62,7 +62,7 @@ class WandbObserver(View):
         """Return the run's URL, or the command that uploads an offline run. Empty until rank 0 has opened the run."""
         return {LABEL: self.where} if self.where is not None else {}
 
-    def for_rank(self) -> Callable[[], Tracker]:
+    def for_rank(self) -> Callable[[], RankRun]:
         """Return the function with which rank 0 opens the Weights & Biases run.
 
         The run's configuration has the inputs, the gang's shape in the present attempt, and the user's values.
@@ -70,7 +70,7 @@ class WandbObserver(View):
         training, shape = self.state.training, self.state.shape
         given = {} if training is None or shape is None else run_config(training, shape)
         wandb = dataclasses.replace(self._run.wandb, config={**given, **self._run.wandb.config})
-        return functools.partial(Tracker, dataclasses.replace(self._run, wandb=wandb))
+        return functools.partial(RankRun, dataclasses.replace(self._run, wandb=wandb))
 
 
 def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
