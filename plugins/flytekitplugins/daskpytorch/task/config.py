@@ -25,25 +25,24 @@ OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.in
 
 
 _hosts: list[Host] = []
-"""SDKs of Flyte whose adapters are imported in this process."""
+"""Those whose adapters are imported in this process."""
 
 
 @dataclass(kw_only=True)
 class Host:
     """One of Flyte's SDKs, flytekit or that of Flyte 2, with the task types that this package adds.
 
-    Each SDK refuses configs of the other SDK. Otherwise flytekit would run tasks with unknown configs in the driver,
-    without a gang.
+    Each refuses the other's configs. Otherwise flytekit would run tasks with unknown configs in the driver, without a
+    gang.
     """
 
     sdk: str
-    """Name of the SDK, for error messages."""
     package: str
     """Package from which users import the SDK's configs."""
     register: Callable[[type, Any], object]
-    """Function by which the SDK learns the task type (second argument) for a class of configs (first argument)."""
+    """Lets the SDK learn the task type (second argument) for a class of configs (first argument)."""
     task_types: dict[type, Any] = field(default_factory=dict)
-    """Task types that this package adds to the SDK, by the class of their configs."""
+    """Task types of this package, by the class of their configs."""
 
     def __post_init__(self) -> None:
         self.register(ConfigClass, _refuse_class)
@@ -71,7 +70,7 @@ class ConfigClass(type):
 
 
 class Config(metaclass=ConfigClass):
-    """Base of the configs of tasks, for flytekit and Flyte 2. The constructor checks the fields."""
+    """Base of the configs of tasks. The constructor checks the fields."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Register a user's subclass for the task type of its base, since SDKs look only at a config's own class."""
@@ -81,21 +80,13 @@ class Config(metaclass=ConfigClass):
                 host.add(cls, host.task_types[base])
 
     def _check_kinds(self, kinds: Mapping[str, Rule]) -> None:
-        """Check the classes of the fields' values, before other rules read the values.
-
-        Args:
-            kinds: Rule for each field, by the field's name.
-
-        Raises:
-            ValueError: A field's value has a wrong class.
-        """
+        """Check the classes of the fields' values, before other rules read the values."""
         Problems(type(self).__name__, self, kinds).raise_any()
 
 
 class OnDask(Config):
-    """Base of configs with a Dask cluster. Subclasses for flytekit and Flyte 2 declare `scheduler` and `workers`."""
+    """Base of configs with a Dask cluster. Subclasses declare `scheduler` and `workers`."""
 
-    # The host's classes for `scheduler` and `workers`.
     KINDS: ClassVar[Mapping[str, type]]
 
     scheduler: Any
@@ -103,7 +94,7 @@ class OnDask(Config):
 
     @property
     def num_workers(self) -> int:
-        """Number of Dask workers of the cluster. 1 if the config does not set a number."""
+        """Number of Dask workers. 1 if the config does not set a number."""
         return int(self.workers.number_of_workers or 1)
 
     def _kinds(self) -> dict[str, Rule]:
@@ -115,7 +106,7 @@ class OnDask(Config):
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the config requests for each worker. 0: no GPUs."""
+        """Number of GPUs that the config requests for each worker."""
         raise NotImplementedError
 
 
@@ -174,11 +165,7 @@ class Cluster(OnDask):
 
 
 def rules_of_own_node(setting: str) -> dict[str, Rule]:
-    """Return the rules for the settings of a gang without Dask workers.
-
-    Args:
-        setting: Name of the setting with the number of ranks, for messages.
-    """
+    """Return the rules of a gang without Dask workers. `setting` names the number of ranks, for messages."""
     return {
         "gang.workers": checks.left_out(f", since there is one node; {setting} is the number of ranks"),
         "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),
@@ -292,8 +279,6 @@ def _with_suggestion(key: str, known: list[str]) -> str:
 
 
 def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
-    """Return a mashumaro strategy that accepts values of the type `kind`, and equal values of the other types."""
-
     def convert(value: Any) -> Any:
         if type(value) is not kind and not (type(value) in others and kind(value) == value):
             raise TypeError(f"{shown(value)} is not a {kind.__name__}")
@@ -303,7 +288,7 @@ def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
 
 
 class _Exact(Dialect):
-    """Mashumaro dialect that checks types. By default, mashumaro converts values, for example by `int(value)`."""
+    """Checks types, where mashumaro by default converts values, for example by `int(value)`."""
 
     # Flyte's console and older backends write whole numbers as 3.0.
     serialization_strategy = {  # noqa: RUF012 - as its base has it

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 ATTEMPT = 1
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Environment variable that stays unchanged, as the calling process may already use its GPUs."""
+"""Stays unchanged, as the calling process may already use its GPUs."""
 E = TypeVar("E", CheckpointFile, ShardedCheckpoint)
 
 
@@ -69,17 +69,8 @@ def run_here(
 ) -> Any:
     """Call a function as the only rank, in this thread, and return its result.
 
-    Args:
-        function: The function to call.
-        settings: The user's settings, of which those of checkpoints, variables and the profile count.
-        received: Receives the files that the function submits.
-        results_folder: Returns the folder of the task's results, or None outside a task.
-        observers: Observers of the training.
-        training: Name, id and inputs of the training.
-        storage: Folders in storage for the checkpoints. None: no storage.
-
-    Raises:
-        BaseException: The function's exception, with its traceback. `sys.exit` with a code other than 0 is one, too.
+    `received` gets the files that the function submits. `results_folder` returns None outside a task. The function's
+    exception is raised with its traceback, `SystemExit` with a code other than 0, too.
     """
     name = training.name
     if settings.evaluate is not None:
@@ -125,7 +116,7 @@ def _become_rank(
     told: Observers,
     stack: ExitStack,
 ) -> None:
-    """Make this process the rank: environment, process group and `current_rank()`. `stack` restores all three."""
+    """Set environment, process group and `current_rank()`. `stack` restores all three."""
     begun_at, node = time.monotonic(), describe_node(socket.gethostname(), None)
     [[place]] = places = place_ranks([node], 1)
     job = Job(
@@ -157,7 +148,7 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 
 class _LocalCheckpoint(Checkpoint):
-    """Saves and loads checkpoints of the only rank. A gang's driver keeps the files in the same way.
+    """Saves and loads checkpoints of the only rank.
 
     A save returns when the file is written. Its copy to storage follows in the background.
     """
@@ -188,26 +179,22 @@ class _LocalCheckpoint(Checkpoint):
             told.note(text)
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Write a copy of a state to the local folder."""
         step, plain = int(step), numbers(metrics)
         self._vault.add(write_checkpoint(self.folder, ATTEMPT, copy_of(state), step, plain))
         self._note_kept(step)
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        """Return the state of the checkpoint from before this call, of the best one, or of a step's."""
         check_best("load", self._keep.metric, best, step)
         chosen = self._find(self._vault.intact(), step) if best or step is not None else self._start
         self.loaded = chosen.saved(self._vault.own) if chosen is not None else None
         return read_checkpoint(self._vault.path_of(chosen)) if chosen is not None else None
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Write a state to storage as a sharded checkpoint with one shard."""
         self._sharded.save(state, int(step), numbers(metrics))
         self._sharded.flush()
         self._committer.flush(self._timeout)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state from the newest sharded checkpoint from before this call, the best one, or a step's."""
         check_best("load_sharded", self._keep.metric, best, step)
         if not best and step is None:
             return self._sharded.load(state)
@@ -216,7 +203,6 @@ class _LocalCheckpoint(Checkpoint):
         return self._sharded.load(state, chosen) if chosen is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """Return the kept checkpoints, whole and sharded, sorted by step."""
         return self._vault.saved()
 
     def close(self) -> None:
@@ -255,8 +241,6 @@ class _LocalCheckpoint(Checkpoint):
 
 
 class _Link(Link):
-    """The only rank's link to observers and results, all in this process."""
-
     takes_results = True
 
     def __init__(self, told: Observers, received: ReceivedResults, results_folder: Callable[[], object]) -> None:
@@ -264,25 +248,17 @@ class _Link(Link):
         self._received = received
         self._results_folder = results_folder
         self.trackers = RankObservers()
-        """Observers of rank 0."""
 
     def log(self, record: LogRecord) -> None:
-        """Give a record to trackers and observers.
-
-        Raises:
-            StoppedEarlyError: An observer wants the training to stop.
-        """
         self.trackers.call("on_log", record)
         self._told.tell(journal.Logged(record=record.sent()))
         if self._told.stopped_early is not None:
             raise self._told.stopped_early
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Make the trackers record a model's gradients."""
         self.trackers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
-        """Put a file among the results."""
         for piece in payload.cut(path, data):
             self._received.add(self._received.keep(0, piece))
 

@@ -48,10 +48,10 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
     # Dask must not restart an agent on another worker when the agent's worker dies.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
-"""Environment variables for all pods of a Dask cluster on which a gang trains. Variables of the user win."""
+"""Environment variables for all pods of a gang's Dask cluster. Variables of the user win."""
 
 UNDISTURBED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-"""Annotations for all pods of a task, with which the cluster autoscaler and Karpenter leave the pods' nodes alone.
+"""Annotations of a task's pods, with which the cluster autoscaler and Karpenter leave their nodes alone.
 
 A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does not see the end of a deleted pod.
 """
@@ -59,29 +59,28 @@ A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does n
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
-"""Handler of Ctrl-C that ends the gang of the task in this context."""
+"""Ctrl-C's handler that ends the gang of the task in this context."""
 
 
 class InRanks:
-    """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value.
+    """Base of the task types whose function runs in every rank. The output is rank 0's return value.
 
-    The task types for flytekit and Flyte 2 also inherit from `OnDaskWorkers` or `OnOwnNode`, and from a task class of
-    Flyte's SDK.
+    They also inherit from `OnDaskWorkers` or `OnOwnNode`, and from a task class of Flyte's SDK.
     """
 
     if TYPE_CHECKING:  # what the host's task type and one of the two classes below add
 
         @property
         def name(self) -> str:
-            """Name of the task."""
+            pass
 
         @property
         def task_config(self) -> Any:
-            """Config of the task."""
+            pass
 
         @property
         def _task_function(self) -> Callable[..., Any]:
-            """The user's function, which the task calls in every rank."""
+            pass
 
         @property
         def enable_deck(self) -> bool:
@@ -94,10 +93,10 @@ class InRanks:
             """Return the environment variables of Flyte and of the task that ranks get."""
 
         def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
-            """Return a context manager that publishes the training's page during its block and at the end."""
+            """Publish the training's page during the block and at the end."""
 
         def _page_file(self) -> str | None:
-            """Return the path of the local file with the training's page. None: the page has no local file."""
+            """Return the local file with the training's page. None: there is none."""
 
         def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
             """Convert rank 0's output to the value that Flyte expects from the task."""
@@ -111,22 +110,19 @@ class InRanks:
         def _num_ranks_per_worker(self) -> int: ...
 
         def _num_gpus_to_find(self) -> int:
-            """Return the number of GPUs that each worker, or the task's node, requests and must see. 0 locally."""
+            """Return the number of GPUs that each worker, or the task's node, must see. 0 locally."""
 
     def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
         """Write the Deck of a failed task, if Flyte's SDK writes Decks of succeeded tasks only."""
 
     @property
     def _is_debugging(self) -> bool:
-        """True in debug mode, in which the function runs in this process and Ctrl-C raises `KeyboardInterrupt`."""
         return is_debugging(self.task_config.gang)
 
     def _check_evaluation(self, inputs: Collection[str]) -> None:
         """Check at the task's definition that the function of `Gang(evaluate=...)` fits these inputs of the task.
 
-        Raises:
-            TypeError: A call of the function would only make an object.
-            ValueError: The function has an argument that no input has.
+        Raises `TypeError` if a call would only make an object, and `ValueError` for an argument that no input has.
         """
         if (evaluate := self.task_config.gang.evaluate) is not None:
             names_of_evaluation(evaluate.function, inputs, self.name)
@@ -149,12 +145,9 @@ class InRanks:
             )
 
     def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
-        """Run the gang, and return rank 0's outputs, converted to what Flyte expects from the task.
+        """Run the gang, and return rank 0's outputs as Flyte expects them.
 
-        Args:
-            inputs: Inputs of the task.
-            rank_host: Function that returns the part of Flyte's context for ranks. Its argument is the URI of the
-                folder for the files that ranks submit.
+        `rank_host` gets the results folder's URI.
         """
         refuse_unknown(inputs)
         self._get_ready()
@@ -172,8 +165,7 @@ class InRanks:
 
     @contextlib.contextmanager
     def _shown(self, inputs: dict[str, Any]) -> Iterator[ShownTask]:
-        """During the block, show the training's progress. At the end, show where its files are."""
-        # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
+        # Imported here: defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.run_state import RunState
         from flytekitplugins.daskpytorch.results import TaskResults
@@ -201,7 +193,6 @@ class InRanks:
 
     @contextlib.contextmanager
     def _received(self, shown: ShownTask) -> Iterator[ReceivedResults]:
-        """During the block, receive the files that ranks submit, and keep the task's Deck up to date if it has one."""
         with contextlib.ExitStack() as stack:
             if self.enable_deck:
                 stack.enter_context(self._published(shown))
@@ -238,7 +229,6 @@ class InRanks:
         return arguments_of(self._task_function, (), inputs)
 
     def _observers(self) -> list[Observer]:
-        """Make the observers of the gang's settings, and the observer for Weights & Biases if the config has it."""
         config = self.task_config
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
@@ -248,8 +238,6 @@ class InRanks:
 
 
 class OnDaskWorkers(InRanks):
-    """Base of the task types that train on the workers of a Dask cluster. `task_config` is a `GangOnDask`."""
-
     def _get_ready(self) -> None:
         if is_local():
             fork_client.connect().close()  # the fork server's imports take seconds, and run beside this process's
@@ -276,13 +264,10 @@ class OnDaskWorkers(InRanks):
         return 0 if is_local() else self._num_gpus_asked()
 
     def _num_gpus_asked(self) -> int:
-        """Return the number of GPUs in the resources of each Dask worker. 0: no GPUs."""
         return int(self.task_config.num_gpus)
 
 
 class OnOwnNode(InRanks):
-    """Base of the task types that train on the task's own node. `task_config` is a `GangOnOwnNode`."""
-
     def _get_ready(self) -> None:
         fork_client.connect().close()  # the server imports while this process does
 

@@ -3,8 +3,7 @@
     ~/.cache/daskpytorch/checkpoints/flows.train/20261123-081245-1f0c9a/
         gang/    the files that an attempt has in Flyte's storage on a backend
 
-A run goes on from an earlier run as an attempt goes on from the previous attempt on a backend. Of a task's runs, the
-newest with a checkpoint wins. The kernel's lock on a run's folder says that the run has not ended.
+Of a task's runs, the newest with a checkpoint wins. The kernel's lock on a run's folder says that the run goes on.
 """
 
 import contextlib
@@ -33,40 +32,33 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
-"""Environment variable with the earlier local run from whose checkpoints to go on.
-
-`1` or `last`: the task's newest run. Else the folder of a run.
-"""
+"""Environment variable: the local run to go on from. `1` or `last`: the task's newest. Else the folder of a run."""
 HOW_TO_GO_ON = f"{RESUME_VARIABLE}=1 and the same command"
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
-"""Pattern of the name of a run's folder: its start, and a random number."""
 MAX_NAME = 200
-"""Maximum number of characters of the name of a folder with local runs. Longer names lose their beginning."""
+"""Maximum length of a folder's name. Longer names lose their beginning."""
 MAX_AGE = 14 * 86_400.0
-"""Age, in seconds since the last write, from which a local run's folder is removed: two weeks."""
+"""Seconds since the last write after which a local run's folder is removed."""
 MAX_JOURNALS = 50
-"""Number of a task's newest local runs whose folder stays although it has no checkpoint, but a journal."""
+"""Number of a task's newest runs that stay with a journal and no checkpoint."""
 MAX_BYTES = 10 << 30
-"""Maximum number of bytes of all local runs' folders together. Beyond, the oldest folders are removed."""
+"""Bytes of all local runs together, beyond which the oldest are removed."""
 
 
 class LocalRun:
-    """Local run of a task or of `dispatch.run`, with a folder for its checkpoints.
+    """Local run of a task or of `dispatch.run`.
 
-    The folder stays after the run if it has a checkpoint. With a journal alone, the folders of the newest runs stay.
+    Its folder stays if it has a checkpoint, or a journal of a newest run.
     """
 
     def __init__(self, runs_of_task: Path, previous: Path | None) -> None:
-        """Choose a new folder below that of the task's runs. `previous` is the folder of the run to go on from."""
+        """`previous` is the folder of the run to go on from."""
         self.folder = runs_of_task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.previous = previous
         self._lock: int | None = None
 
     def paths(self, key: str) -> StoragePaths:
-        """Return the checkpoint folders of the gang `key`: of this run, and of the earlier run to go on from.
-
-        The run's folder stays locked until the run ends.
-        """
+        """Return the checkpoint folders of the gang `key`, and lock the run's folder until `close`."""
         own = self.folder / key
         with contextlib.suppress(OSError):  # the first checkpoint reports the error
             make_private(own)  # before ranks write shards to it
@@ -77,20 +69,18 @@ class LocalRun:
         return StoragePaths(files=Files(LocalFileSystem()), previous=previous, own=str(own), resume=HOW_TO_GO_ON)
 
     def newest_step(self) -> int | None:
-        """Return the training step of the newest checkpoint in this run's folder. None: there is no checkpoint."""
         with contextlib.suppress(OSError, LookupError):
             if (manifest := _newest_manifest(self.folder)) is not None:
                 return max((kind[0].step for kind in named_in(manifest.read_bytes()) or () if kind), default=None)
         return None
 
     def advice(self) -> str:
-        """Return a text for the user: the step of the kept checkpoint, and how to go on from it in another run."""
         if (step := self.newest_step()) is None:
             return "no checkpoint was kept"
         return f"the checkpoint of step {step} is kept, {HOW_TO_GO_ON} go on from it"
 
     def close(self) -> None:
-        """End the run: unlock its folder, and remove its empty folders."""
+        """Unlock the run's folder, and remove its empty folders."""
         if self._lock is not None:
             for folder, _, _ in os.walk(self.folder, topdown=False):
                 with contextlib.suppress(OSError):  # the folder is not empty
@@ -101,7 +91,6 @@ class LocalRun:
 
 @contextlib.contextmanager
 def begun(task: str, attempt_before: Path | None = None) -> Iterator[None]:
-    """During the block, keep checkpoints of the task's gangs in a local run's folder. See `begin`."""
     run = begin(task, attempt_before)
     token = local_run.set(run)
     try:
@@ -113,18 +102,11 @@ def begun(task: str, attempt_before: Path | None = None) -> Iterator[None]:
 
 
 def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
-    """Return a new local run, which the caller closes at its end. Log the earlier run that it goes on from, if any.
+    """Return a new local run, which the caller closes.
 
-    Args:
-        task: Name of the task, or of the run.
-        attempt_before: Folder of the task's previous attempt. None: this is the run's first attempt.
-
-    Returns:
-        None if checkpoints are not kept, because the user has turned this off, or because the disk refuses the folder.
-
-    Raises:
-        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
-        PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
+    `attempt_before` is the folder of the task's previous attempt. None is returned if the user keeps no checkpoints, or
+    the disk refuses the folder. Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder, and
+    `PermissionError` if another user owns or can write to it.
     """
     asked, place = asked_run(), os.environ.get(FOLDER_VARIABLE)
     if place == "":
@@ -154,7 +136,7 @@ def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
 
 
 def asked_run() -> str | None:
-    """Return the earlier run that the user asks to go on from: `1`, `last` or a folder. None: no such run."""
+    """Return the run that the user asks to go on from: `1`, `last` or a folder."""
     asked = os.environ.get(RESUME_VARIABLE, "")
     return None if asked in ("", "0") else asked
 
@@ -181,14 +163,10 @@ def _newest_manifest(*runs: Path) -> Path | None:
 
 
 def clean(root: Path, previous: Path | None = None) -> None:
-    """Remove folders of local runs that are older than two weeks, and the oldest while all exceed 10 GiB.
+    """Remove local runs older than two weeks, and the oldest while all exceed 10 GiB.
 
-    Folders of unfinished runs stay, and folders that the user has renamed. So do folders with checkpoints that a
-    remaining run refers to.
-
-    Args:
-        root: Folder of all local runs.
-        previous: Folder that stays in any case. None: no folder.
+    Unfinished runs and renamed folders stay, as do checkpoints that a remaining run refers to, and the folder
+    `previous`.
     """
     total, manifests = 0, ""
     for changed_at, run in sorted(_runs(root), reverse=True):
@@ -201,7 +179,6 @@ def clean(root: Path, previous: Path | None = None) -> None:
 
 
 def _remove_journals(runs_of_task: Path) -> None:
-    """Remove the oldest folders of a task's runs that have a journal and no checkpoint."""
     runs = [run for run in runs_of_task.iterdir() if NAME.fullmatch(run.name)]
     for run in sorted(runs)[:-MAX_JOURNALS]:
         if not any(map(Path.is_dir, run.iterdir())):
@@ -209,7 +186,6 @@ def _remove_journals(runs_of_task: Path) -> None:
 
 
 def _runs(root: Path) -> Iterator[tuple[float, Path]]:
-    """Yield for each local run the time of its last write, in seconds since 1970, and its folder."""
     for run in root.glob("*/*"):
         with contextlib.suppress(OSError):  # another process has just removed the folder
             if NAME.fullmatch(run.name):
@@ -221,8 +197,7 @@ def _say(task: str, text: str) -> None:
 
 
 _cleaned: set[Path] = set()
-"""Folders of all local runs that this process has cleaned. 1,000 old runs take 70 ms, longer than a warm gang's start
-(2026-11-28, `local_runs.begin`)."""
+"""Folders that this process has cleaned. 1,000 old runs take 70 ms, longer than a warm gang's start (2026-11-28)."""
 
 local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)
-"""Local run of the task that runs in this context. None on Flyte's backend, and if checkpoints are not kept."""
+"""The running task's local run. None on Flyte's backend, and if checkpoints are not kept."""

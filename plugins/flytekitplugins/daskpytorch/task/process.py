@@ -20,22 +20,18 @@ from flytekitplugins.daskpytorch.settings import is_debugging
 NOT_HERE = {"--remote", "-r", "--help"}
 """Options of Flyte's command `run` with which no task runs on this machine."""
 NAME = b"plugins.daskpytorch"
-"""Part of this package's name that a file with its tasks contains, for flytekit as for Flyte 2."""
+"""Part of this package's name that every file with its tasks contains."""
 SIGTERM = "the task was told to end (SIGTERM)"
-"""Reason that a gang's error gives after SIGTERM to the task's process."""
+"""Why a gang ended after SIGTERM to the task's process."""
 IDLE_SIGTERM = f"{SIGTERM}, while no gang was running; the next attempt calls the task's function again"
-"""Message of the task's error after SIGTERM while no gang is running."""
+"""The task's error after SIGTERM while no gang is running."""
 
 
 def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
-    """Return True if a command line may start gangs here: it runs a task locally, from a file that names this package.
+    """Return True if a command line runs a task locally, from a file that names this package.
 
-    The gangs' fork server then starts before the tasks' file and torch are imported. Both take seconds.
-
-    Args:
-        arguments: All words of the command line.
-        program: Name of the command with the subcommand `run`.
-        here: Options of which every local run has at least one. Empty: each run without `--remote` or `-r` is local.
+    The gangs' fork server then starts before the tasks' file and torch are imported, which takes seconds. `here` are
+    options of which every local run has at least one. If empty, each run without `--remote` or `-r` is local.
     """
     if is_debugging() or not runs_gangs():
         return False
@@ -65,10 +61,7 @@ def _leave_garbage() -> None:
 
 
 class _Silence:
-    """Redirects standard error to /dev/null when Python deletes the object, at exit, after all useful output.
-
-    The library that binds triton to Python would otherwise report the remaining objects in 30 lines.
-    """
+    """Silences standard error at exit: the library that binds triton to Python reports its objects in 30 lines."""
 
     def __init__(self) -> None:
         self._redirect = functools.partial(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)

@@ -43,18 +43,13 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
 GANG = "gang"
-"""Name of the folder with the checkpoints in a local run's folder."""
 
 
 def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
-    """Return the name of the folder with a call's local runs: module, function, and the number of the call from 2 on.
+    """Return the name of the folder with a call's local runs: module, function, and the call's number from 2 on.
 
     All calls of a function in a notebook or at a prompt share one folder, since their numbers differ from day to day.
-
-    Args:
-        function: The function that the gang calls.
-        key: Key of the gang: the function's name and the call's number.
-        asked: Key that the user has set, which then stands for the function and the number. None: no such key.
+    `asked`, the user's key, replaces function and number.
     """
     called = function_of(function)
     while isinstance(called, functools.partial):
@@ -64,7 +59,6 @@ def place_of(function: Callable[..., Any], key: str, asked: str | None) -> str:
 
 
 def _module(function: Callable[..., Any]) -> str:
-    """Return the name of a function's module. A script has its file's name, and a notebook is `interactive`."""
     name = getattr(function, "__module__", None) or "builtins"
     if name != "__main__":
         return str(name)
@@ -76,13 +70,12 @@ def _module(function: Callable[..., Any]) -> str:
 
 
 class RunFutures(Logged, GangFutures):
-    """Futures of a running gang, one per rank, with what its rank 0 logs and the checkpoints that the gang keeps.
+    """Futures of a running gang, one per rank, with rank 0's log and the gang's checkpoints.
 
     All attributes are up to date while the gang trains, and stay after its end.
     """
 
     def __init__(self, run: Run, supervisor: Supervisor, num_ranks: int) -> None:
-        """Run the gang in a thread."""
         self._about = run
         self._run_state = run.state
         super().__init__(supervisor, num_ranks, run.conclude)
@@ -122,8 +115,6 @@ class RunFutures(Logged, GangFutures):
 
 
 class _SettledFutures(RunFutures):
-    """The only future in debug mode, whose rank is this process. The future is settled from the beginning."""
-
     def __init__(self, run: Run, call: Callable[[ReceivedResults], Any]) -> None:
         received = ReceivedResults()
         future = GangFuture(received)
@@ -138,21 +129,19 @@ class _SettledFutures(RunFutures):
 class Run:
     """Name, storage, display and records of one gang whose caller holds futures.
 
-    In a task, which has a display and storage of its own, the gang's metrics are not shown, and the task's host keeps
-    its checkpoints.
+    In a task the gang's metrics are not shown, and the task's host keeps its checkpoints.
     """
 
     shown: Shown | None = None
-    """Display and page of the gang. None in a task."""
+    """None in a task, which has a display of its own."""
 
     def __init__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
     ) -> None:
-        """Take a key for the gang, and choose the folders of its checkpoints.
+        """Take a key for the gang, and choose its checkpoints' folders.
 
-        Raises:
-            ValueError: `DASKPYTORCH_RESUME` names no run's folder, or another gang of the task has the same key.
-            PermissionError: Another user owns the folder of the earlier run, or can write to it.
+        Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder or another gang of the task has the key, and
+        `PermissionError` if another user owns or can write to the earlier run's folder.
         """
         execution, self._settings = current_execution(), settings
         call = call_of(function, args, kwargs, settings)
@@ -166,7 +155,7 @@ class Run:
         self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, self.key, settings, paths)
-        """Folders in storage for the gang's checkpoints. None: no storage."""
+        """None: checkpoints are not stored."""
         if self.storage is None and not self._is_alone and (asked := local_runs.asked_run()):
             say(
                 f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.run in a task of this kind, which "
@@ -174,20 +163,10 @@ class Run:
             )
 
     def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
-        """Run the gang in a thread, show its training, keep its checkpoints, and return its futures.
-
-        Args:
-            request: Request for the gang. Its key, training and storage are replaced by those of this run.
-            launcher: Starts the gang's agents.
-            num_ranks: Number of ranks.
-
-        Raises:
-            GangStartError: The operating system is not Linux.
-        """
+        """Run the gang in a thread. The request's key, training and storage are replaced by this run's."""
         return RunFutures(self, self.supervised(request, launcher), num_ranks)
 
     def supervised(self, request: Request, launcher: AgentLauncher) -> Supervisor:
-        """Show the gang from now on, and return its supervisor, for `RunFutures`. See `start`."""
         self._show(request.observers, is_plain=is_interactive())
         self.state.stays = request.calls is not None
         try:
@@ -200,8 +179,7 @@ class Run:
     def call_here(self, function: Callable[[], Any]) -> RunFutures:
         """Call a function in this process as the only rank, and return its settled future.
 
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
+        Ctrl-C raises `KeyboardInterrupt`.
         """
         from flytekitplugins.daskpytorch.task.debug import run_here
 
@@ -227,17 +205,14 @@ class Run:
         return _SettledFutures(self, call)
 
     def _observers(self, asked: Sequence[Observer]) -> Sequence[Observer]:
-        """Return the observers of the gang: its state, its display, and those that the user has asked for."""
         if self.shown is not None:
             return self.shown.all_observers()
         return watched(self.state, [machine.echo(), *journal_in(None), *asked])
 
     def places(self) -> dict[str, str]:
-        """Return paths and URLs of the training's checkpoints and tracker pages, by name."""
         return self.shown.places() if self.shown is not None else {}
 
     def conclude(self, error: BaseException | None) -> None:
-        """Show how the gang has ended, and close its local run."""
         if error is not None:
             self._note_failed()
         with optional("showing how the run has ended"):
@@ -247,7 +222,7 @@ class Run:
             self._local.close()
 
     def _show(self, observers: Sequence[Observer], *, is_plain: bool) -> None:
-        """Show the gang's training, with the places of the user's observers. A task shows its gangs itself."""
+        """Show the gang's training, unless a task does."""
         if self._is_alone:
             unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
             display = machine.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)

@@ -27,29 +27,26 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Shown:
-    """Objects that show a training: display, state, and observers."""
-
     display: ProgressDisplay | MachineLog
     state: RunState
     observers: list[Observer]
-    """Observers from the gang's settings, and the observer for Weights & Biases if the config has it."""
+    """Those of the gang's settings, and Weights & Biases' if the config has it."""
     run: LocalRun | None
-    """Folder of the user with the training's checkpoints. None: no such folder."""
     journal_folder: Path | None = None
-    """Folder of the gang's journal without a local run. None: no such folder."""
+    """None with a local run, whose folder has the journal."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _tables: list[threading.Thread] = field(default_factory=list)
 
     def all_observers(self) -> list[Observer]:
-        """Return the observers of the gang, in the order in which they get its events."""
+        """Return the observers in the order in which they get the gang's events."""
         return watched(self.state, [self.display, *self.journal(), *self.observers])
 
     def journal(self) -> list[Journal]:
-        """Return the gang's journal, in the folder of its local run unless the user names another."""
+        """Return the gang's journal, in its local run's folder unless the user names another."""
         return journal_in(self.run.folder if self.run is not None else self.journal_folder)
 
     def show_table(self) -> None:
-        """In a notebook, show a table with state, step and metrics in the cell that runs now, until `conclude`."""
+        """In a notebook, show a live table in the cell that runs now, until `conclude`."""
         with optional("showing the notebook's table"):
             if notebook.is_notebook():
                 table = notebook.LiveTable(functools.partial(_table_of, self.state))
@@ -57,10 +54,7 @@ class Shown:
 
     @contextlib.contextmanager
     def output_here(self) -> Iterator[None]:
-        """In a notebook, show all lines of the block after the block, in the cell that runs now.
-
-        A kernel may show a line in the cell that has started the line's thread: the gang's first cell.
-        """
+        """In a notebook, show the block's lines after the block: a kernel may show them in an older cell."""
         if not isinstance(self.display, ProgressDisplay) or not notebook.is_notebook():
             yield
             return
@@ -72,10 +66,7 @@ class Shown:
             board.hold(is_held=False)
 
     def places(self) -> dict[str, str]:
-        """Return places of the training's checkpoints, log files and tracker pages, by name such as `checkpoints`.
-
-        Log files on other machines are left out.
-        """
+        """Return paths and URLs of checkpoints, logs and tracker pages, by name such as `checkpoints`."""
         has_checkpoint = self.run is not None and self.run.newest_step() is not None
         left = {"checkpoints": str(self.run.folder)} if self.run is not None and has_checkpoint else {}
         shape = self.state.shape
@@ -87,12 +78,7 @@ class Shown:
         return left
 
     def conclude(self, how: str, places: Mapping[str, str] | None = None) -> None:
-        """Show how the training has ended, where its files are, and how the user goes on from its checkpoint.
-
-        Args:
-            how: Outcome: `done`, or another word.
-            places: Paths and URLs in addition to those of `places`, by name.
-        """
+        """Show how the training has ended (`how`: `done` or another word), where its files are, and how to go on."""
         self._is_over.set()
         advice = self.run.advice() if self.run is not None and how != "done" else None
         self.display.conclude(how, {**(places or {}), **self.places()}, advice)
@@ -102,33 +88,26 @@ class Shown:
 
 @dataclass(kw_only=True, eq=False)
 class ShownTask(Shown):
-    """Objects that show a task's training, and the store of the files that the task's ranks submit."""
-
     results: TaskResults
     _storage: dict[str, str] = field(default_factory=dict)
-    """Address of the gang's checkpoints in Flyte's storage, by the place's name. Empty in a local run."""
+    """Address of the gang's checkpoints in Flyte's storage, by name. Empty in a local run."""
 
     def show_storage(self, storage: StoragePaths | None) -> None:
-        """Log the address of the gang's checkpoints, which an execution that is aborted shows nowhere else."""
+        """Log the address of the gang's checkpoints, which an aborted execution shows nowhere else."""
         if self.run is None and storage is not None:
             self._storage["checkpoints"] = storage.own
             self.display.say(f"its checkpoints: {storage.own}")
 
     def places(self) -> dict[str, str]:
-        """Return paths and URLs of the training's results, checkpoints and tracker pages, by name such as `results`."""
         kept = self._storage if self.state.checkpoints else {}
         return ({"results": self.results.folder} if self.results.has_files else {}) | kept | super().places()
 
     def files(self) -> dict[str, str]:
-        """Return paths and URLs of the training's results, checkpoints, tracker pages and of each profile, by name."""
+        """As `places`, and with the profiles."""
         return self.places() | self.results.profiles()
 
 
 def _table_of(state: RunState) -> str:
-    """Return an HTML table of one gang: name, state, step and the newest value of each metric.
-
-    A gang that stays also has the memory of its ranks.
-    """
     with state.lock:
         row: dict[str, Any] = {"training": state.title, "status": state.phase.word}
         if state.stays and (held := state.memory):

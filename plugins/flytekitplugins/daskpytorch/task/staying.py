@@ -63,7 +63,6 @@ class KeptValues:
         return f"<what {self._name} has returned in each rank>"
 
     def is_in(self, gang: StayingGang) -> bool:
-        """Return True if the ranks of this gang keep the values."""
         return gang is self._gang
 
     def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
@@ -88,14 +87,9 @@ class CallFutures(Logged, GangFutures):
         end: Callable[[], object],
         keep: object,
     ) -> None:
-        """Prepare the futures of a call.
+        """Prepare the futures.
 
-        Args:
-            received: The gang's received results.
-            num_ranks: Number of ranks.
-            settler: Thread that settles the futures.
-            end: Ends the call, by `cancel` or at Ctrl-C.
-            keep: Gang, function and arguments, which are referenced until the call's end.
+        `settler` settles them, `end` ends the call, and `keep` is referenced until the call's end.
         """
         self.run_state = self._run_state = RunState()
         self._end = end
@@ -118,7 +112,6 @@ class CallFutures(Logged, GangFutures):
                     future.load(rank, outcome.values[rank])
 
     def fail(self, error: BaseException) -> None:
-        """Settle all futures with the error that has ended the gang."""
         self._keep = None
         for future in reversed(self._futures):
             with _settled(future):
@@ -132,16 +125,15 @@ class _Pending(Observer):
     calls: Calls = field(default_factory=Calls)
     lock: threading.Lock = field(default_factory=threading.Lock)
     futures: dict[int, tuple[CallFutures, StayingCall]] = field(default_factory=dict)
-    """Futures of each call by its number, with the call."""
+    """By the call's number."""
     num_ranks: int = 0
-    """Number of ranks. 0 before the gang's start."""
+    """0 before the gang's start."""
     has_formed: threading.Event = field(default_factory=threading.Event)
     is_closed: bool = False
     end: BaseException | None = None
     """Error that has ended the gang. None before the gang's end."""
 
     def on_event(self, event: journal.Event) -> None:
-        """Note the number of ranks, that they wait for calls, and the log records of the present call."""
         match event:
             case journal.Placed(shape=shape):
                 self.num_ranks = shape.world_size  # `min_workers` may have made it smaller
@@ -152,13 +144,12 @@ class _Pending(Observer):
                     self.futures[call.number][0].run_state.on_event(event)
 
     def settle(self, number: int, outcome: Outcome) -> None:
-        """Settle the futures of a call that has ended."""
         with self.lock:
             futures, _ = self.futures.pop(number)
         futures.settle(outcome)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Fail all calls that have not ended, with the error that has ended the gang. None: the gang was closed."""
+        """Fail all calls that have not ended. `error` is None if the gang was closed."""
         with self.lock:
             self.end = error = error or CancelledError("the gang was closed")
             left, self.futures = self.futures, {}
@@ -178,14 +169,7 @@ class StayingGang:
     def __init__(self, run: Run, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
         """Start the gang, and wait until its ranks have met.
 
-        Args:
-            run: Name and checkpoint folder of the gang.
-            request: Request for the gang, without a call.
-            launcher: Starts the gang's agents.
-            num_ranks: Number of ranks.
-
-        Raises:
-            Exception: The error that `dispatch.run` would raise for a gang that does not start.
+        Raises the error that `dispatch.run` would raise for a gang that does not start.
         """
         self._pending = pending = _Pending()
         self._calls = pending.calls
@@ -342,7 +326,6 @@ class StayingGang:
         return futures
 
     def _new_code(self) -> Code | None:
-        """Return the project's sources if modules were imported, or have changed, since the call before."""
         changed = self._sources.changed() if is_interactive() else []  # a script is not edited while it runs
         for path in changed:
             say(
@@ -352,7 +335,6 @@ class StayingGang:
         return pack_code() if self._sources.take_new() or changed else None
 
     def _error_if_over(self) -> GangError:
-        """Return the error of a call on a gang that has ended or is closed."""
         error = self._pending.end
         if self._pending.is_closed or error is None:
             text = "this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)"
@@ -381,9 +363,10 @@ def _packed_for(gang: StayingGang) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _settled(future: GangFuture) -> Iterator[None]:
-    """Settle a future in the block. An error of the block is logged, and fails the future if that is not settled yet.
+    """Settle a future in the block.
 
-    `concurrent.futures` lets a `SystemExit` or `KeyboardInterrupt` of a user's callback through.
+    An error of the block is logged, and fails an unsettled future. `concurrent.futures` lets a `SystemExit` or
+    `KeyboardInterrupt` of a user's callback through.
     """
     try:
         yield
@@ -397,8 +380,6 @@ def _settled(future: GangFuture) -> Iterator[None]:
 
 
 def load_magic(shell: Any) -> None:
-    """Add `%%ranks` to IPython, on `%load_ext flytekitplugins.daskpytorch`."""
-
     def ranks(line: str, source: str) -> None:
         """Run a cell in every rank of the newest gang, and print the last expression's value of each rank.
 
@@ -422,11 +403,10 @@ def load_magic(shell: Any) -> None:
 
 
 def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, KeptValues]:
-    """Return those of a notebook's names that refer to values in a gang's ranks."""
     return {name: value for name, value in names.items() if isinstance(value, KeptValues) and value.is_in(gang)}
 
 
 _newest: list[weakref.ref[StayingGang]] = []
-"""Gangs of this process, oldest first."""
+"""Oldest first."""
 _packing: ContextVar[StayingGang | None] = ContextVar("_packing", default=None)
-"""Gang for which this thread pickles a call. None otherwise."""
+"""Gang for which this thread pickles a call."""
