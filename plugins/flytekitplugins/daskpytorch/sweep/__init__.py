@@ -1,4 +1,1 @@
-"""Training of many models at once on one cluster: scheduling, early stopping, storage and display.
-
-Runs in the driver. Called by `dispatch.map`. May import `dask` and all below.
-"""
+"""Training of many models at once on one cluster, for `dispatch.map`. Runs in the driver."""

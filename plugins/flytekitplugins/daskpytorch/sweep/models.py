@@ -1,7 +1,4 @@
-"""Futures and scheduling of many models on one cluster. Each model has a gang and a share of the workers.
-
-Runs in the driver.
-"""
+"""Futures and scheduling of many models on one cluster, each with a gang and a share of workers. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -44,11 +41,9 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
-"""Seconds between two checks of the cluster's workers while models wait for workers."""
 
 
 def train_all(sweep: Sweep) -> ModelFutures:
-    """Start the training of all models of `dispatch.map`, and return their futures."""
     known, storage = sweep.known, sweep.storage
     for index, experiment in enumerate(known or ()):
         sweep.size(index, experiment)  # sizes are checked before experiments are pickled
@@ -69,15 +64,13 @@ class ModelFutures(Futures[ModelFuture]):
 
     def __init__(self, sweep: Sweep, models: Sequence[Model]) -> None:
         self.cluster = sweep.cluster
-        """Launcher for agents on all workers of the Dask cluster."""
         self._sweep = sweep
         self._changed = threading.Condition()
         """Lock of the free workers and the waiting models. A notification wakes the thread that starts gangs."""
         self._pool = Pool(free=set(sweep.cluster.workers))
         missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
-        """Models that wait for workers, largest first. Models for which the study has yet to suggest an experiment come
-        last."""
+        """Largest first. Models whose experiment the study has yet to suggest come last."""
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
         """Last time (monotonic clock, seconds) at which the cluster had enough workers for each waiting model."""
@@ -187,7 +180,6 @@ class ModelFutures(Futures[ModelFuture]):
         return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
 
     def cancel(self) -> bool:
-        """Cancel all models that have not ended. Return False if all models had ended."""
         has_cancelled = [future.cancel() for future in reversed(self._futures)]  # waiting models must not start
         return any(has_cancelled)
 
@@ -215,7 +207,6 @@ class ModelFutures(Futures[ModelFuture]):
         return True
 
     def _restore(self, model: Model) -> None:
-        """Settle the future of a model that an earlier call has completed, with its stored records and result."""
         if (kept := model.kept) is not None:
             self._sweep.recall(model)
             model.state.cut(kept.records)
@@ -248,7 +239,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _ask_for_more(self) -> None:
         """Ask the study for experiments while workers are free.
 
-        Each model is asked for and started before the next one, since a suggestion depends on all earlier ones.
+        Each model starts before the next is asked for, since a suggestion depends on all earlier ones.
         """
         while (model := self._next_unknown()) is not None:
             self._sweep.ask(model)  # may take long
@@ -318,7 +309,6 @@ class ModelFutures(Futures[ModelFuture]):
             self._give_up(too_large, GangStartError(text))
 
     def _give_up(self, models: Sequence[Model], error: Exception) -> None:
-        """Set `error` on the futures of waiting models, which will never start."""
         for model in list(models):
             self._waiting.remove(model)
             model.line.on_event(journal.Ended.by(error))
@@ -331,8 +321,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _refill(self, model: Model) -> list[str]:
         """Replace lost workers of a model's gang by free ones, and return the gang's workers.
 
-        Raises:
-            OSError: The Dask scheduler does not answer.
+        Raises `OSError` if the Dask scheduler does not answer.
         """
         present = self.cluster.present()
         with self._changed:
@@ -378,7 +367,6 @@ class ModelFutures(Futures[ModelFuture]):
 
 
 def _number(value: object) -> float:
-    """Return the value as a float, or NaN for any other type."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:

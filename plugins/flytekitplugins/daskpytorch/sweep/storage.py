@@ -29,29 +29,23 @@ from flytekitplugins.daskpytorch.records import LogRecord
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 RETRY_AFTER = (1.0, 2.0, 4.0)
-"""Pauses, in seconds, before the retries to write a model's result to storage."""
+"""Seconds before each retry to write a model's result."""
 NUM_READERS = 16
-"""Number of files of a `dispatch.map` that are read from storage at the same time."""
 MAX_COMPARED = 1 << 16
-"""Maximum size, in bytes, of a pickled argument of a partial function. If a `dispatch.map` is repeated, larger
-arguments are not compared with those that the storage names."""
+"""Bytes of a pickled argument of a partial function. A repeated `dispatch.map` does not compare larger arguments."""
 MAX_TOLD = 3
-"""Maximum number of differences from the earlier call of `dispatch.map` that an error names."""
 ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptModel:
-    """A model's state from earlier calls of `dispatch.map`, as read from storage."""
-
     experiment: Any
     records: Sequence[LogRecord] = ()
     has_ended: bool = False
     result: Any = None
     stopped: StoppedEarlyError | None = None
-    """Error of a model that was stopped early. None for any other model."""
     trial: Any = None
-    """Optuna's trial of the model, as of the last write to storage. None for an experiment from a list."""
+    """Optuna's trial, as of the last write to storage. None for an experiment from a list."""
 
 
 class SweepStorage:
@@ -63,15 +57,11 @@ class SweepStorage:
         self.folder = self.files.path(folder)
 
     def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, KeptModel]:
-        """Return the models' stored states by index. In a new folder, write `call.pkl`, which describes the function.
+        """Return the models' stored states by index. In a new folder, write `call.pkl`.
 
-        Args:
-            function: Function of this call.
-            experiments: Experiments of this call, to compare with the stored ones. None: no comparison.
-
-        Raises:
-            ValueError: The folder belongs to another call, or a file cannot be unpickled.
-            OSError: The storage cannot be read or written, or another user owns or can write to a file in the folder.
+        Stored experiments must equal `experiments`, unless that is None. Raises `ValueError` if the folder belongs to
+        another call or a file cannot be unpickled, and `OSError` if storage fails or another user owns or can write to
+        a file.
         """
         self.files.refuse_foreign(self.folder, with_folders=True)
         try:
@@ -108,10 +98,7 @@ class SweepStorage:
             return dict(zip(names, readers.map(self._read, names), strict=True))
 
     def _read(self, name: str) -> Any:
-        """Return the object in a pickle file of the folder.
-
-        None if the file is truncated, which happens only in stores without atomic writes.
-        """
+        """Return a pickle file's object, or None for a truncated file, as in stores without atomic writes."""
         data = self.files.read(f"{self.folder}/{name}")
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
@@ -126,8 +113,6 @@ class SweepStorage:
 
 @dataclass(eq=False, kw_only=True)
 class ModelStorage:
-    """Storage folder of one model of a `dispatch.map`."""
-
     files: Files
     folder: str
     about: Callable[[], dict[str, Any]]
@@ -135,16 +120,15 @@ class ModelStorage:
 
     @property
     def paths(self) -> StoragePaths:
-        """Folders for reading and writing the model's checkpoints. The records are written before each checkpoint."""
+        """The model's records are written before each checkpoint."""
         folder = self.folder
         return StoragePaths(files=self.files, previous=folder, own=folder, is_claimed=True, prepare=self.note_progress)
 
     def note_progress(self) -> None:
-        """Write the model's experiment and present records to `begun.pkl`."""
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
     def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
-        """Write the model's result or early stopping to `outcome.pkl`. Failures are retried and reported by `say`."""
+        """Write the model's result or early stopping. Failures are retried and reported by `say`."""
         outcome = {**self.about(), "result": result, "stopped": stopped}
         for wait_for in (*RETRY_AFTER, None):
             try:
@@ -168,10 +152,7 @@ def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, KeptModel]]:
 
 
 def _pickled(value: Any) -> bytes:
-    """Return a value's pickle, with classes by reference if possible, else by value.
-
-    A script that reads the pickle uses its own classes for references, and copies for classes by value.
-    """
+    """Return a value's pickle, with classes by reference if possible, else by value."""
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -182,10 +163,6 @@ def _pickled(value: Any) -> bytes:
 
 
 def _described(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the function's name, and the arguments that `functools.partial` has bound to it, by their descriptions.
-
-    Large and unpicklable arguments are left out.
-    """
     bound: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         here = {str(place): value for place, value in enumerate(function.args)} | function.keywords

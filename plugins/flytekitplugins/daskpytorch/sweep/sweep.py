@@ -1,7 +1,7 @@
 """One `dispatch.map`: what its models share, the preparation of each model, their workers and their display.
 
-Runs in the driver. A gang gets all its workers or none, and larger gangs go first. The workers of an ended gang are
-enough for the next gang of the same size. Large gangs therefore never starve, although small gangs fill every gap.
+Runs in the driver. A gang gets all its workers or none, and larger gangs go first. An ended gang's workers are enough
+for the next gang of the same size, so large gangs never starve, although small gangs fill every gap.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 @dataclass(eq=False, kw_only=True)
 class Sweep:
-    """State that all models of one `dispatch.map` share."""
-
     cluster: DaskAgents
     function: Callable[..., Any]
     experiments: Sequence[Any] | Search
@@ -60,13 +58,13 @@ class Sweep:
     wandb: Wandb | None
     storage: SweepStorage | None
     keys: Sequence[str] = ()
-    """Unique keys of the models, by index. A key names the model's checkpoints and tracker runs in all attempts."""
+    """By index. A key names the model's checkpoints and tracker runs in all attempts."""
     execution: Execution = field(default_factory=current_execution)
-    """Flyte execution of the thread that calls `dispatch.map`. Other threads may have no execution."""
+    """Execution of the thread that calls `dispatch.map`. Other threads may have none."""
     code: Code = field(default_factory=pack_code)
     runs: RunSettings | None = field(init=False)
     trials: Trials | None = field(init=False)
-    """Optuna trials of the models, for early stopping or a search. None without either."""
+    """None without early stopping and search."""
 
     def __post_init__(self) -> None:
         asked = self.experiments if isinstance(self.experiments, Search) else self.stop_early
@@ -79,19 +77,17 @@ class Sweep:
 
     @property
     def known(self) -> Sequence[Any] | None:
-        """The experiments. None in a search, whose study suggests them."""
+        """None in a search, whose study suggests the experiments."""
         return None if isinstance(self.experiments, Search) else self.experiments
 
     @property
     def num_models(self) -> int:
-        """Number of models."""
         return self.experiments.num_models if isinstance(self.experiments, Search) else len(self.experiments)
 
     def model(self, index: int, kept: KeptModel | None) -> Model:
         """Return a new model, whose experiment comes from the list or, in a search, from storage.
 
-        Raises:
-            ValueError: The stored model belongs to a list of experiments, but this sweep is a search.
+        Raises `ValueError` if the stored model belongs to a list, but this sweep is a search.
         """
         experiment = self.known[index] if self.known is not None else kept and kept.experiment
         model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
@@ -111,9 +107,7 @@ class Sweep:
     def size(self, index: int, experiment: Any) -> int:
         """Return the number of workers for an experiment.
 
-        Raises:
-            ValueError: The user's number of workers is not a whole number above 0.
-            GangStartError: The cluster has fewer workers.
+        Raises `ValueError` unless that is a whole number above 0, and `GangStartError` if the cluster has fewer.
         """
         size = self.workers(experiment) if callable(self.workers) else self.workers
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -126,10 +120,9 @@ class Sweep:
         return size
 
     def ask(self, model: Model) -> None:
-        """Get a model's experiment from the Optuna study, and prepare the model's training.
+        """Get a model's experiment from the Optuna study, and prepare its training.
 
-        Raises:
-            Exception: The study or the user's function fails, or the experiment cannot be trained on this cluster.
+        Any error of the study or of the user's function is raised.
         """
         if self.trials is None:
             raise TypeError("this sweep has no study to suggest experiments: pass a Search to dispatch.map")
@@ -150,24 +143,19 @@ class Sweep:
             )
 
     def prepare(self, model: Model, experiment: Any) -> None:
-        """Set a model's experiment and number of workers, and check that function and experiment can be pickled.
+        """Set a model's experiment and workers, and check that both can be used.
 
-        Raises:
-            ValueError: The user's number of workers is not a whole number above 0.
-            GangStartError: The cluster has fewer workers than the model takes.
-            TypeError: The function or the experiment cannot be pickled.
+        Raises as `size`, and `TypeError` if the function or the experiment cannot be pickled.
         """
         model.experiment = experiment
         model.num_workers = self.size(model.index, experiment)
         pack_call(self.function, (experiment,), {}, [])  # without a copy of large arrays
 
     def request(self, model: Model) -> Request:
-        """Return the request with which the driver starts a model's gang.
+        """Return the request for a model's gang.
 
-        Build the request only when the gang starts, since a request holds the call's large arguments.
-
-        Raises:
-            Exception: The experiment can no longer be pickled, or the creation of an observer fails.
+        Call only when the gang starts, since a request holds the call's large arguments. Raises if the experiment can
+        no longer be pickled, or an observer cannot be made.
         """
         settings, key = _fit(self.settings, model.num_workers), self.keys[model.index]
         paths = storage_of(
@@ -184,12 +172,6 @@ class Sweep:
         return replace(request, key=key, storage=paths, observers=observers, training=about)
 
     def observers(self, model: Model, asked: Sequence[Observer]) -> list[Observer]:
-        """Return the observers of a model's gang: its state and display, early stopping or the search, and the user's.
-
-        Args:
-            model: The model.
-            asked: Observers of the user and of trackers.
-        """
         observers: list[Observer] = [model.line]
         if self.trials is not None:
             before = model.kept.records if model.kept is not None else ()
@@ -197,15 +179,15 @@ class Sweep:
         return watched(model.state, [*observers, *journal_in(None), *asked])
 
     def is_over(self, model: Model) -> bool:
-        """Return True if an earlier `dispatch.map` with the same storage has completed the model.
+        """Return True if an earlier call with the same storage has completed the model.
 
-        A model that was stopped early counts as incomplete in a call without early stopping and without a search.
+        An early stopped model counts as incomplete in a call without early stopping and search.
         """
         kept = model.kept
         return kept is not None and kept.has_ended and (kept.stopped is None or self.trials is not None)
 
     def recall(self, model: Model) -> None:
-        """Report to the study a model that an earlier call has completed, for comparison with other models."""
+        """Report to the study a model that an earlier call has completed."""
         if model.kept is not None and self.trials is not None:
             self.trials.recall(model.index, model.kept)
 
@@ -245,20 +227,18 @@ class Pool:
     """Workers of a Dask cluster, each free or held by one model's gang, the holder. Not thread-safe."""
 
     free: set[str] = field(default_factory=set)
-    """Workers that no gang holds, by the names that users see."""
+    """By the names that users see."""
     _held: dict[Hashable, set[str]] = field(default_factory=dict)
-    """Holder -> names of the workers that it holds now."""
     _wanted: dict[Hashable, int] = field(default_factory=dict)
-    """Holder -> number of workers that it has requested."""
+    """Number of workers that each holder has requested."""
 
     @property
     def num_free(self) -> int:
-        """Number of workers that a new gang can get: free workers, less replacements that running gangs wait for."""
+        """Workers that a new gang can get: free ones, less replacements that running gangs wait for."""
         return max(0, len(self.free) - sum(self._num_missing(holder) for holder in self._held))
 
     @property
     def num_workers(self) -> int:
-        """Number of all workers, free and held."""
         return len(self.free) + sum(map(len, self._held.values()))
 
     @property
@@ -274,21 +254,20 @@ class Pool:
         self.free = there.difference(*self._held.values())
 
     def acquire(self, holder: Hashable, count: int) -> list[str] | None:
-        """Assign `count` workers to a new holder, and return their names. Return None if fewer workers are free."""
+        """Assign workers to a new holder, and return their names. None: too few are free."""
         if count > self.num_free:
             return None
         self._held[holder], self._wanted[holder] = set(), count
         return self.refill(holder)
 
     def refill(self, holder: Hashable) -> list[str]:
-        """Replace a holder's lost workers by free ones, and return the names of all workers of the holder."""
+        """Replace a holder's lost workers by free ones, and return all its workers."""
         missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
         self.free.difference_update(missing)
         self._held[holder].update(missing)
         return sorted(self._held[holder], key=worker_order)
 
     def release(self, holder: Hashable) -> None:
-        """Remove a holder and free its workers."""
         self.free |= self._held.pop(holder)
         del self._wanted[holder]
 
@@ -299,17 +278,13 @@ class Pool:
 # ---- The models and their display
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
-"""State of a model of a `dispatch.map`."""
 STATUSES = get_args(Status)
-"""All states of a model, in the order in which displays list them."""
+"""In the order in which displays list them."""
 MAX_SHOWN = 100
-"""Maximum number of characters of an experiment in the `repr` of its `ModelFuture`."""
 COUNT_INTERVAL = 5.0
 """Minimum number of seconds between two lines with the number of ended models."""
 MAX_LABEL = 48
-"""Maximum number of characters of an experiment in its model's line on standard error."""
 MAX_ROWS = 100
-"""Maximum number of models in the table that a notebook shows of a `dispatch.map`."""
 
 
 class ModelFuture(Logged, GangFuture):
@@ -353,26 +328,22 @@ class ModelFuture(Logged, GangFuture):
 
 @dataclass(eq=False, kw_only=True)
 class Model:
-    """State of one model of a `dispatch.map`, in the driver."""
-
     index: int
     line: View
-    """Observer that shows the model in the sweep's display."""
     kept: KeptModel | None = None
-    """State that an earlier call of `dispatch.map` left in storage. None for a new model."""
+    """State that an earlier call of `dispatch.map` left in storage."""
     experiment: Any = None
     num_workers: int = 0
     storage: ModelStorage | None = None
     state: RunState = field(init=False)
     future: ModelFuture = field(init=False)
     gang: GangFutures | None = None
-    """Futures of the model's gang during training, else None."""
+    """None before and after the training."""
 
     def __post_init__(self) -> None:
         self.state = RunState(before=self.kept.records if self.kept is not None else ())
 
     def settle(self, result: Any, error: BaseException | None) -> None:
-        """Set the result or the error of the model's future."""
         if error is None:
             self.future.set_result(result)
         else:
@@ -388,7 +359,6 @@ def error_of(future: Future[Any]) -> BaseException | None:
 
 
 def status_of(error: BaseException | None) -> Status:
-    """Return the final state of a model, from the error of its future. None: the future has a result."""
     match error:
         case None:
             return "finished"
@@ -403,32 +373,23 @@ def status_of(error: BaseException | None) -> Status:
 
 
 class SweepDisplay:
-    """Display of all models of one `dispatch.map` on standard error."""
+    """Display of a sweep on standard error."""
 
     def __init__(self, num_models: int, console: Console | None = None, *, is_quiet: bool = False) -> None:
-        """Prepare the display.
-
-        Args:
-            num_models: Number of models in the sweep.
-            console: Console for the lines. None: standard error.
-            is_quiet: True to write only outputs, notes and errors, because a notebook's table shows the rest.
-        """
+        """`is_quiet`: only outputs, notes and errors are written, because a notebook's table shows the rest."""
         self._board = Board(console, is_quiet=is_quiet)
         self._num_models = num_models
         self._ended: dict[int, Status] = {}
-        """Final states of the models that have ended, by index."""
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
 
     def line(self, index: int, experiment: object) -> View:
-        """Return the observer that displays one model's gang."""
         if streams.is_for_machines():
             return MachineLog()
         label = one_line(repr(without_secrets(experiment)), MAX_LABEL)
         return Display(self._board, f"model {index} {label}", f"model {index}, ")
 
     def restored(self, models: Iterable[ModelFuture], where: str) -> None:
-        """Count the models that ended in an earlier call, and write the count with their storage folder `where`."""
         self._ended = {model.index: model.status for model in models}
         self._tell_count(f"before, as {where} has it")
 
@@ -457,7 +418,7 @@ class SweepDisplay:
 
 
 def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
-    """Return a row for each model: index, status, step, experiment's fields and newest value of each metric.
+    """Return a row for each model.
 
     If a column of the same name exists, a field has the prefix `experiment.` and a metric the prefix `metric.`.
     """
@@ -471,7 +432,7 @@ def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
 
 
 def counted(models: Sequence[ModelFuture]) -> str:
-    """Return the number of models by status, for example `8 models: 2 training, 5 finished, 1 waiting`."""
+    """Return, for example, `8 models: 2 training, 5 finished, 1 waiting`."""
     each = _in_words(model.status for model in models)
     return f"{count(len(models), 'model')}{each and ': '}{each}"
 
@@ -482,10 +443,7 @@ def _in_words(statuses: Iterable[Status]) -> str:
 
 
 def as_html(models: Sequence[ModelFuture]) -> str:
-    """Return an HTML table of models by index, without secrets.
-
-    If there are more than 100 models, those that are training or have failed are preferred.
-    """
+    """Return a table without secrets. Of more than 100 models, those that train or have failed are preferred."""
     chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
     rows = rows_of(sorted(chosen, key=lambda model: model.index))
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
@@ -493,5 +451,5 @@ def as_html(models: Sequence[ModelFuture]) -> str:
 
 
 def show_live(models: Sequence[ModelFuture]) -> None:
-    """Show a table of the models in a notebook, and update the table in a thread until all models have ended."""
+    """In a notebook, show a table of the models, which a thread updates until all have ended."""
     notebook.LiveTable(functools.partial(as_html, models)).follow(lambda timeout: not wait(models, timeout).not_done)

@@ -1,7 +1,7 @@
 """Trials of an Optuna study, one for each model: suggested experiments, reported metrics and early stopping.
 
-Runs in the driver. `Search` has the user's study. `EarlyStopping` has a study in memory, whose pruner compares the
-models by asynchronous successive halving. Each gang has a judge, which runs on the thread of the gang's supervisor.
+Runs in the driver. `EarlyStopping` has a study in memory, whose pruner compares models by asynchronous successive
+halving. Each gang has a judge, which runs on the thread of the gang's supervisor.
 """
 
 from __future__ import annotations
@@ -25,32 +25,28 @@ if TYPE_CHECKING:
 
 
 MAX_NAMES = 20
-"""Maximum number of logged metrics that the notice of a missing metric names."""
 MODEL = "model"
-"""Name of the user attribute in which an Optuna trial has its model's index."""
+"""User attribute of an Optuna trial with its model's index."""
 
 
 class Trials:
-    """Optuna study of one `dispatch.map`, and the trials of its models."""
-
     def __init__(self, asked: EarlyStopping | Search, num_models: int) -> None:
         self.asked = asked
         self.num_models = num_models
         self.suggests = isinstance(asked, Search)
-        """True for a search, whose study suggests the experiments. False for early stopping alone."""
+        """True for a search, whose study suggests the experiments."""
         self.study = asked.study if isinstance(asked, Search) else _new_study(asked)
         self.metric = asked.metric if len(self.study.directions) == 1 else None
-        """Metric for early stopping. None without one, or if the study has several directions, by which Optuna cannot
-        prune."""
+        """None without early stopping, or if the study has several directions, by which Optuna cannot prune."""
         self._lock = threading.Lock()
-        """Lock of the study and the trials. No other report comes between a value's report and its comparison."""
+        """No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
-        """Optuna trials of the models that have begun, by model index."""
+        """By index of the models that have begun."""
         self.is_metric_known = self.suggests
         """False while a notice of a missing metric may be needed: in early stopping, until a model logs the metric."""
 
     def ask(self, index: int) -> Any:
-        """Return the experiment that the study suggests for a model, and raise any error of the user's `suggest`."""
+        """Return the experiment that the study suggests. Errors of the user's `suggest` are raised."""
         if not isinstance(self.asked, Search):
             raise TypeError("early stopping suggests no experiments")
         with self._lock:
@@ -79,7 +75,7 @@ class Trials:
             self._trials[index] = Trial(self.study, found._trial_id)  # noqa: SLF001 - there is no other way
 
     def recall(self, index: int, kept: KeptModel) -> None:
-        """Report a model that ended in an earlier call of `dispatch.map` to a study that does not know of its end."""
+        """Report a model that ended in an earlier call to a study that does not know of its end."""
         if not self.suggests:
             self.watch(index, lambda _: None, kept.records).take_before(math.inf)
             return
@@ -88,18 +84,13 @@ class Trials:
                 self.study.add_trial(kept.trial)
 
     def trial(self, index: int) -> optuna.trial.FrozenTrial:
-        """Return a model's Optuna trial in its present state."""
         with self._lock:
             return self._all()[self._trials[index].number]
 
     def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> _Judge:
         """Return the observer of one model's gang, whose `on_log` raises `StoppedEarlyError` to stop the model.
 
-        Args:
-            index: Index of the model.
-            say: Shows a notice about the model.
-            before: Records from an earlier call of `dispatch.map`. If the gang resumes from a checkpoint, the records
-                up to the checkpoint's step are reported first.
+        If the gang resumes, the earlier call's records `before` up to the checkpoint's step are reported first.
         """
         if not self.suggests:  # a search has asked for the trial already
             with self._lock:
@@ -108,7 +99,7 @@ class Trials:
         return _Judge(self, self._trials[index], index, say, before, -1 if last is None else last)
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
-        """Report a model's value of the metric to the study, and return True if the study's pruner stops the model."""
+        """Report a model's metric to the study. Return True if the study's pruner stops the model."""
         with self._lock:
             trial.report(value, epoch)
             return trial.should_prune()
@@ -120,7 +111,6 @@ class Trials:
             return is_first
 
     def why(self, value: float) -> str:
-        """Return the reason for stopping a model with this value of the metric, as the last clause of a message."""
         if isinstance(self.asked, Search):
             return f"and the study's {type(self.study.pruner).__name__} wants it to end"
         if math.isnan(value):
@@ -129,9 +119,9 @@ class Trials:
         return f"which is not {best} of what models had there"
 
     def tell(self, index: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
-        """Report a model's end to the user's study. In early stopping, withdraw a failed or cancelled model's values.
+        """Report a model's end to the user's study.
 
-        Models that have not begun are ignored.
+        In early stopping, withdraw a failed or cancelled model's values.
         """
         from optuna.trial import TrialState
 
@@ -165,9 +155,9 @@ class _Judge(Observer):
     _say: Callable[[str], None]
     _before: Sequence[LogRecord]
     _last_epoch: int
-    """Newest epoch of the model that was reported to the study. -1 without reports."""
+    """Newest epoch that was reported to the study. -1: none yet."""
     _names: set[str] = field(default_factory=set)
-    """Names of the metrics that the model has logged, until the metric for early stopping comes."""
+    """Metrics that the model has logged, until the metric for early stopping comes."""
     _is_stopped: bool = False
 
     def on_event(self, event: journal.Event) -> None:
@@ -176,7 +166,7 @@ class _Judge(Observer):
         super().on_event(event)
 
     def take_before(self, step: float) -> None:
-        """Report an earlier call's records up to `step` to the study. Their values do not stop the model again."""
+        """Report an earlier call's records up to `step`. Their values do not stop the model again."""
         for record in self._before:
             if record.step <= step:
                 self._falls_behind(record)
@@ -205,7 +195,6 @@ class _Judge(Observer):
         )
 
     def _falls_behind(self, record: LogRecord) -> bool:
-        """Report the value of a record of a new epoch to the study, and return True if the model must stop."""
         trials, epoch = self._trials, record.epoch
         value = record.numbers.get(trials.metric) if trials.metric is not None else None
         if not trials.is_metric_known:
@@ -241,5 +230,5 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
 
 
 def _is_last(record: LogRecord) -> bool:
-    """Return True for the record of the training's last step. Stopping the model then would only lose its result."""
+    """True for the training's last step: stopping then would only lose the result."""
     return record.num_steps is not None and record.step + 1 >= record.num_steps
