@@ -1,4 +1,1 @@
-"""Adapter for flytekit: task configs and types, its context in driver and ranks, outputs, the early start.
-
-Runs in the task's process, and `rank` runs in ranks. Called by flytekit. May import all but the command line.
-"""
+"""Adapter for flytekit: task configs and types, context, outputs and the early start. Only `rank` runs in ranks."""

@@ -19,12 +19,10 @@ from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 HOST = Host(sdk="flytekit", package="flytekitplugins.daskpytorch", register=TaskPlugins.register_pythontask_plugin)
 CHECKPOINTS = "daskpytorch"
-"""Name of this package's folder in the task attempt's intratask checkpoint, where the user may have other files."""
+"""Our folder in the attempt's intratask checkpoint, where the user may have other files."""
 
 
 class FlyteExecution(host.Execution):
-    """Execution of a flytekit task: its names, storage and secrets, taken from flytekit's context."""
-
     def __init__(self, ctx: FlyteContext, run: LocalRun | None) -> None:
         self._ctx = ctx
         self._run = run
@@ -33,9 +31,9 @@ class FlyteExecution(host.Execution):
         self.task = ctx.execution_state if _is_in_task(ctx) else None
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the folders for a gang's checkpoints: in Flyte's storage, or in a local run on this machine.
+        """Return the folders for a gang's checkpoints: in Flyte's storage, or in a local run.
 
-        `key` names the gang. None: the gang has no such folders, for example outside a task.
+        None if the gang has no such folders, for example outside a task.
         """
         if self._run is not None:
             return self._run.paths(key)
@@ -53,17 +51,17 @@ class FlyteExecution(host.Execution):
         )
 
     def filesystem(self, uri: str) -> Any:
-        """Return the fsspec file system of a URI, opened with the settings that flytekit uses for its own data."""
+        """Return the file system of a URI, with the settings that flytekit uses for its own data."""
         return self._ctx.file_access.get_filesystem(split_protocol(uri)[0] or "file", path=uri)
 
     def new_folder(self) -> str | None:
-        """Return the path or URI of a new folder in the task's output storage. None outside a task."""
+        """Return a new folder in the task's output storage. None outside a task."""
         state = self._ctx.execution_state
         is_executing = state is not None and state.mode is not None
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """Upload a folder to a URI as flytekit uploads outputs. If the upload fails, Flyte retries the task."""
+        """Upload a folder as flytekit uploads outputs. If the upload fails, Flyte retries the task."""
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
@@ -71,7 +69,6 @@ class FlyteExecution(host.Execution):
         return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:
-        """Return the value of one of the task's secrets, as flytekit finds it."""
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
 
 
@@ -80,10 +77,9 @@ class FlyteStorage(host.Execution):
     """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     data_config: DataConfig
-    """The driver's settings of flytekit's storage, such as access keys. A cloud role is that of the rank's own pod."""
+    """Settings of flytekit's storage, such as access keys. A cloud role is that of the rank's own pod."""
 
     def filesystem(self, uri: str) -> Any:
-        """Return the fsspec file system of a URI, opened with the driver's storage settings."""
         protocol = split_protocol(uri)[0] or "file"
         return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, self.data_config))
 
@@ -106,12 +102,10 @@ def rank_environment() -> dict[str, str]:
 
 
 def current() -> FlyteExecution:
-    """Return the execution of the task that runs in the current context."""
     return FlyteExecution(FlyteContextManager.current_context(), local_run.get())
 
 
 def is_on_backend(ctx: FlyteContext) -> bool:
-    """Return True if Flyte's backend runs the task, False in a local run."""
     return ctx.execution_state is not None and ctx.execution_state.mode == ExecutionState.Mode.TASK_EXECUTION
 
 

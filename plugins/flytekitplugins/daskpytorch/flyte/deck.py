@@ -1,8 +1,6 @@
 """Deck of a task: the training's live page, and tabs of inputs and outputs in place of flytekit's.
 
-Runs in the driver. Rank 0 writes the tab of outputs.
-
-The tabs are written from the existing values and literals. The tabs of flytekit itself read files a second time, show
+Runs in the driver. Rank 0 writes the tab of outputs. The tabs of flytekit itself read files a second time, show
 secrets, and contain inputs as unescaped HTML.
 """
 
@@ -34,15 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
-"""Headers for uploads of a Deck to S3 (`ContentType`) and Google's storage (`content_type`)."""
+"""For uploads to S3 (`ContentType`) and Google's storage (`content_type`)."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=None)
-"""Local HTML file of the task's Deck. None on Flyte's backend, and until the task makes a Deck."""
+"""Local file of the task's Deck. None on Flyte's backend, and until the task makes a Deck."""
 
 
 def published(shown: ShownTask) -> AbstractContextManager[None]:
-    """Return a context manager that keeps a Deck with the training's page up to date, as the first Deck of the task.
+    """Keep a Deck with the training's page up to date, as the first Deck of the task.
 
     On Flyte's backend, the gang's journal is uploaded with the Deck.
     """
@@ -59,13 +57,13 @@ def published(shown: ShownTask) -> AbstractContextManager[None]:
 
 
 def write_local(ctx: FlyteContext) -> None:
-    """In a local run, write the file with the task's Decks. On Flyte's backend, leave this to flytekit."""
+    """In a local run, write the file with the task's Decks. On Flyte's backend, flytekit does."""
     if (file := _DeckFile(ctx, local_file.get())).is_local:
         file.write()
 
 
 class _DeckFile:
-    """HTML file with all Decks of a task. On Flyte's backend, the file is uploaded for the console.
+    """HTML file with all Decks of a task, on Flyte's backend uploaded for the console.
 
     `Deck.publish` is no substitute: it leaves a new file on the disk each time, and fails in threads other than the
     task's.
@@ -98,13 +96,9 @@ class _DeckFile:
 
 
 def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mapping[str, Literal]) -> str:
-    """Return the HTML page of a task's inputs or outputs. If writing it fails, return a page with the error.
+    """Return the HTML page of a task's inputs or outputs, or of the error that writing it has raised.
 
-    Args:
-        values: Values of the inputs or outputs, by name.
-        types: Their types in the task's signature, by name. The renderer of an `Annotated[..., renderer]` shows its
-            value.
-        literals: Flyte's literals of the values, by name. May be empty.
+    All arguments are by name. The renderer of a type `Annotated[..., renderer]` shows its value.
     """
     from flytekitplugins.daskpytorch.display.values import values_table
 
@@ -128,6 +122,5 @@ def _address(literal: Literal | None) -> str | None:
 
 
 def _rendered(value: Any, type_: Any) -> str | None:
-    """Return a value's HTML by the renderer in its type `Annotated[..., renderer]`. None: no renderer, or no value."""
     renderers = [each for each in get_args(type_)[1:] if isinstance(each, Renderable) and not isinstance(each, type)]
     return renderers[0].to_html(value) if renderers and value is not None else None

@@ -9,7 +9,7 @@ from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
 IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.rank:finish_imports"
-"""Path `module:function` of the function that the fork server calls before it forks ranks of flytekit tasks."""
+"""`module:function` that the fork server calls before it forks ranks of flytekit tasks."""
 
 
 def dask_setup(worker: Any) -> None:

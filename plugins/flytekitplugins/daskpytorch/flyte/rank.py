@@ -28,14 +28,12 @@ from flytekitplugins.daskpytorch.rank.link import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutput:
-    """Rank 0's return value as Flyte's literals, with rank 0's Decks."""
-
     literal_map: bytes
-    """Outputs of the task: a serialised `flyteidl.core.LiteralMap`."""
+    """A serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
     """Name and HTML of each Deck that the user's code made in rank 0."""
     tab: str = ""
-    """HTML of the tab that shows the task's outputs in its Deck. Empty: the Deck has no such tab."""
+    """HTML of the Deck's tab of outputs. Empty: no such tab."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,39 +41,29 @@ class FlyteRank:
     """Part of flytekit's context that the driver sends to ranks, so that flytekit works there."""
 
     mode: str | None
-    """Name of flytekit's `ExecutionState.Mode` in the driver, which tells local runs from runs on a backend. None:
-    the driver executes no task."""
+    """Name of flytekit's `ExecutionState.Mode` in the driver. None: the driver executes no task."""
     raw_output_prefix: str
     """Folder or URI to which ranks upload files that are outputs of the task."""
     output_metadata_prefix: str | None
     checkpoint: str | None
-    """URI of the task attempt's intratask checkpoint. None: Flyte has given none."""
+    """URI of the attempt's intratask checkpoint. None: Flyte has given none."""
     previous_checkpoint: str | None
-    """URI of the previous task attempt's intratask checkpoint. None in the first attempt."""
+    """None in the first attempt."""
     interface: bytes
     """Types of the task's inputs and outputs, pickled."""
     inputs: bytes
-    """Inputs of the task: a serialised `flyteidl.core.LiteralMap`. Each rank converts the literals to values, and
-    downloads files among the inputs to its own disk."""
+    """A serialised `flyteidl.core.LiteralMap`. Each rank downloads files among the inputs to its own disk."""
     task_name: str
     results: str
-    """Path or URI of the folder with the files that ranks submit. The folder is complete when the task has ended."""
+    """Folder or URI of the files that ranks submit, complete when the task has ended."""
     shows_outputs: bool = False
-    """True if the task's Deck has a tab of outputs. Rank 0 writes the tab, since only rank 0 has the output values."""
+    """True: rank 0 writes the Deck's tab of outputs, since only rank 0 has the values."""
 
     @classmethod
     def of_current_task(
         cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str, *, shows_outputs: bool = False
     ) -> Self:
-        """Return the part of flytekit's current context in the driver that ranks need.
-
-        Args:
-            task_name: Name of the task.
-            interface: Inputs and outputs of the task, with their types.
-            inputs: Inputs as Flyte's literals.
-            results: Path or URI of the folder for files that ranks submit.
-            shows_outputs: True: rank 0 writes the Deck's tab of outputs.
-        """
+        """Return the part of flytekit's current context in the driver that ranks need."""
         ctx = FlyteContextManager.current_context()
         params, mode = ctx.user_space_params, ctx.execution_state.mode
         checkpoint = getattr(params, "_checkpoint", None)
@@ -113,18 +101,14 @@ class FlyteRank:
                 yield
 
     def arguments(self) -> dict[str, Any]:
-        """Return the task's inputs as Python values."""
         types, _, _ = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(self.inputs))
         return dict(TypeEngine.literal_map_to_kwargs(FlyteContextManager.current_context(), literal_map, types))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """Convert the user function's return value to Flyte's literals, and upload the files in it.
+        """Convert rank 0's return value to Flyte's literals, and upload the files in it.
 
-        Rank 0 does the conversion, because it has the files.
-
-        Raises:
-            TypeError: The return value does not fit the declared outputs of the task.
+        Raises `TypeError` if the value does not fit the task's declared outputs.
         """
         inputs, outputs, tuple_name = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         check_count(self.task_name, returned, list(outputs))
@@ -140,7 +124,6 @@ class FlyteRank:
         return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
 
     def results_folder(self) -> FlyteDirectory:
-        """Return the folder to which the driver writes the files that ranks submit, as flytekit's type for folders."""
         return FlyteDirectory(self.results, remote_directory=False)
 
 
@@ -158,24 +141,20 @@ class _Returned(PythonTask):  # type: ignore[misc]
 def finish_imports() -> None:
     """Import the modules that flytekit has deferred, such as pandas, before other threads start.
 
-    The fork server calls this function, too, since the imports take seconds. A lazy module may appear half imported to
-    a second thread (python/cpython#114763, fixed in later versions). In a rank, the user's function and wandb's import
-    run in different threads.
+    A lazy module may appear half imported to a second thread (python/cpython#114763, fixed in later versions): the
+    user's function and wandb's import run in different threads. The fork server calls this, too, since the imports take
+    seconds.
     """
     for module in list(sys.modules.values()):
         getattr(module, "__dict__", None)  # any access loads a lazy module
 
 
 def _reach_statsd_by_number() -> None:
-    """Set flytekit's statsd host to 127.0.0.1 instead of `localhost`, which some machines cannot resolve.
-
-    flytekit would resolve `localhost` when this rank enters the task. A statsd host that the user has set stays.
-    """
+    """Set flytekit's statsd host to 127.0.0.1: some machines cannot resolve `localhost`. The user's own host stays."""
     if StatsConfig.auto().host == StatsConfig().host:
         os.environ.setdefault(StatsD.HOST.legacy.get_env_name(), "127.0.0.1")
 
 
 def _decks() -> list[tuple[str, str]]:
-    """Return name and HTML of each Deck that was made in this rank, without flytekit's own timeline."""
     params = FlyteContextManager.current_context().user_space_params
     return [(deck.name, deck.html) for deck in (params.decks if params else ()) if deck.name.lower() != "timeline"]

@@ -1,7 +1,4 @@
-"""Task types for flytekit: how a task of `@task(task_config=DaskDDP(...))` runs and is serialised, and the configs.
-
-The import registers the types with flytekit. It does not import torch.
-"""
+"""Task types for flytekit: how a task runs and is serialised, and the configs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -64,22 +61,20 @@ CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
 OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT, DeckField.SOURCE_CODE)
-"""Tabs of the Deck that this package writes instead of flytekit."""
 
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
-"""Task that flytekit executes in this context, and its inputs as literals. None: no task of this package."""
+"""Task that flytekit executes in this context, and its inputs as literals."""
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
-    """Base of all task types, which lets Flyte retry infrastructure failures, and handles SIGTERM and local runs."""
+    """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         kwargs["annotations"] = _annotations(**kwargs)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._made: Mapping[str, Literal] = {}
-        """Outputs of the task as Flyte's literals, by name."""
 
     async def _output_to_literal_map(self, *args: Any) -> Any:
         literals, values = await super()._output_to_literal_map(*args)
@@ -87,10 +82,9 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return literals, values
 
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
-        """Write the task's Deck: first the tabs that the user's code made, then this package's tabs.
+        """Write the task's Deck: first the tabs of the user's code, then ours, in place of flytekit's.
 
-        This package's tabs replace flytekit's. Exceptions are logged, and do not fail the task. `outputs` are the
-        values by name, or the finished HTML of the outputs' tab.
+        Exceptions are logged, and do not fail the task. `outputs` are values by name, or the finished HTML of the tab.
         """
         if not self.enable_deck:
             return
@@ -140,21 +134,20 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     @property
     def _is_debugging(self) -> bool:
-        """True in debug mode, in which the function runs in this process and Ctrl-C raises `KeyboardInterrupt`."""
         return False
 
     def _begun(self, ctx: FlyteContext) -> AbstractContextManager[None]:
         return local_runs.begun(self.name) if _is_local(ctx) else contextlib.nullcontext()
 
     def _write_local_deck(self, inputs: dict[str, Any]) -> None:
-        """In a local run, write the Deck of a failed task. flytekit writes Decks of failed tasks only on a backend."""
+        """In a local run, write the Deck of a failed task. flytekit does so only on a backend."""
         ctx = FlyteContextManager.current_context()
         if self.enable_deck and _is_local(ctx):
             self._write_decks(inputs, {}, ctx, ctx.user_space_params)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """Base of the task types for Dask: a task of Flyte's type `dask`, with this package's Dask settings in all pods."""
+    """Base of tasks of Flyte's type `dask`, with this package's Dask settings in all pods."""
 
     def __init__(
         self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
@@ -179,10 +172,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
             )
 
     def get_container(self, settings: SerializationSettings) -> Any:
-        """Return the task's container, with this package's Dask settings as environment variables.
-
-        Variables of the task and of the registration (`settings.env`) win over these settings.
-        """
+        """Return the container. Variables of the task and of the registration win over our Dask settings."""
         return super().get_container(self._with_cluster_settings(settings))
 
     def get_k8s_pod(self, settings: SerializationSettings) -> Any:
@@ -193,8 +183,6 @@ class _OnDask(DaskTask):  # type: ignore[misc]
 
 
 class _InRanks(in_ranks.InRanks, _Resumable):
-    """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value."""
-
     def __init__(
         self, task_config: GangOnDask | GangOnOwnNode, task_function: Callable[..., Any], **kwargs: Any
     ) -> None:
@@ -256,7 +244,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         self._write_local_deck(inputs)
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
-        """Return the task's `config` for the backend, with entries for the console's link to Weights & Biases."""
+        """Return the task's `config` for the backend, with the console's link to Weights & Biases."""
         config = dict(super().get_config(settings) or {})
         if self.task_config.wandb is not None:
             config |= wandb_run.console_link(self.task_config.wandb)
@@ -275,15 +263,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
 
 class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
-    """Task whose function runs in every rank of a gang on the workers of a Dask cluster."""
-
     def __init__(self, task_config: GangOnDask, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
 
 
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
-    """Task whose function runs in every rank of a gang on the task's own node."""
-
     def __init__(self, task_config: GangOnOwnNode, task_function: Callable[..., Any], **kwargs: Any) -> None:
         if kwargs.get("shared_memory") is None and not _mounts_shared_memory(kwargs.get("pod_template")):
             kwargs["shared_memory"] = True  # with a container's default of 64 MB, DataLoader workers die of bus errors
@@ -297,13 +281,10 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 
 
 class DaskClusterTask(_Resumable, _OnDask):
-    """Task whose function runs once, with a client of a Dask cluster whose workers have arrived."""
-
     def __init__(self, task_config: Cluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
 
     def execute(self, **kwargs: Any) -> Any:
-        """Connect to the Dask cluster, wait for its workers, and return the result of the user's function."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         config: Cluster = self.task_config
@@ -331,7 +312,7 @@ def _annotations(
     pod_template: PodTemplate | None = None,
     **_: Any,
 ) -> dict[str, str]:
-    """Return the annotations of a task's pods. The user's values, also those of a pod template, win over ours.
+    """Return the annotations of a task's pods. The user's, also those of a pod template, win over ours.
 
     Flyte lets annotations of a task win over those of its pod template.
     """
@@ -347,8 +328,8 @@ def _is_local(ctx: FlyteContext) -> bool:
 def _is_of_map_task(frame: FrameType | None) -> bool:
     """Return True if a `map_task` has called the method that runs in a stack frame.
 
-    A `map_task` on a backend returns literals unchanged. The `map_task` would convert Python values to literals again,
-    but the driver may be unable to load them from rank 0's literals.
+    On a backend, a `map_task` returns literals unchanged. It would convert Python values to literals again, but the
+    driver may be unable to load the values from rank 0's literals.
     """
     caller = frame.f_back if frame is not None else None
     return caller is not None and isinstance(caller.f_locals.get("self"), ArrayNodeMapTask)
@@ -369,8 +350,7 @@ def _mounts_shared_memory(template: PodTemplate | None) -> bool:
 def _retried_by_the_mapped() -> Iterator[None]:
     """During the block, let Flyte retry infrastructure failures of a `map_task` on the backend.
 
-    `map_task` turns all exceptions into user errors. The retries therefore count towards the task's `retries`, not
-    towards Flyte's budget for system errors.
+    `map_task` turns all exceptions into user errors, so that retries count towards the task's `retries`.
     """
     try:
         yield
@@ -388,8 +368,6 @@ NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 @dataclass(frozen=True, kw_only=True)
 class _WithPods(config.OnDask):
-    """Base of the configs of tasks that have a Dask cluster: its scheduler and its workers."""
-
     KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
 
     scheduler: Scheduler = field(default_factory=Scheduler)
