@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.display import notebook as notebook_table
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
-from flytekitplugins.daskpytorch.sweep import model as display
+from flytekitplugins.daskpytorch.sweep import sweep as display
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture, Pool, SweepDisplay
 from processes import until

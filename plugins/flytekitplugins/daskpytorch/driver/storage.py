@@ -79,37 +79,18 @@ class Keys:
         )
 
     def note_unfinished(self, call: object, keys: list[str]) -> None:
-        """Record a failed call. The next equal call gets these keys again, and thus the failed call's checkpoints."""
-        with self._lock:
-            self._unfinished[call] = keys
+        """Record a failed call. The next equal call gets these keys again, and thus the failed call's checkpoints.
+
+        Do nothing if `call` is None.
+        """
+        if call is not None:
+            with self._lock:
+                self._unfinished[call] = keys
 
     def _numbered(self, name: str) -> Iterator[str]:
         while True:
             self._num_calls[name] += 1
             yield f"{name}-{self._num_calls[name]}"
-
-
-def take_keys(
-    function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), *, call: object = None
-) -> list[str]:
-    """Return keys for one call's gangs in the current task: a base plus each suffix.
-
-    Args:
-        function: The function that the gangs call.
-        asked: Base that the user has set. None: the function's name and the call's number in the task.
-        suffixes: One suffix per gang.
-        call: Result of `call_of`. A call equal to a failed call gets the failed call's keys.
-
-    Raises:
-        ValueError: Another gang of this task already uses the key `asked`.
-    """
-    return _keys.take(function, asked, suffixes, current_execution().task, call=call)
-
-
-def note_unfinished(call: object, key: str) -> None:
-    """Record a failed call and its key, which the next equal call gets again. Do nothing if `call` is None."""
-    if call is not None:
-        _keys.note_unfinished(call, [key])
 
 
 def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
@@ -175,7 +156,8 @@ def start_of(storage: StoragePaths | None, settings: Gang, step: int | None) -> 
     return f"starting afresh, since no checkpoint is in {storage.own}{more}"
 
 
-_keys = Keys()
+keys = Keys()
+"""Keys of this process's gangs."""
 
 
 # ---- The claim that keeps two gangs from writing to one folder or URL

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.dask.agents import Share
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.storage import take_keys
+from flytekitplugins.daskpytorch.driver.storage import keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.process.signals import deferred
@@ -52,7 +52,8 @@ def train_all(sweep: Sweep) -> ModelFutures:
     for model in models:
         if not sweep.is_over(model) and (known is not None or model.kept is not None):
             sweep.prepare(model, model.experiment)
-    sweep.keys = take_keys(sweep.function, sweep.settings.key, [f"-{index}" for index in range(sweep.num_models)])
+    suffixes = [f"-{index}" for index in range(sweep.num_models)]
+    sweep.keys = keys.take(sweep.function, sweep.settings.key, suffixes, sweep.execution.task)
     futures = ModelFutures(sweep, models)
     if is_notebook():
         show_live(futures)

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.storage import call_of, note_unfinished, storage_of, take_keys
+from flytekitplugins.daskpytorch.driver.storage import call_of, keys, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.signals import is_interactive
@@ -145,8 +145,8 @@ class Run:
         """
         execution, self._settings = current_execution(), settings
         call = call_of(function, args, kwargs, settings)
-        [self.key] = take_keys(function, settings.key, call=call)
-        self._note_failed = functools.partial(note_unfinished, call, self.key)
+        [self.key] = keys.take(function, settings.key, task=execution.task, call=call)
+        self._note_failed = functools.partial(keys.note_unfinished, call, [self.key])
         self.training = training.of_call(function, self.key, execution, args, kwargs)
         self.keep = settings.keep
         self.state = RunState(name=self.training.name, inputs=self.training.inputs)
