@@ -30,59 +30,56 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
 
 MAX_SPARE_PART = 256 << 10
-"""Maximum number of bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left
-out."""
+"""Bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """State of the driver's program for the ranks: `__main__`, command line, logging. The user's objects are bytes."""
+    """State of the driver's program for the ranks. The user's objects are bytes."""
 
     arguments: Sequence[str] | None = field(default=None, repr=False)
-    """Command-line arguments of the user's script. None if the program is not the user's, such as pyflyte."""
+    """Of the user's script. None if the program is not the user's, such as pyflyte."""
     module: str | None = None
-    """Name of the user's module that `python -m` ran. None for a script."""
+    """The user's module that `python -m` ran. None for a script."""
     package: str | None = None
     spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Name -> pickled class of `__main__`, for ranks that load files with objects of the class."""
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Name -> text of source code without a file, such as a notebook's cells."""
+    """Name -> source code without a file, such as a notebook's cells."""
     levels: Mapping[str, int] = field(default_factory=dict)
-    """Name of a logger -> its level. The root logger's name is empty."""
+    """Logger's name -> level. The root logger's name is empty."""
     handlers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled stream, level and formatter of each handler of the root logger that writes to a standard stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The project's sources and the state of the driver's program, as the driver sends both to agents."""
+    """The project's sources and the driver's program, as sent to agents."""
 
     archive: bytes
-    """Tar archive of the project's files, at paths that match the modules' names. Empty if the agent already has the
-    archive."""
+    """Tar archive of the files, at paths that match the modules' names. Empty if the agent already has it."""
     digest: str
     """SHA-256 of the archive, in hexadecimal digits."""
     script: str | None = None
-    """Path, in the archive, of the user's script. None if the driver's `__main__` has no file, or is a tool such as
-    pyflyte."""
+    """The user's script in the archive. None if the driver's `__main__` has no file, or is a tool such as pyflyte."""
     folders: Sequence[str] = ()
-    """Source folders on the driver's machine, in the order of the driver's `sys.path`. Empty if imports from these
-    folders would not find exactly the archive's files."""
+    """Source folders on the driver's machine, in `sys.path` order. Empty if imports from these folders would not find
+    exactly the archive's files."""
     originals: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict, compare=False, repr=False)
     """Path of a module in the archive -> its path on the driver's machine, and the file's state (`state_of`)."""
     machine: str = ""
-    """Boot ID of the driver's kernel, which identifies the driver's machine."""
+    """Boot ID of the driver's kernel."""
     program: Program = field(default_factory=Program, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Location of the project's sources on a node."""
+    """Where a node has the project's sources."""
 
     folders: Sequence[str]
-    """Folders to put on `sys.path`."""
+    """For `sys.path`."""
     script: Path | None
-    """Path of the file of `__main__`. None if `__main__` has no file."""
+    """None if `__main__` has no file."""
     originals: Mapping[str, str] = field(default_factory=dict)
     """Path of a copied module -> its path on the driver's machine. Empty if the node uses the driver's own files."""
 
@@ -93,8 +90,8 @@ class Sources:
 def pack_code(script: Script | None = None) -> Code:
     """Archive the project: the script, and the loaded modules that are not installed.
 
-    For each module, the archive has the whole package, since later imports may need more. A module without a package
-    comes with its neighbour files. A script that ranks run comes with its whole folder.
+    Modules bring their whole package, since later imports may need more, or else their neighbour files. A script that
+    ranks run brings its whole folder.
     """
     project = Project.loaded()
     if script is not None:
@@ -123,10 +120,7 @@ def pack_code(script: Script | None = None) -> Code:
 def _program(script: Script | None, *, is_users: bool) -> Program:
     """Return the state of this process's program, or of the script that ranks run.
 
-    Args:
-        script: Script or module that ranks run. None: they call a function.
-        is_users: True if this process's program is the user's own. Its command line and `__main__` are left out
-            otherwise.
+    Leave out a program that is not the user's.
     """
     levels, handlers = dict(_levels()), tuple(_handlers())
     if script is not None:
@@ -151,7 +145,7 @@ def _program(script: Script | None, *, is_users: bool) -> Program:
 
 
 def _places() -> set[str]:
-    """Return the names of the files that define the functions and methods of `__main__`."""
+    """Return the files that define the functions and methods of `__main__`."""
     functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]
     classes = [value for value in pickling.definitions().values() if isinstance(value, type)]
     functions += [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
@@ -159,7 +153,7 @@ def _places() -> set[str]:
 
 
 def _levels() -> Iterator[tuple[str, int]]:
-    """Yield name and level of each logger whose level is not logging's default. Torch sets its own in each rank."""
+    """Yield each logger whose level is not logging's default. Torch sets its own in each rank."""
     for name, logger in [("", logging.root), *logging.Logger.manager.loggerDict.copy().items()]:
         default = logging.NOTSET if name else logging.WARNING
         if isinstance(logger, logging.Logger) and logger.level != default and name.partition(".")[0] != "torch":
@@ -175,7 +169,7 @@ def _handlers() -> Iterator[bytes]:
 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
-    """Add a file to the archive, without its owner and times, so that equal sources give equal bytes.
+    """Add a file without its owner and times, so that equal sources give equal bytes.
 
     Links are archived as files, since their targets may exist only on this machine.
     """
@@ -190,11 +184,7 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
 
 
 def place_code(code: Code, folder: Path) -> Sources:
-    """Return the location of the project's sources on this node.
-
-    The sources are the driver's own files if this machine has them unchanged. Otherwise they are copies, unpacked once
-    below `folder`.
-    """
+    """Return this node's sources: the driver's own files if unchanged, else copies, unpacked once below `folder`."""
     if _are_here(code):
         script = code.originals[code.script][0] if code.script else None
         return Sources(folders=code.folders, script=Path(script) if script else None)
@@ -216,10 +206,7 @@ def _are_here(code: Code) -> bool:
 
 
 def _unpacked(code: Code, folder: Path) -> Path:
-    """Unpack the archive below `folder`, unless unpacked before, and return the archive's folder.
-
-    Two processes must not use the same `folder`.
-    """
+    """Unpack the archive, unless unpacked before. Two processes must not use the same `folder`."""
     target = folder / code.digest[:16]
     if not target.exists():
         target.mkdir()
@@ -233,13 +220,11 @@ def _unpacked(code: Code, folder: Path) -> Path:
 # ---- Files of the project
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Maximum size, in bytes, of one data file that the driver sends to ranks beside the user's code. Larger data belongs
-in storage."""
+"""Bytes of one data file that is sent beside the user's code. Larger data belongs in storage."""
 MAX_BESIDE_BYTES = 4 << 20
-"""Maximum total size, in bytes, of the data files that the driver sends from the folder of a script, or of another
-module outside a package."""
+"""Bytes of all data files from the folder of a script, or of another module outside a package."""
 MAX_FILES = 10_000
-"""Maximum number of files below a script's folder that the driver looks at."""
+"""Files below a script's folder that the driver looks at."""
 CODE_SUFFIXES = {".py", ".pyi", ".so"}
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
@@ -250,7 +235,7 @@ class Project:
     """The project's files on the driver's machine."""
 
     files: dict[str, Path] = field(default_factory=dict)
-    """Name in the archive -> path of the file."""
+    """Name in the archive -> path."""
     roots: set[Path] = field(default_factory=set)
     """Folders from which this process imports the project's modules."""
     script: str | None = None
@@ -259,7 +244,7 @@ class Project:
 
     @classmethod
     def loaded(cls) -> Self:
-        """Return the project's files: for each imported module that is not installed, its package or folder."""
+        """Return, for each imported module that is not installed, the files of its package or folder."""
         project = cls()
         companions: set[tuple[Path, str | None]] = set()
         for module in _modules_not_installed():
@@ -275,7 +260,7 @@ class Project:
         return project
 
     def add_script(self, script: Script) -> None:
-        """Add the folder from which a script or module of the user imports. Installed modules are not sent."""
+        """Add the folder from which a user's script or module imports. Installed modules are not sent."""
         self.script = None  # not the driver's own
         if script.file is None or script.folder is None or _is_installed(script.file, _installation_folders()):
             return
@@ -288,11 +273,7 @@ class Project:
     def _add(self, root: Path, paths: Iterable[Path], *, is_script: bool = False) -> None:
         """Add files of a folder.
 
-        Args:
-            root: The folder.
-            paths: Files in the folder.
-            is_script: True for a script's folder. Its files replace others of the same name, and files in subfolders
-                count for the limit of data, too.
+        A script's folder replaces files of the same name, and all its data counts for the limit.
         """
         total = 0
         for path in paths:
@@ -302,7 +283,7 @@ class Project:
                 self.files[name] = path if is_script else self.files.get(name, path)
 
     def folders(self) -> Sequence[str]:
-        """Return the project's source folders in `sys.path` order. Return none if a module in one hides another's.
+        """Return the source folders in `sys.path` order. Empty if a module in one hides another's.
 
         Data files do not count, since code finds data files beside its modules.
         """
@@ -316,16 +297,16 @@ class Project:
 
 
 class SourceFiles:
-    """Files of the project's imported modules, and their state when this object has seen each of them first."""
+    """The imported modules' files, and their state when this object has seen each of them first."""
 
     def __init__(self) -> None:
         self._num_modules = 0
         self._states: dict[Path, tuple[int, ...] | None] = {}
-        """Path of a file -> time of its last change in nanoseconds, and its size in bytes. None: no such file."""
+        """Path -> last change in nanoseconds, and size in bytes. None: no such file."""
         self.take_new()
 
     def take_new(self) -> bool:
-        """Add the files of modules that have been imported since the last call. Return True if there are any."""
+        """Add modules that have been imported since the last call. Return True if there are any."""
         if len(sys.modules) == self._num_modules:
             return False
         self._num_modules, main = len(sys.modules), sys.modules["__main__"]
@@ -335,15 +316,14 @@ class SourceFiles:
         return bool(new)
 
     def changed(self) -> list[Path]:
-        """Return the paths of files that have changed since their first look or the last call."""
+        """Return the files that have changed since the last call, or since they were first seen."""
         found = {path: state for path, known in self._states.items() if (state := state_of(path)) != known}
         self._states |= found
         return sorted(found)
 
 
 _installed_modules: dict[str, ModuleType] = {}
-"""Cache of modules that are known to be installed, by name. Repeated checks of thousands of modules would dominate
-packing time."""
+"""Cache by name, as repeated checks of thousands of modules would dominate packing time."""
 
 
 def _modules_not_installed() -> Iterator[ModuleType]:
@@ -358,11 +338,7 @@ def _modules_not_installed() -> Iterator[ModuleType]:
 
 
 def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
-    """Return True if a module's file belongs to an installation.
-
-    Layered environments (PYTHONPATH, .pth files) have folders that this environment does not list. Folder names such as
-    `site-packages` identify them.
-    """
+    """Layered environments (PYTHONPATH, .pth files) are recognised by folder names such as `site-packages`."""
     if not isinstance(file, str):
         return False
     absolute = file if file.startswith(installed) else os.path.abspath(file)
@@ -370,7 +346,7 @@ def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
 
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
-    """Return a module's import folder, and its path below that folder. None means the module is not sent."""
+    """Return a module's import folder, and its path below. None: the module is not sent."""
     attributes = attributes_of(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
@@ -383,7 +359,7 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return a module's name. For the script, return the name under which other modules import the script."""
+    """Return a module's name. For the script, the name under which other modules import it."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -405,7 +381,6 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 
 def _files_beside(root: Path) -> list[Path]:
-    """Return a folder's visible files: modules first, then other files, sorted by size."""
     return _modules_first(path for path in root.glob("[!.]*") if path.is_file())
 
 
@@ -423,7 +398,7 @@ def _files_of_script(root: Path) -> list[Path]:
 
 
 def _known_to_git(root: Path) -> list[Path]:
-    """Return the visible files below a folder that git does not ignore. Empty if the folder is in no repository."""
+    """Return the visible files that git does not ignore. Empty outside of repositories."""
     command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
@@ -449,5 +424,4 @@ def _size_of(path: Path) -> int:
 
 
 def is_code(path: Path) -> bool:
-    """Return True if a file is Python code, whatever its size."""
     return path.suffix in CODE_SUFFIXES

@@ -32,47 +32,37 @@ from flytekitplugins.daskpytorch.process.folders import replacing
 from flytekitplugins.daskpytorch.settings import Gang
 
 PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
-"""Environment variable with the ranks that wait for an editor's debugger, and their ports: `0:5678,1:5679`."""
+"""Ranks that wait for an editor's debugger, and their ports: `0:5678,1:5679`."""
 RANKS_AND_PORTS = re.compile(r"(?:^|,)\s*(\d{1,6}):(\d{1,5})\s*(?=,|$)", re.ASCII)
 MAX_PORT = 65_535
 AT_TERMINAL = timedelta(hours=1)
 """Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
 debugger's prompt. A longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
-"""Timeout of collectives if a rank waits for an editor's debugger."""
+"""Timeout of collectives if a rank waits for an editor."""
 DRIVER, USER = b"d", b"u"
 """First byte of the driver's terminal, which is detached when the rank leaves its prompt, and of other terminals."""
 LEAVE = b"\x1d"
-"""Byte that a terminal in raw mode sends for Ctrl-], by which the user leaves a rank at its prompt."""
+"""Ctrl-] in raw mode, by which the user leaves a rank at its prompt."""
 INTERRUPT = b"\x03"
-"""Byte that a terminal in raw mode sends for Ctrl-C."""
+"""Ctrl-C in raw mode."""
 READ_SIZE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Debugging:
-    """The driver's settings for debuggers in a gang's ranks."""
-
     has_terminal: bool = False
-    """True if the driver attaches its terminal to debuggers on its machine."""
+    """The driver attaches its terminal to debuggers on its machine."""
     ports: Mapping[int, int] = field(default_factory=dict)
     """Rank -> port at which the rank waits for an editor."""
 
     @classmethod
     def here(cls) -> Self:
-        """Return the settings of this process, with the ports in the environment variable `DASKPYTORCH_DEBUGPY`.
-
-        Raises:
-            ValueError: `DASKPYTORCH_DEBUGPY` has a wrong format.
-        """
+        """Return this process's settings. ValueError: `DASKPYTORCH_DEBUGPY` has a wrong format."""
         return cls(has_terminal=has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     def patience(self, settings: Gang) -> timedelta | None:
-        """Return the timeout of collectives while a person may debug a rank. None means the backend's own timeout.
-
-        Args:
-            settings: Settings of the gang. After an error, ranks may wait for one that is held in a debugger.
-        """
+        """Return the timeout of collectives while a person may debug a rank. None: the backend's own timeout."""
         if self.ports:
             return IN_EDITOR
         if settings.on_error == "hold":
@@ -96,24 +86,23 @@ def _ports(text: str) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """A rank's file in the folder of its agent, by which `daskpytorch attach` finds the rank."""
+    """A rank's file in its agent's folder, by which `daskpytorch attach` finds the rank."""
 
     gang: str
-    """Id of the gang."""
     rank: int
     pid: int
     prompt: str = ""
-    """Reason why the rank's debugger waits for a terminal, such as `stops at train.py:12`. Empty if it does not."""
+    """Why the debugger waits for a terminal, such as `stops at train.py:12`. Empty if it does not."""
 
     def write(self, folder: Path) -> None:
-        """Write the file to the agent's folder. On a full disk there is no file, and the rank trains."""
+        """Write the file. On a full disk there is no file, and the rank trains."""
         path = folder / f"rank-{self.rank}.json"
         with contextlib.suppress(OSError), replacing(path, path.with_suffix(".new")) as unfinished:
             unfinished.write_text(json.dumps(asdict(self)))
 
 
 def find_ranks() -> list[tuple[Path, RankFile]]:
-    """Return the ranks of this user that run on this machine, each with the folder of its agent."""
+    """Return this user's ranks on this machine, each with its agent's folder."""
     found = []
     for folder in sorted(Path(tempfile.gettempdir()).glob("daskpytorch-*")):
         with contextlib.suppress(OSError, ValueError, TypeError), _private(folder) as opened:
@@ -124,10 +113,9 @@ def find_ranks() -> list[tuple[Path, RankFile]]:
 
 @contextlib.contextmanager
 def _private(folder: Path) -> Iterator[str]:
-    """Open a folder, and yield a path by which the opened folder is used, also if others put a link in its place.
+    """Open a folder, and yield a path that stays the same folder, also if others put a link in its place.
 
-    Raises:
-        PermissionError: Others can open the folder. They may have made it, to get this user's keys.
+    Raises PermissionError if others can open the folder: they may have made it, to get this user's keys.
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -160,18 +148,10 @@ def has_terminal() -> bool:
 
 
 def talk(folder: Path, rank: int, who: bytes) -> bool:
-    """Attach this process's terminal to the debugger of a rank on this machine, until the user or the rank ends that.
+    """Attach this terminal to the debugger of a rank on this machine. `who` is `DRIVER` or `USER`.
 
-    Args:
-        folder: The folder of the rank's agent.
-        rank: The rank.
-        who: `DRIVER` or `USER`.
-
-    Returns:
-        True if the user has left by Ctrl-], or the terminal is gone.
-
-    Raises:
-        OSError: The rank has ended, or has yet to call a debugger.
+    Returns True if the user has left by Ctrl-], or the terminal is gone. Raises OSError if the rank has ended, or has
+    yet to call a debugger.
     """
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))

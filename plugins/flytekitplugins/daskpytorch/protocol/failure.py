@@ -22,10 +22,9 @@ from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
-"""Maximum number of characters of an exception's message, and of its traceback."""
+"""Characters of an exception's message, and of its traceback."""
 MAX_PICKLED = 1 << 20
-"""Maximum number of bytes of a pickled exception. The driver gets only the text of a larger exception, which may hold a
-batch."""
+"""Bytes. The driver gets only the text of a larger exception, which may hold a batch."""
 DEFAULT_GROUP = "the default group"
 """First words of the names of the default process group, which has a name for each backend."""
 CONSEQUENCES = re.compile(
@@ -35,68 +34,60 @@ CONSEQUENCES = re.compile(
 )
 """Texts of errors that torch, gloo and NCCL raise in a rank whose peer has ended."""
 CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
-"""Types of errors that the same code raises again in each attempt. `q` in a debugger raises `BdbQuit`."""
+"""The same code raises these errors again in each attempt. `q` in a debugger raises `BdbQuit`."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
 """Exceptions that end a loop, an event loop or a debugger without an error."""
 MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
-"""Names of exceptions of too little memory: Python's and torch's."""
 MEMORY_TEXTS = re.compile(
     r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (malloc|calloc|host alloc)|CUDA error: out of memory"
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory",
     re.IGNORECASE,
 )
-"""Texts of errors of NCCL, CUDA and torch's CPU allocator if the rank's own GPU or host has too little memory. NCCL
-raises the same error type for a lost peer."""
+"""Texts of NCCL, CUDA and torch's CPU allocator when memory is short. NCCL raises the same error type for a lost
+peer."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GROUP_FILES = re.compile(
     r"/(torch/(distributed|nn/parallel|autograd)|flytekitplugins/daskpytorch/(rank|protocol|node))/"
 )
 """Source files whose network errors come from the process group, or from the rank's agent."""
 STANDARD = ("<frozen", sysconfig.get_path("stdlib"))
-"""Starts of file names of Python's standard library."""
 WATCHDOG = re.compile(
     r"atchdog (caught collective operation timeout|got stuck|thread terminated with exception: (?!.*(?i:CUDA error)))"
     r"|Aborting process on rank .*due to (timeout|error - nccl)"
 )
-"""Log lines in which torch's NCCL watchdog gives the reason to abort the process (torch 2.6 to 2.15, both NCCL backends
-of 2.15).
-
-CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first.
-"""
+"""Log lines in which torch's NCCL watchdog tells why it aborts the process (torch 2.6 to 2.15, both NCCL backends of
+2.15). CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first."""
 OURS = "flytekitplugins/daskpytorch/"
-"""Part of the path of this package's source files, by which tracebacks tell its frames from the user's."""
+"""In the paths of this package's source files, which tracebacks leave out."""
 NOT_THE_USERS = re.compile(
     r'(File ")?(<(frozen |c?attrs generated |@beartype\(|sqlalchemy generated |decorator-gen-|makefun-gen-|'
     r"lambdifygenerated-|__array_function__ internals>|eval_with_key>|string>|template>|unknown>)"
     r"|.*(/(site|dist)-packages/|/lib(64)?/python3\.\d+t?/|/flyte(kit)?plugins/daskpytorch/))"
 )
 """Matches files, and frames as `faulthandler` writes them, of Python, of installed packages, of this package and of
-code that libraries generate. Other names in angle brackets are the user's: `<stdin>`, or a notebook's cell."""
+generated code. Other names in angle brackets are the user's: `<stdin>`, or a notebook's cell."""
 MAX_COLLECTIVES = 32
-"""Maximum number of collectives in a rank's report, which holds the newest. Ranks block within a few collectives after
-a mismatch."""
+"""In a rank's report, which holds the newest. Ranks block within a few collectives after a mismatch."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One call of a collective operation."""
-
     group: str
-    """Name of the process group, such as `the default group (gloo)`."""
+    """Such as `the default group (gloo)`."""
     number: int
-    """Number of the collective in its group, from 1. Ranks that run the same code count alike."""
+    """Number in the group, from 1. Ranks that run the same code count alike."""
     operation: str
-    """Name of the operation, such as `all_reduce`."""
+    """Such as `all_reduce`."""
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
     dtypes: Sequence[str]
-    """Dtypes of the inputs. For a call without inputs, dtypes of the outputs."""
+    """Of the inputs. Without inputs, of the outputs."""
     is_done: bool
-    """True if the collective has completed on this rank."""
+    """The collective has completed on this rank."""
     frames: Sequence[str] = ()
-    """Stack of the call in the format of `faulthandler`, the innermost frame first."""
+    """In the format of `faulthandler`, the innermost frame first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,42 +95,39 @@ class Recalled:
     """A rank's last collectives and its process groups."""
 
     groups: Sequence[str]
-    """Names of the rank's process groups."""
     collectives: Sequence[Collective]
-    """The rank's newest collectives, oldest first."""
+    """Oldest first."""
     newest_of_all: int = 0
-    """Number of the newest collective of all ranks, in the default group. 0 if unknown."""
+    """Number of the newest collective of all ranks in the default group. 0: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Record of an exception in a rank."""
+    """An exception in a rank."""
 
     type_name: str
     message: str
     traceback: str
-    """Traceback in Python's format. Empty for a GPU that has not passed its check, as all code there is ours."""
+    """Empty for a GPU that has not passed its check, as all code there is ours."""
     pickled: bytes | None
-    """The pickled exception. None if pickling fails or takes more than `MAX_PICKLED` bytes."""
+    """None if pickling fails or takes more than `MAX_PICKLED` bytes."""
     time: float
     """Seconds since the epoch at which the exception left the rank's function."""
     is_consequence: bool
-    """True if the exception reads like the loss of a peer."""
+    """The exception reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
-    """Progress of the rank: newest logged or saved step, and number of signs of life since then. None: unknown."""
+    """Newest logged or saved step, and number of signs of life since then. None: unknown."""
     place: str = ""
     """File and line that raised the exception."""
     is_final: bool = False
-    """True if every attempt would fail in the same way: the code is wrong, or the driver cannot get the return
-    value."""
+    """Every attempt would fail in the same way: the code is wrong, or the driver cannot get the return value."""
     recalled: Recalled | None = None
-    """The rank's last collectives, if the exception reads like the loss of a peer. None for other exceptions."""
+    """Only for an exception that reads like the loss of a peer."""
     gpu_fault: str = ""
-    """Line of the exception's text that reports a failed GPU. Empty for other exceptions."""
+    """Line of the text that reports a failed GPU."""
     exit_code: int = 1
-    """Exit code with which Python would have ended."""
     is_of_memory: bool = False
-    """True if the exception, or one of its causes, reports too little memory on the host or GPU."""
+    """The exception, or one of its causes, reports too little memory on the host or GPU."""
 
     @classmethod
     def of(
@@ -150,14 +138,7 @@ class Failure:
         *,
         is_final: bool = False,
     ) -> Failure:
-        """Return the record of an exception. Called in the rank that raised the exception.
-
-        Args:
-            error: The exception.
-            time: Time of the exception, in seconds since the epoch.
-            position: Newest logged or saved step, and number of signs of life since then. None: unknown.
-            is_final: True if every attempt would fail in the same way.
-        """
+        """Record an exception, in the rank that raised it."""
         name = type(error).__name__
         text = _shortened(_text_of(error))
         # The first frame is the rank's own call of the function.
@@ -181,13 +162,10 @@ class Failure:
         )
 
     def rebuilt(self) -> Exception | None:
-        """Return the exception in its own type: unpickled, or a builtin exception with equal text.
+        """Return the exception in its own type: unpickled, or a builtin one with equal text. None if neither works.
 
-        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt. Exceptions that end
-        their catcher's loop without an error (`StopIteration`) become a `RuntimeError`.
-
-        Returns:
-            The exception. None if neither way works.
+        An exception that would end the driver (`SystemExit`) gives None. One that would end its catcher's loop without
+        an error (`StopIteration`) becomes a `RuntimeError`.
         """
         error: object = None
         if self.pickled is not None:
@@ -213,42 +191,40 @@ class RankExit:
     worker: str
     host: str
     exitcode: int | None
-    """Exit code from `os.waitstatus_to_exitcode`. None if the worker was lost, too."""
+    """From `os.waitstatus_to_exitcode`. None if the worker was lost, too."""
     failure: Failure | None
-    """The exception that the rank reported. None without an exception."""
     log_tail: str
     time: float
-    """Time of the exit, in seconds since the epoch, on the clock of the agent or driver."""
+    """Seconds since the epoch, on the clock of the agent or driver."""
     out_of_memory: bool = False
-    """True if the container's out-of-memory killer was active on the rank's host."""
+    """The container's out-of-memory killer was active on the rank's host."""
     stopped: bool = False
-    """True if the gang stopped the rank, after another rank's failure."""
+    """The gang stopped the rank, after another rank's failure."""
     hang: str | None = None
-    """Text about the rank's hang: its duration, its evidence and the stacks of all ranks. None without a hang."""
+    """The hang's duration, its evidence and the stacks of all ranks."""
     left_by: str = ""
-    """Sentence that says which ranks had returned while this rank waited for them. Empty for any other end."""
+    """Sentence that says which ranks had returned while this rank waited for them."""
     difference: str | None = None
-    """Text about differences in the ranks' collectives, which may have caused the failure. None if no difference was
-    found."""
+    """Differences in the ranks' collectives, which may have caused the failure."""
     step: int | None = None
-    """Newest step that the rank had logged or saved. None without a step."""
+    """Newest step that the rank had logged or saved."""
     agent_traceback: str | None = None
-    """Traceback of the rank's agent, if the agent failed."""
+    """Set if the agent failed."""
     watchdog: str = ""
-    """Log line in which torch's NCCL watchdog gave the reason to abort the rank. Empty for any other end."""
+    """Log line in which torch's NCCL watchdog gave the reason to abort the rank."""
     log_folder: str = ""
-    """Folder of the rank's log files on its machine. Empty without log files."""
+    """On the rank's machine. Empty without log files."""
     gpu: str = ""
-    """Name of the rank's own GPU in messages. Empty for a rank without a GPU."""
+    """Name of the rank's own GPU in messages."""
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Progress of the rank: newest logged or saved step, and number of signs of life since then. None: unknown."""
+        """Newest logged or saved step, and number of signs of life since then. None: unknown."""
         return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
     def gpu_fault(self) -> str:
-        """Line of the rank's exception or log that reports a failed GPU. Empty for any other end.
+        """Line of the rank's exception or log that reports a failed GPU.
 
         Torch's NCCL watchdog is often the first thread to see a failed GPU, and aborts the rank.
         """
@@ -260,21 +236,21 @@ class RankExit:
 
     @property
     def own_exit_code(self) -> int | None:
-        """Exit code by the rank's own exception, exit or signal. None if its worker was lost, or the gang ended it."""
+        """None if the worker was lost, or the gang ended the rank."""
         if self.failure is not None:
             return self.failure.exit_code
         return None if self.stopped or self.hang is not None else self.exitcode
 
     @property
     def is_consequence(self) -> bool:
-        """True if the rank has probably ended because another rank did."""
+        """The rank has probably ended because another rank did."""
         if self.hang is not None or self.gpu_fault:
             return False
         return self.stopped or bool(self.watchdog) if self.failure is None else self.failure.is_consequence
 
     @property
     def may_be_of_collective(self) -> bool:
-        """True if a collective of the rank may have failed.
+        """A collective of the rank may have failed.
 
         Torch raises an exception for a failed collective. NCCL's watchdog and gloo's threads abort the rank.
         """
@@ -284,7 +260,7 @@ class RankExit:
 
     @property
     def is_infrastructure(self) -> bool:
-        """True if the rank ended from outside: with its worker or GPU, or by a signal that code seldom sends itself."""
+        """The rank ended from outside: with its worker or GPU, or by a signal that code seldom sends itself."""
         if self.gpu_fault:
             return True
         if self.failure is not None or self.hang is not None or self.out_of_memory:
@@ -295,15 +271,10 @@ class RankExit:
 
 
 def raisable(error: BaseException, raiser: str) -> Exception:
-    """Return an exception that a future may raise: the error itself, or a `RuntimeError` in place of a `StopIteration`.
+    """Return the error, or a `RuntimeError` by `raiser` in place of one that must not leave a future.
 
     After a `StopIteration`, `list(map(future.result, ...))` would end early in silence, and a future awaited by
     `asyncio` would never end. Python itself replaces a `StopIteration` from a generator or coroutine (PEP 479).
-
-    Args:
-        error: Any error. A `RuntimeError` replaces `StopIteration`, `StopAsyncIteration`, `CancelledError`, `BdbQuit`,
-            and types that do not derive from `Exception`.
-        raiser: Name of the part that has raised the error, for the message.
     """
     if isinstance(error, Exception) and not isinstance(error, SIGNALS_TO_CALLERS):
         return error
@@ -314,12 +285,11 @@ def raisable(error: BaseException, raiser: str) -> Exception:
 
 
 def is_of_watchdog(line: str) -> bool:
-    """Return True if torch's NCCL watchdog reports in this log line that it aborts the process."""
     return ("atchdog " in line or "Aborting process" in line) and WATCHDOG.search(line) is not None
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its chain of explicit causes (`raise ... from ...`)."""
+    """Yield an exception and its explicit causes (`raise ... from ...`)."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -345,13 +315,11 @@ def is_of_group(error: BaseException) -> bool:
 
 
 def _caller_of(error: BaseException) -> str:
-    """Return the file of an exception's innermost frame outside Python's standard library. Return "" without one."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((file for file in reversed(files) if "-packages/" in file or not file.startswith(STANDARD)), "")
 
 
 def _shortened(text: str) -> str:
-    """Cut the middle of texts longer than `MAX_TEXT` characters."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2
@@ -359,7 +327,7 @@ def _shortened(text: str) -> str:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's outermost frames. None if it has no other frames."""
+    """Return a traceback without this package's outermost frames."""
     while trace is not None and OURS in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace
@@ -404,11 +372,9 @@ GPU_FAULT = re.compile(
     r"|nvml\w+\([^)]*\) failed|(Failed to|Can't) initialize NVML|NVML_SUCCESS == (?!.*CachingAllocator)",
     re.IGNORECASE,
 )
-"""Texts of errors that only a failed GPU, NVLink connection, GPU fabric or GPU driver causes.
-
-Errors that code may cause, too, are left out: "unspecified launch failure", "hardware stack error" and "initialization
-error". Torch's allocator queries NVML only if memory is short, so its failed query is left out as well.
-"""
+"""Texts of errors that only a failed GPU, NVLink connection, GPU fabric or GPU driver causes. Left out are errors that
+code may cause, too: "unspecified launch failure", "hardware stack error" and "initialization error". Torch's allocator
+queries NVML only if memory is short, so its failed query is left out as well."""
 
 
 class GpuFaultError(RuntimeError):
@@ -421,7 +387,7 @@ def is_of_check(error: BaseException) -> bool:
 
 
 def fault_of(error: BaseException) -> str:
-    """Return the line of an exception's text that reports a failed GPU. Return "" for other exceptions.
+    """Return the line of an exception's text that reports a failed GPU.
 
     Torch raises a `RuntimeError` for a failed GPU, nvidia-ml-py raises its own class, and the check `GpuFaultError`.
     """
@@ -435,5 +401,5 @@ def fault_of(error: BaseException) -> str:
 
 
 def fault_in(text: str) -> str:
-    """Return the line of an error's text, or of a log, that reports a failed GPU. Return "" if no line does."""
+    """Return the line of a text or log that reports a failed GPU."""
     return next((line.strip() for line in text.splitlines() if GPU_FAULT.search(line)), "")

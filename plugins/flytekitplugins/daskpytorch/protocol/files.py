@@ -15,22 +15,14 @@ from fsspec.implementations.local import LocalFileSystem
 from flytekitplugins.daskpytorch.process.folders import WRITABLE, refuse_foreign, replacing
 
 CHUNK = 25 << 20
-"""Bytes per request of an upload to S3 or Google Cloud Storage, about half of the clients' default.
-
-The clients, s3fs and gcsfs, hold ten requests in memory.
-"""
+"""Bytes per request of an upload to S3 or Google Cloud Storage, about half of the clients' default: s3fs and gcsfs hold
+ten requests in memory."""
 NUM_REMOVERS = 8
-"""Number of files that are removed from storage at the same time."""
+"""Files that are removed at the same time."""
 
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
-    """Return an error for a storage address that cannot be used.
-
-    Args:
-        setting: The setting with the address, as text for the message.
-        folder: The address: a folder or a URL.
-        error: The cause. The new error has the same type.
-    """
+    """Return an error, of the same type as `error`, for a storage address that cannot be used."""
     kind = next(kind for kind in (FileNotFoundError, PermissionError, OSError) if isinstance(error, kind))
     return kind(
         f"{setting}: {folder} cannot be used ({type(error).__name__}: {error}). Check the address, "
@@ -49,19 +41,10 @@ class Files:
     def __init__(self, fs: Any) -> None:
         self.fs = fs
         self.is_local = isinstance(fs, LocalFileSystem)
-        """True for a disk. There, a file gets its name once it is complete, while object stores never show incomplete
-        files."""
+        """A disk, where a file gets its name once complete. Object stores never show incomplete files."""
 
     def refuse_foreign(self, folder: str, *, with_folders: bool = False) -> None:
-        """Check that no other user can have written a folder's files. Folders of a URL are not checked.
-
-        Args:
-            folder: The folder.
-            with_folders: True to check the files of its sub-folders, too.
-
-        Raises:
-            PermissionError: Another user owns a folder or file, or can write to one.
-        """
+        """Raise PermissionError if another user can have written a folder's files. URLs are not checked."""
         for each in (Path(folder), *(Path(folder).glob("*") if with_folders else ())) if self.is_local else ():
             if each.is_dir():
                 refuse_foreign(each)
@@ -71,12 +54,12 @@ class Files:
         return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:
-        """Return paths of all files in a folder and its sub-folders, relative to the folder."""
+        """Return all files in a folder and its sub-folders, relative to the folder."""
         self.fs.invalidate_cache()
         return list(self.fs.get_mapper(folder))
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of a folder's sub-folders. Empty if the folder does not exist."""
+        """Return the names of sub-folders. Empty if the folder does not exist."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return [
@@ -87,18 +70,16 @@ class Files:
         return []
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file."""
         return bytes(self.fs.cat_file(path))
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file with this content, in place of an older file."""
         if self.is_local:
             _rename_into(path, lambda unfinished: unfinished.write_bytes(data))
         else:
             self.fs.pipe_file(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file with this content and return True, or return False if the file exists.
+        """Write a file and return True, or return False if the file exists.
 
         In a store without exclusive creation, two callers at the same time may both get True.
         """
@@ -116,14 +97,9 @@ class Files:
         return True
 
     def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
-        """Remove files of a folder. On a disk, also remove the folder and its parent when empty.
+        """Remove the files whose relative path `is_ours` accepts. On a disk, also the folder and its parent when empty.
 
-        Args:
-            folder: The folder.
-            is_ours: Called with each file's path, relative to the folder. Returns True for files to remove.
-
-        Raises:
-            OSError: Some of the files remain.
+        Raises OSError if some of the files remain.
         """
         paths = [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
         with ThreadPoolExecutor(NUM_REMOVERS) as pool:  # `fs.rm` would take `[`, `*` and `?` of a name for a pattern
@@ -134,7 +110,6 @@ class Files:
                 Path(folder).parent.rmdir()
 
     def get(self, path: str, to: Path) -> None:
-        """Download a file from storage to the path `to`."""
         self.fs.get_file(path, str(to))
 
     def put(self, source: Path, path: str) -> None:
@@ -173,13 +148,9 @@ def _link_into(target: Path, data: bytes) -> bool:
 
 
 def _rename_into(path: str, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, flush its data to disk, and rename the file to `path`.
+    """Write a file under another name, flush it, and rename it to `path`.
 
     So the file is never seen incomplete, and a power failure after the call does not damage the file.
-
-    Args:
-        path: Path of the finished file.
-        write: Function that writes the file at the path that is given to it.
     """
     target = Path(path)
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

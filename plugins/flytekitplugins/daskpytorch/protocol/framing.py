@@ -28,31 +28,28 @@ from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
-"""Maximum number of bytes of one read from a connection. The limit keeps one peer from delaying the others."""
+"""The limit keeps one peer from delaying the others."""
 MAX_PIECE = 1 << 20
-"""Maximum number of bytes of one read of a file from a connection."""
+"""Maximum number of bytes of one read of a file."""
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
-"""Timeout, in seconds, for the driver's proof that it knows the gang's token. The driver may have thousands of agents
-to answer."""
+"""Seconds that an agent waits for the driver's proof. The driver may have thousands of agents to answer."""
 MAX_HELD = 1 << 14
-"""Number of bytes of held messages at which a connection sends the messages."""
+"""Bytes of held messages at which a connection sends them."""
 BEAT = b"\0"
-"""First byte of a heartbeat. No pickle begins with this byte."""
+"""First byte of a heartbeat. No pickle begins with it."""
 RANK = struct.Struct("!IQ")
-"""Format of a rank's entry in a heartbeat: the rank, and its number of signs of life so far."""
+"""A rank, and its number of signs of life so far."""
 
 
 class Frames:
-    """Splits a stream of bytes into frames, whatever the sizes of the pieces that arrive."""
-
     def __init__(self, only: int | None = None) -> None:
         self._buffer = bytearray()
         self.only = only
-        """Required size of a frame's content, in bytes. None allows any size."""
+        """Required size of a frame's content, in bytes. None: any size."""
 
     @property
     def wanted(self) -> int:
@@ -60,11 +57,9 @@ class Frames:
         return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes that have arrived, and yield the frames that are complete now.
+        """Add bytes, and yield the frames that are complete.
 
-        Raises:
-            EOFError: `data` is empty, as after the connection's end.
-            ConnectionRefusedError: A frame's size is not the required one.
+        EOFError for empty bytes, ConnectionRefusedError for a wrong size.
         """
         if not data:
             raise EOFError
@@ -76,7 +71,6 @@ class Frames:
             yield frame
 
     def _end(self) -> int | None:
-        """Return the offset of the first frame's end in the buffer. None until the frame's size has arrived."""
         if len(self._buffer) < SIZE.size:
             return None
         (size,) = SIZE.unpack_from(self._buffer)
@@ -92,33 +86,23 @@ class Connection:
         self._sock = sock
         self._held = b""
         self._lock = threading.Lock()
-        """Lock held while messages are sent or held."""
+        """Guards sending and `_held`."""
         self.heard_at = time.monotonic()
-        """Time of the last received bytes, in seconds on the monotonic clock."""
+        """Time of the last received bytes, on the monotonic clock."""
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for `select` and `poll`. This object buffers no received bytes."""
+        """For `select` and `poll`. This object buffers no received bytes."""
         return self._sock.fileno()
 
     @property
     def own_address(self) -> str:
-        """IP address of this end."""
         return str(self._sock.getsockname()[0])
 
     def send(self, message: object) -> None:
-        """Send one message.
-
-        Raises:
-            OSError: The connection is broken.
-        """
         self.send_frame(pickle.dumps(message))
 
     def hold(self, message: object) -> None:
-        """Keep a message until `flush`, the next `send`, or 16 KiB (`MAX_HELD`) of messages. The peer wakes up once.
-
-        Raises:
-            OSError: The connection is broken.
-        """
+        """Keep a message until `flush`, the next `send`, or `MAX_HELD` bytes of messages. The peer wakes up once."""
         frame = pickle.dumps(message)
         with self._lock:
             self._held += SIZE.pack(len(frame)) + frame
@@ -127,24 +111,17 @@ class Connection:
 
     @property
     def holds(self) -> bool:
-        """True if messages are held."""
         return bool(self._held)
 
     def flush(self) -> None:
-        """Send the messages that are held."""
         self._send(b"")
 
     def recv(self) -> Any:
-        """Wait for the next message.
-
-        Raises:
-            EOFError: The peer has closed the connection.
-            OSError: The connection is broken.
-        """
+        """Wait for the next message. EOFError: the peer has closed the connection."""
         return pickle.loads(self.recv_frame())  # noqa: S301 - the peer has proved that it is of this gang
 
     def send_frame(self, frame: bytes) -> None:
-        """Send bytes as one frame, with their size in front, after the messages that are held."""
+        """Send bytes as one frame, after the messages that are held."""
         self._send(SIZE.pack(len(frame)) + frame)
 
     def _send(self, data: bytes) -> None:
@@ -153,17 +130,10 @@ class Connection:
             self._sock.sendall(held + data)
 
     def recv_frame(self, only: int | None = None, deadline: float | None = None) -> bytes:
-        """Wait for the next frame.
+        """Wait for the next frame, whose content has `only` bytes, until `deadline` (monotonic clock).
 
-        Args:
-            only: Required size of the frame's content, in bytes. None allows any size.
-            deadline: Latest time of the frame's end, on the monotonic clock. None waits without limit.
-
-        Raises:
-            ConnectionRefusedError: The frame's size is not the required one.
-            EOFError: The peer has closed the connection.
-            OSError: The connection is broken.
-            TimeoutError: The deadline has passed.
+        Raises ConnectionRefusedError for another size, EOFError after the connection's end, TimeoutError after the
+        deadline.
         """
         frames = Frames(only)
         while True:
@@ -173,24 +143,19 @@ class Connection:
                 return frame
 
     def send_file(self, path: Path) -> None:
-        """Send a file's content, without a frame."""
         with path.open("rb") as file:
             self._sock.sendfile(file)
 
     def read(self, size: int) -> bytes:
-        """Wait for bytes, and return at most `size` of them.
-
-        Return empty bytes after the peer has closed the connection.
-        """
+        """Wait for bytes. Empty after the peer has closed the connection."""
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data
 
     def pieces(self, size: int, what: str) -> Iterator[bytes]:
-        """Yield the next `size` bytes, which have no frame, as they arrive.
+        """Yield the next `size` bytes, which have no frame.
 
-        Raises:
-            EOFError: The peer has closed the connection before the last byte. The message names the bytes by `what`.
+        EOFError, which names them by `what`: the connection closed early.
         """
         left = size
         while left:
@@ -208,25 +173,20 @@ class Connection:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket's descriptor."""
         self._sock.close()
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a TCP socket that listens at any free port of this address.
-
-    Callers beyond the socket's queue connect 1 s later, so the queue is as long as Linux allows.
-    """
+    """Listen at any free port. Callers beyond the queue connect 1 s later, so the queue is as long as Linux allows."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
 
 
 def watch_peer(sock: socket.socket) -> None:
-    """Make the kernel detect the loss of the peer's host, within 60 s. Probes make an idle connection notice it, too.
+    """Make the kernel detect the loss of the peer's host within 60 s, by probes also on an idle connection.
 
-    `TCP_USER_TIMEOUT` counts in place of a number of probes (measured: 59.5 s on an idle connection). The timeout also
-    ends a connection to a live host whose process does not read, once its buffers are full.
-    60 s are enough for a driver that stands still for half a minute, in a live migration or a call in C.
+    `TCP_USER_TIMEOUT` counts in place of a number of probes (measured: 59.5 s when idle). It also ends a connection to
+    a live process that does not read. A driver may stand still for half a minute, in a live migration or a call in C.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -239,15 +199,13 @@ def watch_peer(sock: socket.socket) -> None:
 
 
 def challenge() -> bytes:
-    """Return random bytes that the peer's proof must cover."""
     return os.urandom(CHALLENGE_SIZE)
 
 
 def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
-    """Check an agent's answer to the driver's challenge, and return the driver's proof.
+    """Check an agent's answer to `challenge`, and return the driver's proof.
 
-    Raises:
-        ConnectionRefusedError: The peer does not know the gang's token.
+    ConnectionRefusedError: the answer is wrong.
     """
     theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
     if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
@@ -256,11 +214,10 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
-    """Do the agent's part of the handshake with the driver, and return a connection that owns the socket.
+    """Do the agent's part of the handshake. If it fails, the socket is closed.
 
-    Raises:
-        ConnectionAbortedError: The peer closed the connection before its proof. The socket is closed.
-        ConnectionRefusedError: The peer does not know the gang's token, or sent no proof in time. The socket is closed.
+    Raises ConnectionAbortedError if the peer hung up before its proof, and ConnectionRefusedError if its proof is wrong
+    or late.
     """
     connection, begun_at = Connection(sock), time.monotonic()
     try:
@@ -313,10 +270,8 @@ def heartbeat(num_moves: Mapping[int, int]) -> bytes:
 
 
 def is_heartbeat(frame: bytes) -> bool:
-    """Return True for a heartbeat, False for a message."""
     return frame[:1] == BEAT
 
 
 def moves_in(frame: bytes) -> Iterator[tuple[int, int]]:
-    """Yield each rank in a heartbeat, with its number of signs of life so far."""
     return RANK.iter_unpack(memoryview(frame)[1:])

@@ -18,13 +18,11 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.records import numbers
 
 MAX_NAME = 100
-"""Maximum length of a function's name in a key, in characters. Longer names lose their beginning."""
+"""Characters of a function's name in a key. Longer names lose their beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A function and its arguments."""
-
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -34,15 +32,7 @@ class Call:
 
 
 def check_function(function: Callable[..., Any], *, may_be_async: bool = False) -> None:
-    """Check that calling the function can train. Otherwise ranks would silently return a new object.
-
-    Args:
-        function: The function.
-        may_be_async: Accepts coroutine functions.
-
-    Raises:
-        TypeError: The call only makes an object. The message says what to pass instead.
-    """
+    """Raise TypeError if a call would only make an object, which ranks would silently return."""
     name = name_of(function)
     if hasattr(function, "__dask_graph__"):
         raise TypeError(f"{name} is a dask.delayed object, whose call trains nothing: give the function itself")
@@ -59,11 +49,7 @@ def check_function(function: Callable[..., Any], *, may_be_async: bool = False) 
 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Check that the function accepts these arguments, before any rank calls the function.
-
-    Raises:
-        TypeError: The function rejects the arguments. The message contains the function's signature.
-    """
+    """Raise TypeError if the function rejects these arguments, before any rank calls the function."""
     called = function_of(function)
     with contextlib.suppress(ValueError):  # a few builtins have no signature
         signature = _signature(called)
@@ -77,13 +63,7 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def _signature(called: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of the outermost wrapper, which may differ from the wrapped function's.
-
-    Hydra's wrapper, for example, takes no argument.
-
-    Raises:
-        ValueError: Neither wrapper nor wrapped function has a signature.
-    """
+    """Return the outermost wrapper's signature, which may differ: Hydra's wrapper takes no argument."""
     try:
         return inspect.signature(called, follow_wrapped=False)
     except ValueError:  # the wrapper is written in C, as with `functools.lru_cache`
@@ -91,7 +71,7 @@ def _signature(called: Callable[..., Any]) -> inspect.Signature:
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, those left at their default included."""
+    """Return a call's arguments by name, including defaults."""
     try:
         bound = inspect.signature(function_of(function)).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no signature, as of a few builtins
@@ -107,19 +87,19 @@ def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function. A `partial` has the name of the function inside it."""
+    """Return a function's name, also inside a `partial`."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
 def function_of(called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a Flyte task. Any other callable is returned as it is."""
+    """Return a Flyte task's function. Any other callable is returned as it is."""
     return getattr(called, "_task_function", called)
 
 
 def key_of(function: Callable[..., Any]) -> str:
-    """Return a function's name in a form that fits into a path: letters, digits, `_` and `-`."""
+    """Return a function's name in a form that fits into a path."""
     name = name_of(function).replace("<locals>.", "")
     return re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[-MAX_NAME:].strip("-")
 
@@ -135,15 +115,8 @@ def pack_call(
 ) -> bytes:
     """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
-    Args:
-        function: The function to call.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        aside: List that gets the memory of each large array and tensor, which the pickle then lacks. None keeps
-            everything in the pickle.
-
-    Raises:
-        TypeError: The function or an argument cannot be pickled. The message names the part.
+    `aside` gets the memory of each large array and tensor, which the pickle then lacks. TypeError, which names the
+    part: something cannot be pickled.
     """
     by_name = _by_name(function)
     try:
@@ -159,7 +132,7 @@ def pack_call(
 
 
 def _by_name(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return a function's module and name if the module has the function under this name, else None."""
+    """Return module and name if the module has the function under this name."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
         return None
@@ -183,13 +156,7 @@ def _can_pickle(value: object) -> bool:
 def unpack_call(
     data: bytes | memoryview, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None
 ) -> Call:
-    """Unpickle a call that `pack_call` has pickled. `sys.path` must contain the project's sources.
-
-    Args:
-        data: The pickle.
-        aside: Memory that `pack_call` has put aside, in order.
-        present: Names of `__main__` that keep their values. None: all present names.
-    """
+    """Unpickle a call. `sys.path` must contain the project's sources. For the arguments, see `pickling.loads`."""
     function, args, kwargs = pickling.loads(data, aside, present)
     return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
 
@@ -206,20 +173,11 @@ def _find(module: str, qualname: str) -> Callable[..., Any]:
 
 
 class Metrics(dict[str, float]):
-    """Metrics by name. As a rank's return value, they go to the driver as they are, and not as a task's outputs."""
+    """As a rank's return value, metrics go to the driver as they are, and not as a task's outputs."""
 
 
 def evaluate(function: Callable[..., Any], names: Sequence[str], **inputs: Any) -> Metrics:
-    """Call a user's function, and return its metrics as floats by name.
-
-    Args:
-        function: Function of `Evaluate`.
-        names: Names of the inputs that the function gets.
-        inputs: All inputs of the training, or those of `names` alone.
-
-    Raises:
-        TypeError: The function has not returned a dictionary of names and numbers.
-    """
+    """Call `Evaluate`'s function with those `inputs` that `names` has. TypeError: it has not returned metrics."""
     metrics = function(**{name: inputs[name] for name in names})
     call = f"{name_of(function)} returned ("
     if not isinstance(metrics, Mapping):
@@ -231,15 +189,11 @@ def evaluate(function: Callable[..., Any], names: Sequence[str], **inputs: Any) 
 
 
 values: dict[int, Any] = {}
-"""Values that this rank keeps, by the number of the call that has returned the value. Empty in other processes."""
+"""By the number of the call that has returned the value. Empty outside of ranks."""
 
 
 def kept_value(number: int) -> Any:
-    """Return the value that this rank keeps from the call with this number. Pickled references call this function.
-
-    Raises:
-        LookupError: The rank keeps no such value.
-    """
+    """Return the value that this rank keeps from a call. Called by pickled references. LookupError: there is none."""
     try:
         return values[number]
     except KeyError:

@@ -21,12 +21,12 @@ from flytekitplugins.daskpytorch.settings import Gang
 STOPPED = 143
 """Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
 DUMP_SIGNAL = signal.SIGQUIT
-"""Signal (SIGQUIT) on which a rank writes its main thread's stack to a file. Users may send the signal by hand."""
+"""A rank writes its main thread's stack to a file on this signal. Users may send it by hand."""
 AUTO_PULSE = 10.0
-"""Seconds between two reports of a rank's signs of life, with `hang_timeout="auto"`. Reports at this interval do not
-slow down training steps."""
+"""Seconds between two reports of signs of life, with `hang_timeout="auto"`. Reports at this interval do not slow down
+training steps."""
 MAX_STACKS = 64 << 10
-"""Maximum number of bytes of stacks that are read from a rank's stack file."""
+"""Bytes that are read from a rank's stack file."""
 Key = str | tuple[Any, ...]
 """Dask's key of a partition."""
 
@@ -37,41 +37,37 @@ class Job:
 
     gang: str
     attempt: int
-    """Number of the gang's attempt. Each attempt has a new rendezvous store."""
+    """Each attempt has a new rendezvous store."""
     call: bytes | None
-    """The pickled call of the user's function. Empty if `large` has the call. None: the ranks stay, and get calls."""
+    """Pickled. Empty if `large` has the call. None: the ranks stay, and get calls."""
     large: Address | None = None
-    """The driver's shared memory with a large call. None for a small call."""
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store in rank 0. None for a single rank without a store."""
     settings: Gang = field(default_factory=Gang)
-    """The user's settings of the gang, without its observers and the function of `gpu_check`. The chosen backend is
-    `Job.backend`, not `settings.backend`."""
+    """Without observers and the function of `gpu_check`. The chosen backend is `Job.backend`, not
+    `settings.backend`."""
     gpu_check: bytes | None = None
-    """The pickled function of `Gang(gpu_check=...)`. None without a function."""
+    """The pickled function of `Gang(gpu_check=...)`."""
     checkpoint: CheckpointFile | None = None
-    """Checkpoint from which the attempt starts. None for a fresh start or a sharded checkpoint."""
+    """From which the attempt starts. None for a fresh start or a sharded checkpoint."""
     sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
-    """Folder of sharded checkpoints, and the committed checkpoints from which the attempt may start."""
     kept: Sequence[SavedCheckpoint] = ()
     """Checkpoints that the gang keeps at the attempt's start."""
     storage: str | None = None
-    """Folder to which the driver uploads checkpoints. None without storage."""
+    """Folder to which the driver uploads checkpoints."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
-    """Pickled `RankHost`, Flyte's part in a rank of a Flyte task type, which converts inputs and outputs. None for
-    gangs of `dispatch`: each rank then returns its value pickled."""
+    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs. None for gangs of `dispatch`."""
     execution: bytes | None = field(default=None, repr=False)
-    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none. May hold
-    secrets."""
+    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. May hold secrets."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables that the Flyte task and the gang's settings add to the ranks' own. May hold secrets."""
+    """Variables of the Flyte task and the gang's settings. May hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled factories of rank 0's observers."""
     patience: float = 0.0
-    """Longest time, in seconds, for which a request for the best checkpoint waits for evaluations."""
+    """Seconds for which a request for the best checkpoint waits for evaluations."""
 
     @property
     def pulse(self) -> float | None:
@@ -84,15 +80,15 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerData:
-    """Connection details of a rank's Dask worker, for the rank and the processes that the rank starts."""
+    """How a rank, and the processes that it starts, reach the node's Dask worker."""
 
     address: str
-    """Address of the abstract Unix socket at which the worker answers ranks."""
+    """The abstract Unix socket at which the worker answers ranks."""
     token: bytes = field(repr=False)
-    """Secret that a rank sends first, as proof that the process is a rank beside this worker."""
+    """Sent first, as proof that the process is a rank beside this worker."""
     guide: str
-    """Name of the module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the rank's
-    stand-in for the worker."""
+    """Module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the worker's
+    stand-in."""
 
     def worker(self) -> Any:
         """Return this process's stand-in for the worker, with a Dask client."""
@@ -101,7 +97,7 @@ class WorkerData:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """Settings of one rank: its agent's second message to the rank, after the rank's environment variables.
+    """An agent's second message to a rank, after the environment variables.
 
     If the rank serves the rendezvous store (`serves_store`), the store's listening socket follows.
     """
@@ -113,31 +109,22 @@ class RankOrder:
     scratch: str
     """The agent's folder, where the rank reads and writes checkpoints."""
     driver_folder: str | None = None
-    """The driver's folder, where the rank writes a large return value. None on other machines."""
+    """For a large return value. None on other machines than the driver's."""
     directory: str
     path: Sequence[str]
-    """The agent's current `sys.path`, behind the folders in the gang's `PYTHONPATH`."""
+    """The agent's `sys.path`, behind the folders in the gang's `PYTHONPATH`."""
     data: WorkerData | None = None
-    """Connection details of the node's Dask worker, for partitions that it holds. None without a Dask worker."""
+    """For partitions that the node's Dask worker holds."""
 
     @property
     def serves_store(self) -> bool:
-        """True if this rank serves the rendezvous store."""
         return self.place.rank == 0 and self.job.store is not None
 
 
 def environment(
     base: Mapping[str, str], place: Place, job: Job, interface: str | None, scratch: Path
 ) -> dict[str, str]:
-    """Return a rank's environment variables: the agent's, the gang's, and those that `torchrun` sets.
-
-    Args:
-        base: The agent's environment.
-        place: The rank's place.
-        job: The settings that all ranks share.
-        interface: The network interface that reaches the driver. None if unknown.
-        scratch: The agent's folder.
-    """
+    """Return a rank's environment: the agent's (`base`), the gang's, and what `torchrun` sets."""
     host, port = job.store or _own_store()
     env = {**without_nannys(base), **job.environment}
     env |= {
@@ -181,7 +168,7 @@ def _own_store() -> tuple[str, int]:
 
 
 def log_folder(settings: Gang, gang: str) -> Path | None:
-    """Return the folder of a gang's log files on this machine. None if the gang has no log files."""
+    """Return the folder of a gang's log files on this machine."""
     return Path(settings.log_dir).expanduser().absolute() / gang if settings.log_dir is not None else None
 
 

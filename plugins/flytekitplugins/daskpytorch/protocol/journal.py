@@ -26,7 +26,6 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
 
 HINT_END = "(A hint, given once; Gang(hints=False) for none.)"
-"""End of a hint's text for the user."""
 OUTCOMES: Mapping[type[BaseException], str] = {
     PreemptedError: "interrupted",
     KeyboardInterrupt: "interrupted",
@@ -34,7 +33,7 @@ OUTCOMES: Mapping[type[BaseException], str] = {
     CancelledError: "cancelled",
     StoppedEarlyError: "stopped early",
 }
-"""Outcomes of a gang or a call for the user, by the error that ended it. Other errors: failed."""
+"""By the error that ended a gang or a call. Other errors: failed."""
 ODD_NUMBERS = ("nan", "inf", "-inf")
 
 
@@ -111,8 +110,6 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a gang or a call has ended."""
-
     word: str = "done"
     """`done`, `stopped early`, `interrupted` (Ctrl-C, a preemption), `cancelled` or `failed`."""
     text: str = ""
@@ -122,7 +119,7 @@ class End:
 
     @classmethod
     def of(cls, error: BaseException | None) -> End:
-        """Return the end by an error. None: success."""
+        """None: success."""
         if error is None:
             return cls()
         word = next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), "failed")
@@ -130,7 +127,7 @@ class End:
 
     @property
     def is_failure(self) -> bool:
-        """True after an error that nobody asked for."""
+        """An error that nobody asked for."""
         return self.word == "failed"
 
 
@@ -139,8 +136,6 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that has happened in a gang."""
-
     time: float = field(default_factory=time.time)
     """Seconds since the epoch, on the driver's clock."""
 
@@ -154,7 +149,7 @@ class Began(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """The gang goes on from a checkpoint of an earlier attempt or run. Comes before `Placed`."""
+    """From a checkpoint of an earlier attempt or run. Comes before `Placed`."""
 
     step: int
 
@@ -171,7 +166,7 @@ class Formed(Event):
     """All ranks have joined the process group."""
 
     seconds: float
-    """Seconds since the call that asked for the gang. After a restart, since the attempt's start."""
+    """Since the call that asked for the gang. After a restart, since the attempt's start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,21 +174,19 @@ class Calling(Event):
     """The ranks of a gang that stays begin a call."""
 
     name: str
-    """Name of the function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Called(Event):
-    """A call of a gang that stays has ended in all ranks."""
+    """The call has ended in all ranks."""
 
     name: str
-    """Name of the function."""
     end: End = field(default_factory=End)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrote(Event):
-    """A rank wrote lines to its standard output or error. Not in the journal's file."""
+    """A rank's standard output or error. Not in the journal's file."""
 
     rank: int
     lines: list[str]
@@ -222,35 +215,32 @@ class Listed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Used(Event):
-    """A rank's use of its machine and its work so far, at most every two seconds for each rank."""
+    """At most every two seconds for each rank."""
 
     usage: RankUsage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accounted(Event):
-    """The gang's time account so far, at most every two seconds, and a last time before `Ended`."""
+    """At most every two seconds, and a last time before `Ended`."""
 
     goodput: Goodput
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompted(Event):
-    """A rank's debugger takes the terminal, or gives the terminal back. Not in the journal's file."""
+    """A rank's debugger takes the terminal, or gives it back (None). Not in the journal's file."""
 
     rank: int | None
-    """The rank. None: the terminal is free again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarted(Event):
-    """The gang starts again."""
-
     reason: str
     step: int | None
-    """Step of the checkpoint from which the gang goes on. None: from the beginning."""
+    """Of the checkpoint from which the gang goes on. None: from the beginning."""
     kind: str | None = None
-    """Kind of the failure, as in `GangError.kind`. None: the gang grows, and nothing has failed."""
+    """As `GangError.kind`. None: the gang grows, and nothing has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,12 +249,11 @@ class Noted(Event):
 
     text: str
     gang: str = ""
-    """Name of the gang's function, with which the line begins. Empty: the text is the whole line."""
+    """Function with whose name the line begins. Empty: the text is the whole line."""
     is_hint: bool = False
 
     @property
     def line(self) -> str:
-        """The whole line."""
         line = f"{self.gang}: {self.text}" if self.gang else self.text
         return f"{line} {HINT_END}" if self.is_hint else line
 
@@ -275,23 +264,22 @@ class Ended(Event):
 
     end: End = field(default_factory=End)
     error: Any = field(default=None, repr=False)
-    """The error itself, in the process of its gang. None after a success, and in a journal that is read again."""
+    """Only in the process of its gang, not in a journal that is read again."""
 
     @classmethod
     def by(cls, error: BaseException | None) -> Ended:
-        """Return the end by an error. None: success."""
+        """None: success."""
         return cls(end=End.of(error), error=error)
 
 
 KINDS: Mapping[str, type[Event]] = {kind.__name__.lower(): kind for kind in Event.__subclasses__()}
-"""Classes of events by their name in JSON."""
+"""By their name in JSON."""
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 
 def fields_of(event: Event) -> dict[str, Any]:
-    """Return the JSON form of an event."""
     moment = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="microseconds")
     names = [each.name for each in dataclasses.fields(event) if each.repr and each.name != "time"]
     found = {name: plain(getattr(event, name)) for name in names}
@@ -314,11 +302,7 @@ def plain(value: Any) -> Any:
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:
-    """Return the event of a JSON form.
-
-    Raises:
-        ValueError: The object is no event of this version.
-    """
+    """ValueError: the object is no event of this version."""
     try:
         moment = datetime.fromisoformat(fields["time"])
         event: Event = _decoder(fields["event"])({**fields, "time": moment.timestamp()})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NOTICE_INTERVAL = 10.0
-"""Minimum number of seconds between two reminders to the user that the gang waits."""
+"""Seconds between two reminders to the user that the gang waits."""
 
 
 METHODS: Mapping[type[journal.Event], tuple[str, tuple[str, ...]]] = {
@@ -180,10 +180,10 @@ class Observer:
 
 
 class _Called:
-    """Observers that are called together. An observer that fails is left out from then on."""
+    """Observers that are called together. One that fails is left out from then on."""
 
     stopped_early: StoppedEarlyError | None = None
-    """First request of an observer to stop the gang early. None: no request."""
+    """An observer's first request to stop the gang early."""
 
     def __init__(self, observers: Iterable[object] = ()) -> None:
         self._observers: list[Any] = list(observers)
@@ -192,7 +192,7 @@ class _Called:
         return bool(self._observers)
 
     def call(self, method: str, *args: object) -> None:
-        """Call a method of all observers. The first `StoppedEarlyError` that one raises becomes `stopped_early`."""
+        """Call a method of all observers. The first `StoppedEarlyError` becomes `stopped_early`."""
         for observer in self._observers:
             try:
                 getattr(observer, method)(*args)
@@ -210,10 +210,7 @@ class _Called:
 
 
 class RankObservers(_Called):
-    """The observers in rank 0."""
-
     def open(self, parts: Iterable[bytes]) -> None:
-        """Add the observers that these pickled factories make."""
         for part in parts:
             try:
                 self._observers.append(unpack_call(part).function())
@@ -232,14 +229,7 @@ class Observers(_Called):
         hints: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with these observers.
-
-        Args:
-            observers: The gang's observers.
-            name: Name of the gang's function or task, with which each note to the user begins.
-            hints: True if the user gets hints about calls that the code seems to lack.
-            clock: Returns seconds, and never goes back.
-        """
+        """`name` begins each note to the user. `hints` are about calls that the code seems to lack."""
         super().__init__(observers)
         self._name = name.rpartition(".")[2]
         self._hints = hints
@@ -248,27 +238,25 @@ class Observers(_Called):
         self._noticed_at = clock()
 
     def tell(self, event: journal.Event) -> None:
-        """Give an event to all observers."""
         self.call("on_event", event)
 
     def note(self, text: str) -> None:
-        """Send observers a line about an event of the gang."""
         self.tell(journal.Noted(text=text, gang=self._name))
 
     def remind(self, text: str) -> None:
-        """Send observers a line about the gang's wait, at most every 10 seconds (`NOTICE_INTERVAL`)."""
+        """Send a line about the gang's wait, at most every `NOTICE_INTERVAL`."""
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self.note(text)
 
     def hint(self, kind: str, text: str) -> None:
-        """Send observers a hint for the user, once for each kind, unless `Gang(hints=False)`."""
+        """Send a hint for the user, once for each kind, unless `Gang(hints=False)`."""
         if self._hints and kind not in self._hints_given:
             self._hints_given.add(kind)
             self.tell(journal.Noted(text=text, gang=self._name, is_hint=True))
 
     def for_rank(self) -> list[bytes]:
-        """Return the pickled factories of the observers for their `RankObserver` in rank 0."""
+        """Return the pickled factories of the observers' parts in rank 0."""
         parts = []
         for observer in self._observers:
             try:

@@ -29,11 +29,9 @@ from typing import IO, Self
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 PIECE_SIZE = 1 << 20
-"""Maximum number of bytes of a piece of a file or return value. An agent relays a piece in milliseconds, which delays
-other ranks and heartbeats only briefly."""
+"""Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
-"""Maximum number of bytes of a pickled return value that a rank sends whole, within its report that the function
-returned."""
+"""Bytes of a pickled return value that a rank sends whole, within its report."""
 Segment = tuple[int, int]
 """Start and size of a part in a file, in bytes. Starts are multiples of the page size."""
 Bytes = bytes | memoryview
@@ -43,11 +41,7 @@ Bytes = bytes | memoryview
 
 
 def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
-    """Write the parts of a value to an empty file, each at the start of a memory page. Return their places.
-
-    Raises:
-        OSError: The write failed, for example on a full disk.
-    """
+    """Write the parts to an empty file, each at the start of a memory page. OSError: for example, the disk is full."""
     segments: list[Segment] = []
     for part in parts:
         start = -(-file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -59,7 +53,7 @@ def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
 
 
 def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
-    """Map segments of a file into memory, one view each. Writes stay private to this process."""
+    """Map segments of a file into memory. Writes stay private to this process."""
     memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return [memory[start : start + size] for start, size in segments]
 
@@ -69,38 +63,33 @@ class Address:
     """Address of shared memory, valid while its keeper (the process that made the memory) lives."""
 
     name: str
-    """Unique name of the shared memory."""
     pid: int
-    """Process ID of the keeper."""
+    """The keeper's."""
     descriptor: int
-    """Number of the keeper's file descriptor of the memory."""
+    """The keeper's file descriptor of the memory."""
     segments: tuple[Segment, ...]
     """Places of the call's parts, in order."""
 
     @property
     def path(self) -> Path:
-        """Path of the memory's file, valid on the keeper's machine for the same user."""
+        """Valid on the keeper's machine for the same user."""
         return Path(f"/proc/{self.pid}/fd/{self.descriptor}")
 
     @property
     def size(self) -> int:
-        """Size of the whole memory in bytes."""
+        """In bytes."""
         return max((start + size for start, size in self.segments), default=0)
 
     @property
     def is_here(self) -> bool:
-        """True if this machine has the memory. Elsewhere the process ID is unused or belongs to another process."""
+        """This machine has the memory. Elsewhere the process ID is unused or belongs to another process."""
         try:
             return str(self.path.readlink()).startswith(f"/memfd:{self.name} ")
         except OSError:
             return False
 
     def mapped(self) -> list[memoryview]:
-        """Map the segments into this process's memory.
-
-        Raises:
-            OSError: This machine is not the keeper's, or the keeper has ended.
-        """
+        """Map the segments. OSError: the keeper is on another machine, or has ended."""
         with self.path.open("rb") as file:
             return mapped(file, self.segments)
 
@@ -112,28 +101,18 @@ class SharedMemory:
     """
 
     def __init__(self, parts: Sequence[Bytes] = ()) -> None:
-        """Copy the parts of a call into new memory.
-
-        Raises:
-            OSError: This process may open no more files, or this machine lacks memory.
-        """
+        """Copy the parts into new memory. OSError: too many open files, or too little memory."""
         self._name = f"daskpytorch-{uuid.uuid4().hex}"
         self._file = os.fdopen(os.memfd_create(self._name), "wb")
         self._segments = write_parts(self._file, parts)
         self.close = weakref.finalize(self, self._file.close)
-        """Function that closes the memory's file before the deletion of this object."""
+        """Closes the memory's file before the deletion of this object."""
 
     @classmethod
     def received(cls, connection: Connection, original: Address) -> Self:
         """Receive a copy of shared memory whose keeper sends the content.
 
-        Args:
-            connection: The connection to the keeper.
-            original: The address of the keeper's memory.
-
-        Raises:
-            EOFError: The keeper closed the connection too early.
-            OSError: The connection broke, or this machine lacks memory.
+        EOFError or OSError: incomplete, or no memory.
         """
         memory = cls()
         for piece in connection.pieces(original.size, "the call's large arguments"):
@@ -144,7 +123,6 @@ class SharedMemory:
 
     @property
     def address(self) -> Address:
-        """Address of the memory."""
         return Address(self._name, os.getpid(), self._file.fileno(), self._segments)
 
 
@@ -156,30 +134,24 @@ class Piece:
     """A piece of a return value or of a submitted file. A rank's pieces arrive in order, one value after the other."""
 
     path: str | None
-    """Path of the submitted file, relative to the folder of the results. Empty: the task's folder must exist. None for
-    a return value."""
+    """Relative to the results' folder. Empty: the task's folder must exist. None for a return value."""
     data: bytes
     is_first: bool
     is_last: bool
     file: str | None = None
-    """Path of a file with the whole return value. None if the pieces' data has it."""
+    """File with the whole return value. None if the pieces' data has it."""
     segments: tuple[Segment, ...] = ()
     """Places of the return value's parts in `file`, given with the last piece. Without a file only their sizes count,
     and each piece belongs to one part."""
 
 
 def cut(path: str, data: bytes) -> Iterator[Piece]:
-    """Yield the pieces of a file that a rank submits. An empty file has one empty piece."""
+    """Yield the pieces of a submitted file. An empty file has one empty piece."""
     return _cut(path, [data])
 
 
 def pieces_of_returned(parts: Sequence[Bytes], folder: Path | None) -> Iterator[Piece]:
-    """Yield the pieces of a return value: a file's name if the driver's folder takes the value, else all its bytes.
-
-    Args:
-        parts: The pickled value.
-        folder: The driver's folder, which this process can write to. None: there is none.
-    """
+    """Yield a file's name if the driver's `folder` takes the value, else all its bytes."""
     written = None
     if folder is not None:
         with contextlib.suppress(OSError):  # for example, the disk is full

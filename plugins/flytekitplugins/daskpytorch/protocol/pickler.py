@@ -28,11 +28,11 @@ from cloudpickle import cloudpickle as parts  # cloudpickle 3.0 to 3.1
 from tblib.pickling_support import pickle_traceback
 
 Reduced = tuple[Any, ...]
-"""Instructions for pickling an object, in the form that `__reduce_ex__` returns."""
+"""As `__reduce_ex__` returns it."""
 HEAP_TYPE, IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Flags of classes: made by Python code; cannot be changed."""
 LARGE = 1 << 20
-"""Minimum number of bytes of an array or a tensor whose memory may stay outside the pickle."""
+"""Bytes from which an array's or tensor's memory may stay outside the pickle."""
 COMMON_FIELDS = ("__traceback__", "__cause__", "__context__", "__suppress_context__", "__notes__")
 """Attributes that no exception's own pickle has. `__cause__` sets `__suppress_context__`."""
 
@@ -43,16 +43,11 @@ def _reduce_code(code: types.CodeType) -> tuple[Callable[..., types.CodeType], t
 
 
 def _code(file_name: str, *parts: Any) -> types.CodeType:
-    """Make a code object with its file name, for tracebacks, debuggers and `inspect`.
-
-    Cloudpickle >= 3.1.3 omits the file name.
-    """
+    """Make a code object with its file name, which cloudpickle >= 3.1.3 omits, for tracebacks and debuggers."""
     return types.CodeType(*parts).replace(co_filename=file_name)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles values for the driver."""
-
     dispatch_table: ClassVar[ChainMap[type, Callable[..., Any]]] = ChainMap(
         {
             types.CodeType: _reduce_code,
@@ -65,7 +60,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     )
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return instructions for pickling a class, a function, an `Enum`'s member or an exception."""
         kind: Any = type(obj)
         if issubclass(kind, BaseException):
             return _reduce_exception(obj)
@@ -78,21 +72,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def reduce_class(self, cls: type) -> Reduced:
-        """Return instructions for pickling a class that no module has."""
+        """Reduce a class that no module has."""
         if cls in _RECEIVED and cls.__module__ == "__main__" and "<locals>" not in cls.__qualname__:
             return _class_of_driver, (parts._get_or_create_tracker_id(cls), cls.__qualname__)
         return class_by_value(cls)
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for the driver."""
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
 
 
 def put_apart(aside: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return pickle's `buffer_callback` that appends large buffers to `aside`, and leaves others in the pickle."""
+    """Return pickle's `buffer_callback`: large buffers go to `aside`, others stay in the pickle."""
 
     def takes(buffer: pickle.PickleBuffer) -> bool:
         if (memory := buffer.raw()).nbytes < LARGE:
@@ -107,7 +100,6 @@ def put_apart(aside: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
 
 
 _RECEIVED: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that this process has from pickles."""
 
 
 def _is_by_value(cls: type) -> bool:
@@ -115,7 +107,7 @@ def _is_by_value(cls: type) -> bool:
 
 
 def class_by_value(cls: type) -> Reduced:
-    """Return instructions for pickling a class with its attributes."""
+    """Reduce a class with its attributes."""
     kind, name, _, given, tracker_id, _ = parts._class_getnewargs(cls)
     given |= {key: vars(cls)[key] for key in ("__slots__", "__orig_bases__") if key in vars(cls)}
     given["__qualname__"] = cls.__qualname__
@@ -160,7 +152,7 @@ def _made(kind: type, name: str, bases: tuple[type, ...], given: dict[str, Any])
 
 
 def _fill(cls: type, attributes: dict[str, Any]) -> None:
-    """Set the attributes of a class, whatever its metaclass forbids. A process's own classes stay as they are."""
+    """Set a class's attributes, whatever its metaclass forbids. A process's own classes stay as they are."""
     if cls in _RECEIVED:
         registry = attributes.pop("_abc_impl", ())
         for name, value in attributes.items():
@@ -211,7 +203,7 @@ def _fill_dispatcher(dispatcher: Any, registry: Mapping[type, Any]) -> None:
 
 
 def _reduce_exception(error: Any) -> Reduced:
-    """Return instructions for pickling an exception with its traceback and causes, whatever its `__init__` demands."""
+    """Pickle an exception with its traceback and causes, whatever its `__init__` demands."""
     classes = type(error).__mro__
     fields = {name: value for name in COMMON_FIELDS if (value := getattr(error, name, None)) is not None}
     if any("__reduce__" in vars(cls) or "__reduce_ex__" in vars(cls) for cls in classes if cls.__flags__ & HEAP_TYPE):

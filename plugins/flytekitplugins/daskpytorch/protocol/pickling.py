@@ -28,7 +28,7 @@ INTERPRETERS = (
     *("sys.path_importer_cache", "sys.stdin", "sys.stdout", "sys.warnoptions", "threading._main_thread"),
     *("torch.default_generator", "warnings.filters"),
 )
-"""Objects that each process has one of: a rank uses its own. `from random import random` is a method of `_inst`."""
+"""Each process has its own, which a rank uses. `from random import random` is a method of `_inst`."""
 REFUSED = {
     ("accelerate.accelerator", "Accelerator"),
     ("accelerate.data_loader", "DataLoaderDispatcher"),
@@ -45,15 +45,9 @@ Lightning `Trainer` is refused later, when it trains."""
 
 
 def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | None = None) -> bytes:
-    """Pickle a value, with all definitions of `__main__` that the value reaches.
+    """Pickle a value, with all definitions of `__main__` that it reaches. OverflowError: more than `max_size` bytes.
 
-    Args:
-        value: Any object.
-        max_size: Maximum number of bytes of the pickle. None means no limit.
-        aside: List that gets the memory of each large array and tensor. None leaves all memory in the pickle.
-
-    Raises:
-        OverflowError: The pickle, or an object inside, exceeds `max_size` bytes.
+    `aside` gets the memory of each large array and tensor. None leaves all memory in the pickle.
     """
     file = io.BytesIO() if max_size is None else _Bounded(max_size)
     pickler = _Pickler(file, max_size, aside)
@@ -65,11 +59,8 @@ def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | 
 def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: Mapping[str, Any] | None = None) -> Any:
     """Return the value of a pickle from `dumps`, and put the pickled definitions into this process's `__main__`.
 
-    Args:
-        data: The pickle from `dumps`.
-        aside: The memory that `dumps` has put aside, in order. The value uses the memory without a copy.
-        present: Names of `__main__` that keep their values. None: all present names. Functions that use `__file__`
-            bring the driver's value.
+    `aside` is what `dumps` has put aside, in order. The value uses this memory without a copy. Names of `__main__` in
+    `present` (None: all) keep their values: functions that use `__file__` bring the driver's.
     """
     namespace = vars(sys.modules["__main__"])
     present = dict(namespace) if present is None else present
@@ -83,19 +74,16 @@ def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: M
 
 
 def definitions() -> dict[str, Any]:
-    """Return the classes and functions that `__main__` itself defines, by name."""
+    """Return the classes and functions that `__main__` itself defines."""
     namespace = vars(sys.modules["__main__"])
     return {name: value for name, value in list(namespace.items()) if _name_in_main(value) == name}
 
 
 def spare_parts(max_size: int) -> Mapping[str, bytes]:
-    """Pickle each class of `__main__` by itself, so that ranks can load files that refer to the class.
+    """Pickle each class of `__main__` by itself, for ranks that load files with its objects.
 
-    The pickled call already holds the classes that the user's function uses. Ranks use these pickles only for other
-    classes.
-
-    Args:
-        max_size: Maximum number of bytes of a pickle. Larger classes, and those that cannot be pickled, are left out.
+    The pickled call already holds the classes that it uses. Classes of more than `max_size` bytes, and those that
+    cannot be pickled, are left out.
     """
     parts = {}
     for name, value in definitions().items():
@@ -121,14 +109,13 @@ class _Pickler(Pickler):
         self._interpreters = dict(_interpreters_objects())
 
     def dump_definitions(self) -> None:
-        """Pickle all definitions of `__main__` that the pickled value uses, directly or indirectly."""
         done: set[str] = set()
         while new := self._reached - done:
             self.dump({name: self._namespace[name] for name in sorted(new)})
             done |= new
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return instructions for pickling an object, and record the object's definition if it belongs to `__main__`.
+        """Reduce an object, and record it if `__main__` defines it.
 
         Modules with a custom class are pickled by name. Such a module is `torch.classes`, which cloudpickle adds to
         every function that uses `torch` and an attribute `classes`.
@@ -152,7 +139,7 @@ class _Pickler(Pickler):
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 
     def reduce_class(self, cls: type) -> Reduced:
-        """Return instructions for pickling a class. Ranks that know the class get its present attributes."""
+        """Reduce a class. Ranks that know the class get its present attributes."""
         make, args, attributes, *rest = class_by_value(cls)
         return make, args, self._by_name(attributes), *rest
 
@@ -161,17 +148,11 @@ class _Pickler(Pickler):
         return make, args, (state, slots | {"__globals__": self._by_name(slots["__globals__"])}), *rest
 
     def _by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with names in place of the interpreter's objects. Pickle itself copies lists and dicts."""
+        """Put names in place of the interpreter's objects. Pickle itself copies lists and dicts."""
         return {name: self._interpreters.get(id(value), value) for name, value in values.items()}
 
     def _reduce_named(self, obj: Any) -> Any:
-        """Return instructions for pickling by value an object that pickle would look up in `__main__`.
-
-        A rank's `__main__` starts empty.
-
-        Returns:
-            The instructions, in the form of `__reduce_ex__`. NotImplemented for other objects.
-        """
+        """Reduce by value an object that pickle would look up in `__main__`, which starts empty in a rank."""
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
             return NotImplemented
@@ -190,7 +171,7 @@ class _Pickler(Pickler):
 
 
 class _OfInterpreter(NamedTuple):
-    """Stands for an object of the interpreter. Unpickles as the receiver's own object."""
+    """Unpickles as the receiver's own object."""
 
     module: ModuleType
     name: str
@@ -215,7 +196,7 @@ def _reduce_module(value: object) -> Reduced | None:
 
 
 class _MainNamespace(dict[str, Any]):
-    """Stands for the namespace of `__main__`. Unpickles as the namespace of the receiver's `__main__`."""
+    """Unpickles as the namespace of the receiver's `__main__`."""
 
     def __reduce__(self) -> Any:
         return _main_namespace, ()
@@ -255,7 +236,6 @@ class _Bounded(io.BytesIO):
 
 
 def _reduce_object(value: Any) -> Reduced | None:
-    """Return instructions for pickling an object that holds the driver's rank or world size. None for other objects."""
     reducer = _reducer_of(type(value))  # type: ignore[arg-type]  # mypy takes no class for hashable
     return None if reducer is None else reducer(value)
 

@@ -7,52 +7,47 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 GpuKey = tuple[str, str]
-"""Identity of a GPU across all nodes: its UUID, else its host and its name on the host."""
+"""A GPU's UUID, else its host and its name on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Resources of the node that a worker runs on, as the worker's agent reports them."""
+    """Resources of a worker's node, as the worker's agent reports them."""
 
     worker: str
     """Address of the worker, as users see it."""
     host: str
-    """Name of the host. Workers of one host share its cores, and GPUs of equal UUID (or name)."""
+    """Workers of one host share its cores, and GPUs of equal UUID (or name)."""
     num_cores: int
-    """Number of cores of the host, or of the container's limit."""
+    """Of the host, or of the container's limit."""
     gpus: tuple[str, ...]
-    """Names of the visible GPUs in the worker's `CUDA_VISIBLE_DEVICES`, in that variable's order."""
+    """As in the worker's `CUDA_VISIBLE_DEVICES`, in that order."""
     gpu_names: tuple[str, ...]
-    """Model names of the visible GPUs, in the order of `gpus`."""
+    """Model names, in the order of `gpus`."""
     gpu_uuids: tuple[str, ...] = ()
-    """UUIDs of the visible GPUs or MIG instances, in the order of `gpus`. "" for an unknown UUID. Empty if all are
-    unknown."""
+    """In the order of `gpus`, also of MIG instances. "" for an unknown UUID. Empty if all are unknown."""
     interface: str | None
-    """Network interface that reaches the driver. None if unknown."""
+    """Network interface that reaches the driver. None: unknown."""
     versions: dict[str, str]
-    """Package -> version on this node, for packages whose versions must equal the driver's."""
+    """Of packages whose versions must equal the driver's."""
 
     @property
     def title(self) -> str:
-        """Name of the worker in messages."""
         return title_of(self.worker, self.host)
 
     def key_of(self, gpu: str) -> GpuKey:
-        """Return the identity of a visible GPU: its UUID, else the host and the GPU's name there."""
         uuid = self.uuid_of(gpu)
         return ("", uuid) if uuid else (self.host, gpu)
 
     def uuid_of(self, gpu: str) -> str:
-        """Return the UUID of a visible GPU or MIG instance. Return "" if the UUID is unknown."""
+        """Return the UUID of a visible GPU or MIG instance. "": unknown."""
         return dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu, "")
 
     def title_of(self, gpu: str) -> str:
-        """Return a visible GPU's title in messages: its name on the node, and its UUID."""
         host, uuid = self.key_of(gpu)
         return f"GPU {gpu}" if host or uuid == gpu else f"GPU {gpu} (UUID {uuid})"
 
     def without(self, faulty: Collection[GpuKey]) -> "Node":
-        """Return this node without the GPUs in `faulty`."""
         sound = [index for index, gpu in enumerate(self.gpus) if self.key_of(gpu) not in faulty]
 
         def of_sound(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -65,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Place of a rank: its numbers in the gang and on its node, its GPU and its number of threads."""
+    """A rank's numbers in the gang and on its node, its GPU and its number of threads."""
 
     rank: int
     local_rank: int
@@ -74,26 +69,26 @@ class Place:
     group_rank: int
     """Index of the rank's worker in the gang, from 0."""
     host_rank: int
-    """Number of the rank on its host, from 0, across all workers of that host."""
+    """Number on the host, from 0, across all workers there."""
     gpu: str | None
-    """Name of the rank's own GPU in the worker's `CUDA_VISIBLE_DEVICES`. None without a GPU."""
+    """The rank's own GPU, as in the worker's `CUDA_VISIBLE_DEVICES`."""
     visible_gpus: tuple[str, ...]
-    """GPUs in the rank's `CUDA_VISIBLE_DEVICES`."""
+    """The rank's `CUDA_VISIBLE_DEVICES`."""
     num_threads: int
-    """Number of threads for computations of the rank: its share of the host's cores, at least 1."""
+    """The rank's share of the host's cores, at least 1."""
     gpu_uuid: str = ""
-    """UUID of the rank's own GPU or MIG instance. Empty without a GPU, or if the UUID is unknown."""
+    """Of the GPU or MIG instance. Empty if unknown."""
 
     @property
     def device_index(self) -> int | None:
-        """Index of the rank's own GPU among the GPUs that the rank sees. None without a GPU."""
+        """Index of the rank's own GPU among those that it sees."""
         return None if self.gpu is None else self.visible_gpus.index(self.gpu)
 
 
 def title_of(worker: str, host: str) -> str:
-    """Return the name of a worker for messages: its host's name before its address.
+    """Return a worker's name for messages, which begins with its host.
 
-    On Kubernetes the host's name is that of the pod, by which the pod's log is found after the address is gone.
+    On Kubernetes that is the pod, by which the pod's log is found after the address is gone.
     """
     return f"{host} ({worker})" if "://" in worker and host != worker else worker
 
@@ -107,13 +102,10 @@ def worker_order(address: str) -> list[tuple[int, str]]:
 
 
 def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
-    """Return the number of ranks per worker that gives each rank its own GPU. Return 1 without GPUs.
+    """Return the number of ranks per worker that gives each rank its own GPU, or 1 without GPUs.
 
-    Args:
-        found: Worker -> its host's name and its GPUs. Workers of one host that see the same GPUs share them.
-
-    Raises:
-        ValueError: Some workers have more GPUs than others.
+    `found` has each worker's host and GPUs. Workers of one host that see the same GPUs share them. ValueError: some
+    workers have more GPUs than others.
     """
     num_workers = Counter(host for host, _ in found.values())
     gpus: dict[str, set[str]] = defaultdict(set)
@@ -138,19 +130,10 @@ def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
 def place_ranks(
     nodes: Sequence[Node], ranks_per_worker: int, devices: Literal["own", "all"] = "own"
 ) -> list[list[Place]]:
-    """Assign consecutive ranks to each worker, in the order of `nodes`.
+    """Assign consecutive ranks to each worker. Return the places of each node's ranks, in the order of `nodes`.
 
     Each rank gets its own GPU until no GPU of the host is free. Further ranks share GPUs in turn. All ranks of a host
-    divide its cores.
-
-    Args:
-        nodes: The workers' nodes.
-        ranks_per_worker: Number of ranks on each worker.
-        devices: GPUs visible to a rank. With "own", only the rank's GPU. With "all", first the GPUs of the worker's
-            ranks, in rank order, then unused GPUs of the node.
-
-    Returns:
-        For each node, the places of its ranks.
+    divide its cores. With devices="all", a rank sees the GPUs of the worker's ranks, in rank order, then unused GPUs.
     """
     ranks_on_host: dict[str, int] = defaultdict(int)
     for node in nodes:
@@ -198,12 +181,11 @@ def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worke
 
 
 def _most_shared(nodes: Sequence[Node], ranks_per_worker: int) -> int:
-    """Return the greatest number of ranks on one GPU. Return 0 without GPUs."""
     return max(_own_gpus(nodes, ranks_per_worker)[1].values(), default=0)
 
 
 def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:
-    """Return the GPUs of each node's ranks, and the number of ranks on each GPU, by the GPU's identity."""
+    """Return the GPUs of each node's ranks, and the number of ranks on each GPU."""
     num_ranks: Counter[tuple[str, str]] = Counter()
     own = []
     for node in nodes:
@@ -217,10 +199,9 @@ def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[s
 
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:
-    """Return the process group's backend. "auto" becomes nccl if every rank has its own GPU, else gloo.
+    """Return the backend. "auto": nccl if every rank has its own GPU.
 
-    Raises:
-        ValueError: `asked` is nccl, but a rank has no GPU, or shares one.
+    ValueError: nccl was asked for, and a rank has none.
     """
     lacking, shared, taken = [], [], set()
     for node, here in zip(nodes, places, strict=True):

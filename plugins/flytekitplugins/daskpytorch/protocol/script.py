@@ -26,16 +26,15 @@ class Script:
     """
 
     given: str
-    """Path of the script as the user has given it, or the module's name."""
+    """Path of the script as given, or the module's name."""
     is_module: bool = False
     args: tuple[str, ...] = ()
-    """Command-line arguments of the program."""
     file: str | None = None
-    """Absolute path of the program's file on the driver's machine. None: an installed module, which does not travel."""
+    """Absolute path on the driver's machine. None: an installed module, which does not travel."""
     folder: str | None = None
-    """Folder on the driver's machine from which the program imports its own modules. None: as `file`."""
+    """Folder from which the program imports its own modules. None: as `file`."""
     directory: str = field(default_factory=os.getcwd)
-    """Working folder of the driver, in which ranks on the driver's machine run the program."""
+    """The driver's working folder, in which ranks on its machine run the program."""
 
     def __post_init__(self) -> None:
         # Logs and names of folders have the function's and its module's name: here the script's, and its folder's.
@@ -43,12 +42,7 @@ class Script:
         object.__setattr__(self, "__module__", Path(self.folder).name if self.folder is not None else "installed")
 
     def __call__(self) -> None:
-        """Run the program in this rank.
-
-        Raises:
-            SystemExit: The program has ended with another exit code than 0.
-            BaseException: The program's own exception.
-        """
+        """Run the program in this rank. SystemExit: it has ended with another exit code than 0."""
         copy = _place.script if self.file is not None else None
         if copy is not None and str(copy) != self.file:  # on another machine than the driver's
             root = copy.parents[len(Path(self.file or "").relative_to(self.folder or "").parts) - 1]
@@ -66,13 +60,7 @@ class Script:
 
 
 def script_of(path: str | os.PathLike[str], *args: object) -> Script:
-    """Return the script at a path, with its command-line arguments, after a check that the script can start.
-
-    Raises:
-        FileNotFoundError: The path names no file.
-        OSError: The file cannot be read.
-        SyntaxError: The file is not a Python program.
-    """
+    """Return the script at a path. OSError or SyntaxError: it cannot start."""
     given = os.fspath(path)
     _check(Path(given))
     file = Path(given).resolve()
@@ -80,11 +68,9 @@ def script_of(path: str | os.PathLike[str], *args: object) -> Script:
 
 
 def module_of(name: str, *args: object) -> Script:
-    """Return the module that `python -m name` would run, with its arguments. This function imports nothing.
+    """Return the module that `python -m name` would run, without an import.
 
-    Raises:
-        ModuleNotFoundError: Neither the working folder nor `sys.path` has the module.
-        SyntaxError: The module's file is not a Python program.
+    Raises ModuleNotFoundError if neither the working folder nor `sys.path` has the module, and SyntaxError.
     """
     importlib.invalidate_caches()  # the module's file may be new
     sys.path.insert(0, str(Path.cwd()))
@@ -102,9 +88,9 @@ def module_of(name: str, *args: object) -> Script:
 
 
 def _specs_of(name: str) -> list[ModuleSpec | None]:
-    """Return the specs of each part of a module's name, and of a package's `__main__`, without an import of the parts.
+    """Return the specs of a module's parts, and of a package's `__main__`, without an import.
 
-    The list ends with None if a part is missing.
+    None: a part is missing.
     """
     top, *inner = name.split(".")
     specs = [importlib.util.find_spec(top)]
@@ -117,14 +103,13 @@ def _specs_of(name: str) -> list[ModuleSpec | None]:
 
 
 def _part_of(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """Return a package's module of this name, without an import. None: the package does not have the module."""
     if package.submodule_search_locations is None:
         return None
     return PathFinder.find_spec(name, package.submodule_search_locations)
 
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the program in place of a call of `run_script` or `run_module`, so that the program's folder travels."""
+    """Replace a call of `run_script` or `run_module` by its program, so that the program's folder travels."""
     if args and (function is run_script or function is run_module):
         return (script_of if function is run_script else module_of)(*args), ()
     return function, args
@@ -140,18 +125,16 @@ def _check(file: Path) -> None:
 
 @dataclass
 class _Place:
-    """Folders and files in which this process finds programs."""
-
     is_rank: bool = False
-    """True if the process is a rank, and not also the driver, as in debug mode."""
+    """This process is a rank, and not also the driver, as in debug mode."""
     script: Path | None = None
-    """File of the driver's program on this node. None: unknown."""
+    """The driver's program on this node. None: unknown."""
     originals: Mapping[str, str] = field(default_factory=dict)
     """Path of a copied source -> its path on the driver's machine."""
     folder: str | None = None
-    """First entry of `sys.path` of the newest program that this process has run."""
+    """`sys.path[0]` of the newest program that this process has run."""
     modules: set[str] = field(default_factory=set)
-    """Names of modules that the newest program has imported from `folder`."""
+    """Modules that the newest program has imported from `folder`."""
     without_group: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Context in which the process has no default process group until the program forms one."""
 
@@ -235,7 +218,7 @@ def run_module(name: str, *args: object) -> None:
 
 
 def finished() -> contextlib.AbstractContextManager[None]:
-    """Return a context of a program's run, at whose end the process does what Python does at the program's end."""
+    """Return a context at whose end the process does what Python does at a program's end."""
     return program_end.finished("the program", program_end.MAX_WAIT if _place.is_rank else None)
 
 
@@ -257,12 +240,9 @@ def _run_module(name: str, args: Sequence[object], folder: str) -> None:
 
 
 def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object], folder: str) -> None:
-    """Run a program as `__main__`. A process that is not a rank gets its own `__main__` back at the end.
+    """Run the program of `load` as `__main__`. A process that is not a rank gets its own `__main__` back at the end.
 
-    Args:
-        load: Function that returns the program's code and its module `__main__`. Called with the program's `sys.path`.
-        argv: The program's `sys.argv`.
-        folder: The program's `sys.path[0]`.
+    `load` is called with the program's `sys.argv` and `sys.path`, as the search for a module needs them.
     """
     _forget()
     names = ("__main__", "__mp_main__")
@@ -299,7 +279,7 @@ def _is_below(folder: str, name: str) -> bool:
 
 
 def attributes_of(module: object) -> dict[str, Any]:
-    """Return the attributes of a module without `getattr`, which would import a lazily imported module."""
+    """Return a module's attributes without `getattr`, which would import a lazily imported module."""
     try:
         attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:  # sys.modules may hold objects of any kind
@@ -330,10 +310,9 @@ def _compiled(file: Path, shown_as: str) -> CodeType:
 
 @contextlib.contextmanager
 def ending_as_program() -> Iterator[None]:
-    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`. Exit code 0 counts as a normal end.
+    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`.
 
-    Raises:
-        SystemExit: The exit code is not 0.
+    Only another exit code than 0 raises SystemExit.
     """
     try:
         yield
@@ -343,11 +322,10 @@ def ending_as_program() -> Iterator[None]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code with which Python ends after an exception or `sys.exit`."""
+    """Return the exit code with which Python ends after this exception."""
     code = (error.code or 0) if isinstance(error, SystemExit) else 1
     return int(code) & 0xFF if isinstance(code, int) else 1
 
 
 def describe_exit(error: SystemExit) -> str:
-    """Return the exit code, and the message if any, with which Python ends after `sys.exit`."""
     return f"exit code {exit_code_of(error)}" + (f" ({error.code})" if isinstance(error.code, str) else "")

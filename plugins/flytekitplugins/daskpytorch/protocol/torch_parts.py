@@ -38,12 +38,10 @@ def _world() -> Any:
 
 
 def groups() -> list[Any]:
-    """Return the process groups that this rank is in."""
     return list(_world().pg_map)
 
 
 def names_of_backends(group: Any) -> list[str]:
-    """Return the names of a process group's backends, such as gloo and nccl."""
     from torch import distributed
 
     config = distributed.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
@@ -51,19 +49,18 @@ def names_of_backends(group: Any) -> list[str]:
 
 
 def backend_on(group: Any, device: str) -> Any:
-    """Return a process group's backend for a type of device, such as `cuda`."""
     import torch
 
     return group._get_backend(torch.device(device))  # noqa: SLF001
 
 
 def num_collectives(group: Any) -> int:
-    """Return the number of collectives that this rank has begun in a process group, including those of DDP."""
+    """Count the collectives that this rank has begun in a process group, including those of DDP."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001
 
 
 def name_default_group(backend: str) -> None:
-    """Set the backend name that `get_backend` returns for the default process group. CPU tensors still go through gloo.
+    """Set the backend name that `get_backend` returns for the default group. CPU tensors still go through gloo.
 
     `new_group` then makes groups with the same backend, as under torchrun.
     """
@@ -75,7 +72,6 @@ def name_default_group(backend: str) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the default process group's collectives."""
     from torch import distributed
 
     if hasattr(distributed, "set_timeout"):
@@ -85,11 +81,7 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
-    """Yield the pickled records of collectives that torch's flight recorders hold in this rank.
-
-    Args:
-        has_nccl: True for a rank that uses NCCL, whose recorders are then read besides gloo's.
-    """
+    """Yield the pickled records of torch's flight recorders in this rank: gloo's, and NCCL's if the rank uses it."""
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
@@ -105,7 +97,7 @@ def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Keep torch from importing the compiler during a `with` block. Dumps of flight records would import it, slowly."""
+    """Keep torch from importing the compiler, which dumps of flight records would do, slowly."""
     import torch
 
     lazy: set[str] = getattr(torch, "_lazy_modules", set())
@@ -133,7 +125,7 @@ def loader_iterator() -> Any:
 
 
 def sharded_classes() -> tuple[type, ...]:
-    """Return torch's classes of sharded objects. Leave out classes whose modules this process has not imported."""
+    """Return torch's classes of sharded objects, as far as this process has imported their modules."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
     return tuple(kind for kind in found if kind is not None)
 
@@ -142,10 +134,7 @@ def sharded_classes() -> tuple[type, ...]:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """Return torch's snapshot of the memory that torch has reserved on all GPUs, in the form that torch's viewer reads.
-
-    The snapshot has no history of allocations. Does not initialise CUDA.
-    """
+    """Return torch's snapshot of reserved GPU memory, for torch's viewer. Does not initialise CUDA."""
     import torch
 
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -153,7 +142,7 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 def record_memory() -> None:
-    """Make torch record the Python line of each allocation that lives on a GPU. Initialises CUDA."""
+    """Make torch record the Python line of each living allocation on a GPU. Initialises CUDA."""
     import torch
 
     torch.cuda.memory._record_memory_history("state", stacks="python")  # noqa: SLF001
@@ -163,17 +152,9 @@ def record_memory() -> None:
 
 
 def reduce_storage(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Return a function and arguments, as `__reduce_ex__` does, that pickle a tensor's storage without copying it.
+    """Pickle a storage in main memory of `at_least` bytes without copies. None: left to torch's own pickling.
 
-    Torch's own pickling copies each storage twice when it writes, and twice when it reads. The unpickled storage cannot
-    be resized.
-
-    Args:
-        storage: A storage in main memory. GPUs' storages and other objects give None.
-        at_least: Minimum size of a storage, in bytes. Smaller storages give None.
-
-    Returns:
-        None for an object that is left to torch's own pickling.
+    Torch's own pickling copies each storage twice on each side. The unpickled storage cannot be resized.
     """
     import torch
 
@@ -195,7 +176,7 @@ def _untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
 
 
 def _raw(memory: bytearray | memoryview) -> torch.TypedStorage:
-    """Return a storage of the bytes in `memory`, in the form from which torch rebuilds an unpickled tensor."""
+    """Return the bytes of `memory` as a storage in the form from which torch rebuilds an unpickled tensor."""
     import torch
 
     tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
