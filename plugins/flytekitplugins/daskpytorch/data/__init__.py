@@ -1,6 +1,6 @@
 """Training data: pictures in S3, partitions on Dask workers, samplers for ranks.
 
-Runs in ranks, but `DaskPartitions` is made in the driver. Called by users. May import `rank` and all lower layers.
+Runs in ranks, but `DaskPartitions` is made in the driver.
 """
 
 from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransferError

@@ -1,8 +1,7 @@
 """Access to an S3 bucket, and a client that lists and reads its objects. Each process makes its own client.
 
-The library botocore lists objects. The library obstore reads objects, as its Rust client takes a third of botocore's
-time per object. Threads of obstore do not survive a fork, so a forked process would hang in obstore. Forked processes
-read by botocore instead.
+botocore lists objects. obstore reads them: its Rust client takes a third of botocore's time per object. Threads of
+obstore do not survive a fork, so a forked process would hang in obstore, and reads by botocore instead.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from flytekitplugins.daskpytorch.rank.quick_s3 import for_obstore, open_store, w
 logger = logging.getLogger(__name__)
 
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name")
-"""Names that the argument `storage_options` may have, as in s3fs."""
+"""As in s3fs."""
 CREDENTIALS = (
     "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
 )
 FIRST_BACKOFF = 0.1
-"""Maximum wait, in seconds, before the first retry of a read. The maximum doubles with each further retry."""
+"""Seconds at most before the first retry of a read, doubled with each further retry."""
 LONGEST_BACKOFF = 5.0
 MD5 = re.compile(r"[0-9a-f]{32}")
-"""Pattern of ETags that look like MD5 checksums. The ETag of an object that a KMS key encrypts only looks like one."""
+"""ETags that look like MD5 checksums. That of an object that a KMS key encrypts only looks like one."""
 SERVER = "Check the address, the network and the server"
 REGION = "Name the region: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
@@ -47,14 +46,14 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "PermanentRedirect": (PermissionError, f"is in another region. {REGION}"),
     "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
 }
-"""Exception type and advice for the user, by S3's error code. Reads that fail with other codes are retried."""
+"""By S3's error code. Reads that fail with other codes are retried."""
 INHERITED = (
     "this process reads with botocore, at about half the speed: it was forked from a process that had used obstore, "
     "which does not work after a fork. Give the DataLoader multiprocessing_context='forkserver', or read nothing "
     "before the DataLoader starts its workers"
 )
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
-"""S3's error code by HTTP status, for answers of the server without a body."""
+"""For answers without a body."""
 
 
 class DamagedTransferError(OSError):
@@ -93,17 +92,14 @@ class ChangedError(DamagedTransferError):
 
 
 FINAL = (FileNotFoundError, PermissionError, ChangedError)
-"""Exceptions after which a read is not retried, because a retry cannot succeed."""
+"""A retry cannot succeed after these."""
 
 
 class Listed(NamedTuple):
-    """Key, size and ETag of an object in a bucket's listing."""
-
     key: str
     size: int
-    """Size of the object in bytes."""
     etag: str
-    """ETag of the object, without quotation marks."""
+    """Without quotation marks."""
 
 
 class Bucket:
@@ -114,17 +110,14 @@ class Bucket:
         self.access = access
         self._plain: _Botocore | None = None
         self._quick: _Obstore | _Botocore | None = None
-        """Client that reads, made at the first read."""
+        """Made at the first read."""
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """Yield all objects whose keys begin with a prefix, in the order of their keys.
 
-        Raises:
-            FileNotFoundError: The bucket does not exist.
-            PermissionError: The credentials do not allow the listing.
-            OSError: The server cannot be reached, or answers with an error.
+        Raises `FileNotFoundError` without such a bucket, `PermissionError`, and other `OSError`s of the server.
         """
         uri = f"s3://{self.name}/{prefix}"
         pages = self._plainly().client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
@@ -138,13 +131,8 @@ class Bucket:
     def read(self, listed: Listed) -> bytes:
         """Read an object with retries, and return its bytes, whose length and checksum match the listing.
 
-        Raises:
-            FileNotFoundError: The object no longer exists.
-            PermissionError: The credentials do not permit reading, or have expired.
-            ChangedError: The object has been overwritten since the listing.
-            DamagedTransferError: The length or checksum of the arrived bytes differs from the listing.
-            TimeoutError: The server does not answer.
-            OSError: The server cannot be reached, or answers with an error.
+        Raises `FileNotFoundError`, `PermissionError`, `ChangedError` if the object was overwritten since the listing,
+        `DamagedTransferError`, `TimeoutError`, and other `OSError`s.
         """
         uri = f"s3://{self.name}/{listed.key}"
         seen: set[bytes] = set()
@@ -184,16 +172,8 @@ class Bucket:
     def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
         """Check that ETag, length and checksum of arrived bytes match the listing.
 
-        Args:
-            uri: URI of the object, for errors.
-            listed: The object in the listing.
-            body: Bytes that arrived.
-            etag: ETag that arrived with them.
-            seen: MD5 checksums of the bytes that arrived in earlier tries. The checksum of `body` is added.
-
-        Raises:
-            ChangedError: The ETag differs.
-            DamagedTransferError: The length or the checksum differs.
+        `seen` has the MD5 checksums of earlier tries, to which this one is added. Raises `ChangedError` or
+        `DamagedTransferError`.
         """
         if etag != listed.etag and etag and listed.etag:
             raise ChangedError(
@@ -240,7 +220,6 @@ class _Obstore:
         self._store = open_store(bucket, plain.client, found, timeouts, num_retries=0)  # `Bucket.read` retries
 
     def get(self, key: str) -> tuple[bytes, str]:
-        """Read an object without retries, and return its bytes and its ETag."""
         import obstore
 
         try:
@@ -265,7 +244,7 @@ class _Botocore:
 
 
 def _is_path(key: str) -> bool:
-    """Return True if obstore can read the object with this key.
+    """Return True if obstore can read this key.
 
     obstore changes keys that are no plain paths, and refuses control characters.
     """
@@ -317,26 +296,22 @@ class Access:
 
     anon: bool = False
     key: str | None = field(default=None, repr=False)
-    """Id of the access key. None: the key that AWS's provider chain finds, such as in the environment or a profile."""
+    """None: AWS's provider chain finds the key, such as in the environment or a profile."""
     secret: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
-    """Name of a profile in `~/.aws/config`. None: the profile that `AWS_PROFILE` names, else the default profile."""
+    """Name in `~/.aws/config`. None: the profile that `AWS_PROFILE` names, else the default one."""
     endpoint_url: str | None = None
-    """URL of the S3 server. None: the URL in the environment or the profile, else that of AWS."""
+    """None: from the environment or the profile, else AWS."""
     region: str | None = None
-    """AWS region of the bucket. None: the region in the environment or the profile, else us-east-1."""
+    """None: from the environment or the profile, else us-east-1."""
     num_connections: int = 32
     timeout: float = 30.0
-    """Timeout, in seconds, for the server's answer to a request."""
+    """Seconds for the server's answer to a request."""
     num_retries: int = 5
 
     def session(self) -> Any:
-        """Return a botocore session with these credentials.
-
-        Raises:
-            ValueError: The profile does not exist.
-        """
+        """Return a botocore session with these credentials. Raises `ValueError` if the profile does not exist."""
         import botocore.session
         from botocore.exceptions import ProfileNotFound
 
@@ -372,7 +347,7 @@ class Access:
 
 
 def credentials(session: Any) -> Any:
-    """Return a credential provider for obstore with the credentials that a botocore session finds and renews."""
+    """Return a provider for obstore of the credentials that a botocore session finds and renews."""
     found = session.get_credentials()
     if found is None:
         raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
@@ -381,11 +356,7 @@ def credentials(session: Any) -> Any:
 
 
 def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
-    """Return bucket and prefix of a bucket's name, or of a URI that has both.
-
-    Raises:
-        ValueError: The bucket's name is malformed, or the prefix is given twice.
-    """
+    """Return bucket and prefix. Raises `ValueError` if the bucket's name is malformed, or the prefix is given twice."""
     bucket, prefix = s3_bucket, s3_prefix
     if "://" in s3_bucket:
         scheme, _, rest = s3_bucket.partition("://")

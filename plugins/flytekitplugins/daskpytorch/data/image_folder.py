@@ -1,7 +1,4 @@
-"""Data set of the pictures in a folder of an S3 bucket, and their decoder. Runs in drivers and in ranks.
-
-Example: `DataLoader(S3ImageFolder("s3://bucket/dogs", transform=...), batch_size=64, num_workers=2)`.
-"""
+"""Data set of the pictures in a folder of an S3 bucket, and their decoder. Runs in drivers and in ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
 """PIL's modes of JPEGs that torchcodec and torchvision decode to the same pixels as PIL."""
 MAX_PIXELS = 2**30 // 12
-"""Default of the maximum number of pixels of a picture: 89 million, which PIL opens without a warning.
+"""89 million pixels, which PIL opens without a warning.
 
 A decoded picture of that size takes a quarter of a gigabyte of memory, and its decoding several times as much.
 """
@@ -87,7 +84,6 @@ def prepare(decoder: Decoder) -> None:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
-    """Return torchcodec's function that decodes a JPEG, or torchvision's if torchcodec cannot be imported."""
     try:
         from torchcodec.decoders import decode_jpeg
     except ModuleNotFoundError:
@@ -112,19 +108,9 @@ def _torchvisions() -> Callable[[Tensor], Tensor]:
 def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
     """Decode a picture's file, and return the picture in RGB, rotated as its EXIF data say.
 
-    Args:
-        body: Bytes of the picture's file.
-        decoder: Type of the returned picture. `pil`: a PIL image. `tensor`: a uint8 tensor of (3, height, width). For a
-            tensor, torchcodec or torchvision decodes JPEGs with one or three components, and PIL decodes all other
-            pictures.
-        max_pixels: Maximum number of pixels of the picture.
-        min_side: Minimum length, in pixels, of the returned picture's shorter side, if the picture is that large. JPEGs
-            are decoded at a half, a quarter or an eighth of their size: the smallest size that is large enough. Only
-            PIL can shrink, so PIL decodes these JPEGs. None: decode at full size.
-
-    Raises:
-        BrokenImageError: The file is empty, cut short, or no picture.
-        ImageTooLargeError: The file's header has more pixels than `max_pixels`.
+    A tensor is uint8 of (3, height, width). With `min_side`, JPEGs are decoded at the smallest of full, half, quarter
+    and eighth size whose shorter side has that many pixels. Only PIL can shrink, so PIL decodes these JPEGs. Raises
+    `BrokenImageError` if the file is empty, cut short or no picture, and `ImageTooLargeError` above `max_pixels`.
     """
     from PIL import Image, ImageOps
 
@@ -197,7 +183,7 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-"""Exceptions that concern a single picture, and are handled as `on_error` says. All other exceptions are raised."""
+"""These concern a single picture, and `on_error` says how they are handled."""
 MAX_LOADER_WORKERS = 1024
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
@@ -211,23 +197,20 @@ RULES = {
     "num_retries": checks.whole(0),
 }
 NUM_DECODERS = 2
-"""Number of threads per process that decode pictures.
-
-On two cores, a batch takes 10 % less time than with as many decoding threads as reading threads.
-"""
+"""Decoding threads per process. On two cores, a batch takes 10 % less time than with as many as reading threads."""
 
 
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
     """Map-style data set of (picture, label), from pictures in S3 at `prefix/class/picture`.
 
-    The folder is listed when the data set is made. Objects without a picture's extension, and markers of folders, are
-    left out. Each picture that arrives is compared with the listing.
+    The folder is listed when the data set is made, without objects that are no pictures by their extension. Each
+    picture that arrives is compared with the listing.
 
     Many requests of one client per process read a batch at once. With `RankLoader` or `ReadAhead`, the next batch is
     read while the current one is decoded and trained on.
 
-    The data set may be used before and after a `DataLoader` starts its workers by fork, forkserver or spawn. The data
-    set pickles, and may be an argument of a gang's function.
+    The data set works before and after a `DataLoader` starts its workers by fork, forkserver or spawn, and can be
+    pickled.
 
     Attributes:
         all_files: Keys of the pictures, in the order of the listing, which is sorted by key.
@@ -279,28 +262,27 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             transform: Function of a picture that returns the data set's picture. One thread calls it, in order. None:
                 no transform.
             target_transform: Function of a label that returns the data set's label. None: no transform.
-            anon: True: read the bucket without credentials. False: use the credentials of AWS's provider chain, such as
+            anon: True: read the bucket without credentials. False: use those of AWS's provider chain, such as
                 environment, profile, or role of the pod or machine.
             storage_options: Options as in s3fs: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
                 `region_name`. `endpoint_url` is the address of a server other than AWS, with the bucket in the URL's
-                path. Without it: the address in the environment or the profile, else AWS.
+                path. Default: from the environment or the profile, else AWS.
             decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
-                tensor of (3, height, width), which is faster to decode and to transform. Both are upright according to
-                their EXIF data, and have the same pixels. Tensors are decoded by torchcodec if installed, else by
-                torchvision.
+                tensor of (3, height, width), which torchcodec, if installed, or torchvision decodes faster. Both are
+                upright according to their EXIF data, and have the same pixels.
             nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
                 error, because folders such as `train` and `val` would become classes.
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
                 `raise`: raise the error. `skip`: leave the picture out of its batch. A function of the key and the
                 error: use the returned picture instead, or skip if it returns None. Skipped and replaced pictures are
                 logged, and counted in `num_broken`.
-            max_pixels: Maximum number of pixels of a picture. A larger picture is not decoded, and `on_error` handles
-                it. A file of kilobytes may take gigabytes to decode.
+            max_pixels: Maximum number of pixels of a picture, since a file of kilobytes may take gigabytes to decode.
+                `on_error` handles a larger picture, which is not decoded.
             min_side: Minimum length, in pixels, of a decoded picture's shorter side, for transforms that shrink
-                pictures anyway. With 256, which suits `Resize(256)`, a JPEG is decoded at a half, a quarter or an
-                eighth of its size. The decoder takes the smallest size with no side below 256. Large pictures then
-                take a fraction of the time. Pixels of the smaller pictures are averages, so the transform's result
-                differs a little. A crop before `Resize` takes a larger part of the picture. None: decode at full size.
+                pictures anyway, such as 256 for `Resize(256)`. A JPEG is decoded at the smallest of full, half, quarter
+                and eighth size that suits, and large ones take a fraction of the time. The transform's result differs a
+                little, since pixels are averages. A crop before `Resize` takes a larger part of the picture. None:
+                decode at full size.
             index: File with the listing, which many ranks and runs can share. A missing file is written. None: list the
                 folder.
             cache_dir: Local folder that keeps downloaded pictures, for several processes at once. None: no cache.
@@ -375,7 +357,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the pictures with these indices and their labels, without skipped ones. Called by `DataLoader`.
 
-        Downloads of the next batch, which `ReadAhead` names, are in progress when the method returns.
+        Downloads of the next batch, which `ReadAhead` names, are then in progress.
 
         Raises:
             BrokenImageError: All pictures of the batch were skipped, or one is broken and `on_error` is `raise`.
@@ -431,12 +413,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return body
 
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
-        """Wait for the download of a picture, and decode it. Errors of this picture alone are returned, not raised.
-
-        Args:
-            index: Index of the picture in the data set.
-            body: Future of the bytes of its file.
-        """
+        """Wait for the download of a picture, and decode it. Errors of this picture alone are returned, not raised."""
         try:
             return decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except ImageTooLargeError as error:
@@ -451,7 +428,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             return error
 
     def _judged(self, index: int, outcome: Picture | Exception) -> Picture | None:
-        """Return a decoded picture. In place of an error, return the replacement of `on_error`, or None to skip."""
+        """Return a decoded picture, or for an error the replacement of `on_error`, or None to skip."""
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
@@ -480,25 +457,23 @@ class _Threads:
     bucket: Bucket
     readers: ThreadPoolExecutor
     decoders: ThreadPoolExecutor
-    """Pool of two threads that decode pictures. More threads would compete for cores with the reading threads."""
+    """Two threads. More would compete for cores with the reading threads."""
     ahead: dict[int, Future[bytes]] = field(default_factory=dict)
-    """Downloads of the next batch's pictures that have been started ahead, by the picture's index."""
+    """By the picture's index."""
 
 
 class _Source:
-    """Source of a data set's files: a bucket, with a client, reading threads and decoding threads for each process."""
-
     def __init__(self, name: str, access: Access) -> None:
         self._name, self._access = name, access
         self._by_process: dict[int, _Threads] = {}
-        """Client and threads of this process and its parents, by process id.
+        """By process id.
 
         Entries of parents stay after a fork, since closing them would wait for threads that do not exist here.
         """
 
     @property
     def here(self) -> _Threads:
-        """This process's S3 client, and its threads that read and decode pictures. The first access makes them."""
+        """This process's client and threads, made at the first access."""
         if (pid := os.getpid()) not in self._by_process:
             self._by_process[pid] = _Threads(
                 Bucket(self._name, self._access),
@@ -512,12 +487,7 @@ class _Source:
     ) -> list[Future[bytes]]:
         """Start downloads of a batch and then of the next batch. Return the first batch's downloads.
 
-        Downloads of this batch that an earlier call has started are used. Other earlier downloads are cancelled.
-
-        Args:
-            fetch: Function that downloads a picture's file, by the picture's index.
-            indices: Indices of the batch.
-            ahead: Indices of the next batch. Empty if they are not known.
+        Downloads that an earlier call has started are used for the first batch, or else cancelled.
         """
         here = self.here
         known, here.ahead = here.ahead, {}  # only this thread uses `known` from now on
@@ -532,7 +502,7 @@ class _Source:
 
 
 def _counters() -> Tensor:
-    """Return counters of broken pictures in shared memory, one for this process and one for each DataLoader worker."""
+    """Return counters in shared memory, one for this process and one for each DataLoader worker."""
     counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters

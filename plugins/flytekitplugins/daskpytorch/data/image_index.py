@@ -1,7 +1,7 @@
 """The index of a folder of pictures in S3, `prefix/class/image`, made from one listing, and the cache of its pictures.
 
-The cache is on a local disk, up to a size. All processes of one machine use it together. The name of a file is a hash
-of the object's bucket, key and ETag, so that a file is never out of date.
+The cache is on a local disk, for all processes of one machine. A file's name is a hash of the object's bucket, key and
+ETag, so that a file is never out of date.
 """
 
 from __future__ import annotations
@@ -24,45 +24,36 @@ from flytekitplugins.daskpytorch.process.folders import make_private, replacing
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""File extensions by which pictures are recognised, in lower or upper case: those of torchvision, and .gif."""
+"""Those of torchvision, and .gif. Upper case counts, too."""
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
-"""Pattern of the names of the cache's files: finished ones, and unfinished ones, which begin with a dot."""
+"""Names of the cache's files. Unfinished ones begin with a dot."""
 LOW_WATER = 0.9
-"""Share of the cache's maximum size, from 0 to 1, to which a full cache is reduced. The oldest files are removed."""
+"""Share of the maximum size, from 0 to 1, to which a full cache is reduced, oldest files first."""
 SHARE_BETWEEN_LOOKS = 0.03
-"""Share of the picture cache's maximum size, from 0 to 1, that a process writes between two checks of its size."""
+"""Share of the maximum size, from 0 to 1, that a process writes between two checks of the cache's size."""
 DIGEST_SIZE = 16
-"""Number of bytes of the checksum at the end of each file of the cache. A file that a crash has cut short lacks it."""
+"""Bytes of the checksum at the end of each file. A file that a crash has cut short lacks it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageIndex:
-    """Listing of a bucket's folder of pictures: the pictures in the order of their keys, and the sorted classes."""
-
     bucket: str
     prefix: str
-    """Beginning that the keys of all pictures have in common. Empty, or ends with a slash."""
+    """Common beginning of all keys. Empty, or ends with a slash."""
     nested: bool
     """True if a class's folder may have subfolders with pictures."""
     files: Sequence[Listed]
     classes: list[str]
     targets: list[int]
-    """Label of each picture: the index of its class in `classes`."""
+    """Index in `classes` of each picture's class."""
 
     @classmethod
     def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
         """Return the index of the pictures in a listing. Other objects are left out.
 
-        Args:
-            listing: All objects of the folder.
-            bucket: Name of the bucket.
-            prefix: Folder in the bucket, without a slash at the end.
-            nested: True: also take pictures in subfolders of a class's folder.
-
-        Raises:
-            FileNotFoundError: There are no pictures.
-            ValueError: A class's folder has subfolders with pictures, and `nested` is False.
+        Raises `FileNotFoundError` without pictures, and `ValueError` for subfolders of a class's folder if `nested` is
+        False.
         """
         folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
         files: list[Listed] = []
@@ -89,16 +80,12 @@ class ImageIndex:
         return cls(bucket=bucket, prefix=folder, nested=nested, files=files, classes=classes, targets=targets)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON to a file. An existing file is replaced atomically."""
+        """Write the index as JSON. An existing file is replaced atomically."""
         write_whole(Path(path), json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
-        """Read an index from a JSON file that the method `save` wrote.
-
-        Raises:
-            ValueError: The file is not such an index.
-        """
+        """Read a file of `save`. Raises `ValueError` for any other file."""
         try:
             content = json.loads(Path(path).read_text())
             return cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
@@ -153,10 +140,9 @@ class ImageCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        """Use the subfolder `daskpytorch-images` of `folder`, up to `num_bytes` bytes, as the cache.
+        """Use the subfolder `daskpytorch-images`, up to `num_bytes`.
 
-        Raises:
-            PermissionError: Another user owns the cache's folder, or can write to it.
+        Raises `PermissionError` if another user owns the subfolder or can write to it.
         """
         self._folder = Path(folder) / OWN_FOLDER
         self._num_bytes = num_bytes
@@ -175,13 +161,7 @@ class ImageCache:
         return body if len(body) == listed.size and _digest(body) == content[-DIGEST_SIZE:] else None
 
     def put(self, bucket: str, listed: Listed, body: bytes) -> None:
-        """Write an object to the cache. If the disk is full, log a line instead of raising an error.
-
-        Args:
-            bucket: Name of the bucket.
-            listed: The object in the bucket's listing.
-            body: Bytes of the object.
-        """
+        """Write an object to the cache. If the disk is full, log a line instead of raising an error."""
         path = self._path(bucket, listed)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1.1
-"""Maximum bytes of a rank's partitions, as a multiple of the ranks' average. A partition beyond it goes to the rank
-with the fewest bytes."""
+"""Maximum bytes of a rank's partitions, as a multiple of the average.
+
+A partition beyond goes to the rank with the fewest bytes.
+"""
 
 
 class DaskPartitions:
     """Partitions of a Dask collection, divided among the ranks of a gang on the same cluster.
 
-    Make the object in the driver, and pass it to `dispatch.run` or `dispatch.map`. The constructor computes the
-    collection, waits for the result, and keeps the partitions on their workers. Each rank calls `share`, and fetches
-    its partitions by a Dask client of its own. The partitions come straight from the workers, or through the scheduler
-    if the workers are threads of one process. Partitions do not pass through the driver.
+    Pass the object to `dispatch.run` or `dispatch.map`. The constructor computes the collection, waits for the result,
+    and keeps the partitions on their workers. Each rank calls `share`, and fetches its partitions from the workers, or
+    through the scheduler if the workers are threads of one process. Partitions do not pass through the driver.
 
     Examples:
         >>> import dask.bag
@@ -38,7 +39,7 @@ class DaskPartitions:
     """
 
     def __init__(self, client: Client, collection: Any) -> None:
-        """Compute a Dask collection on the cluster, and keep its partitions on the workers for the gang.
+        """Compute a Dask collection on the cluster.
 
         Args:
             client: Synchronous Dask client with which the gang will be run.
@@ -109,7 +110,7 @@ class Share(Sequence[Any]):
 
     def __init__(self, keys: Sequence[Key], indices: Sequence[int], way: WorkerData) -> None:
         self.indices = tuple(indices)
-        """Index in the Dask collection, from 0 up, of each of this rank's partitions."""
+        """Index in the Dask collection, from 0 up, of each partition."""
         self._keys = keys
         self._way = way
 
@@ -182,12 +183,8 @@ def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
     """Divide partitions among ranks. A rank gets those of its worker, up to `TOLERANCE` times the average bytes.
 
-    Args:
-        num_partitions: Number of partitions, which are numbered from 0.
-        held: For each rank, the partitions on its worker: their sizes in bytes, by partition number.
-
-    Returns:
-        For each rank, the numbers of its partitions, ascending. A rank is empty only if ranks outnumber partitions.
+    `held` has for each rank its worker's partitions: bytes by partition number. The shares are ascending, and a share
+    is empty only if ranks outnumber partitions.
     """
     sizes = _sizes(num_partitions, held)
     most = TOLERANCE * sum(sizes) / len(held)
@@ -213,10 +210,7 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
 
 
 def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return each partition's size in bytes, at least 1. Partitions that no rank's worker has get the average size.
-
-    `held` has for each rank the sizes of the partitions on its worker, by partition number.
-    """
+    """Return each partition's size in bytes, at least 1. Partitions that no rank's worker has get the average size."""
     known: dict[int, int] = {}
     for has in held:
         for partition, size in has.items():

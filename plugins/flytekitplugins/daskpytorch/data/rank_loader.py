@@ -1,9 +1,7 @@
 """Shares of a dataset for each rank, a data loader whose position is saved in checkpoints, and batches named ahead.
 
-Runs in every rank. The position holds for gangs of any size.
-
-A `DataLoader` asks a dataset for one batch at a time, and only the sampler knows the next one. Loader workers take
-turns, so the next batch of a worker comes as many batches later as there are workers.
+Runs in every rank. A `DataLoader` asks a dataset for one batch at a time, and only the sampler knows the next one.
+Loader workers take turns, so a worker's next batch comes as many batches later as there are workers.
 """
 
 from __future__ import annotations
@@ -32,17 +30,15 @@ def _whole(allowed: range, words: str) -> Rule:
 
 
 SEED = _whole(range(-(2**63), 2**63), "a whole number of at most 63 bits")
-"""Rule for seeds. torch accepts seeds up to 2**64 - 1, so an epoch number can be added to each of these."""
+"""torch accepts seeds up to 2**64 - 1, so an epoch number can be added to each of these."""
 COUNT = _whole(range(1, 2**63), "a whole number from 1 up")
 SHARE = must_be("a share above 0 and below 1", lambda value: isinstance(value, Real) and 0 < float(value) < 1)
 
 
 class Labelled(Protocol):
-    """Type of a dataset that has the label of each item, such as torchvision's `ImageFolder`."""
-
     @property
     def targets(self) -> Sequence[int]:
-        """Label of each item, in the order of the items."""
+        pass
 
 
 def split_by_class(
@@ -54,8 +50,8 @@ def split_by_class(
 ) -> tuple[list[int], list[int]]:
     """Split a dataset into training and held-out items, with the same share of every class.
 
-    Every process with the same arguments makes the same split. Equal items are on one side, also if they are in several
-    classes, so that no picture is both trained on and tested on.
+    Every process with the same arguments makes the same split. Equal items are on one side, also across classes, so
+    that no picture is both trained on and tested on.
 
     Args:
         dataset: A dataset with `targets`, the label of each item. Or the labels themselves.
@@ -108,11 +104,7 @@ def split_by_class(
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
     """Decide which contents of one class are held out, and note the decisions in `is_held_out`.
 
-    Args:
-        equal_items: Indices of the class's items, by their content. Items of equal content stay together.
-        held_out: The share of the class's items to hold out.
-        seed: Seed of the decisions.
-        is_held_out: Decisions on the contents of earlier classes, which stand.
+    `equal_items` has indices by content: items of equal content stay together. Decisions for earlier classes stand.
     """
     wanted = round(held_out * sum(map(len, equal_items.values())))
     wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
@@ -129,9 +121,9 @@ def _hash(seed: int, content: str) -> bytes:
 class RankBatches(Sampler[list[int]]):
     """Batch sampler that gives each rank its batches. All ranks together see each index exactly once per epoch.
 
-    Use `DataLoader(batch_sampler=RankBatches(...))`. A `RankLoader` is both in one, and also keeps the position for
-    checkpoints. All ranks take the same number of steps, and the sizes of their batches differ by one item at most.
-    Unlike `DistributedSampler`, `RankBatches` repeats or drops no item. Weight the loss, since DDP averages over ranks:
+    Use `DataLoader(batch_sampler=RankBatches(...))`, or a `RankLoader`, which also keeps the position for checkpoints.
+    All ranks take the same number of steps, and the sizes of their batches differ by one item at most. Unlike
+    `DistributedSampler`, `RankBatches` repeats or drops no item. Weight the loss, since DDP averages over ranks:
     `loss * len(batch) * world_size / len(batches.steps[step])`, where `loss` is the mean of the rank's batch.
 
     Examples:
@@ -249,7 +241,6 @@ class RankBatches(Sampler[list[int]]):
 
 
 def _place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, in the gang or else in torch's process group."""
     own = current_rank()
     if own.world_size == 1 and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -263,7 +254,7 @@ class MapStyle(Sized, Protocol):
     """Type of a dataset with a length, whose items are read by index."""
 
     def __getitem__(self, index: int) -> Any:
-        """Return the item with this index."""
+        pass
 
 
 class RankLoader:
@@ -328,9 +319,9 @@ class RankLoader:
         self.num_seen = 0
         """Number of items of the current epoch that all ranks together have received."""
         self.global_batch = torch.empty(0, dtype=torch.int64)
-        """Indices of the items that all ranks together got in the last step: a one-dimensional tensor of int64."""
+        """Indices of the items that all ranks together got in the last step: int64, one dimension."""
         self.share = self.global_batch
-        """Indices of the items that this rank got in the last step: a one-dimensional tensor of int64."""
+        """This rank's part of `global_batch`."""
         self._batches = _BatchesOfRank(
             torch.arange(len(dataset)),
             batch_size,
@@ -341,7 +332,6 @@ class RankLoader:
             world_size=world_size,
         )
         self.num_items = len(dataset)
-        """Number of items of the dataset."""
         self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
         source, batches = reading_ahead(dataset, self._batches, options.get("num_workers", 0))
@@ -351,9 +341,8 @@ class RankLoader:
     def weight(self) -> float:
         """Factor by which to multiply the last batch's mean loss, so that all items of all ranks count alike under DDP.
 
-        The factor is 1 if the batches of all ranks have the same size. After a restart, the epoch may have fewer items
-        left than there are ranks. A rank without an item then gets an item of another rank, with weight 0, because the
-        other ranks wait for its gradients.
+        1 if the batches of all ranks have the same size. After a restart, fewer items than ranks may be left. A rank
+        without an item then gets another rank's, with weight 0, because the other ranks wait for its gradients.
         """
         return len(self.share) * self._batches.world_size / max(1, len(self.global_batch))
 
@@ -447,19 +436,19 @@ class Batches(Protocol):
     """Type of a batch sampler: an iterable of lists of indices, with a length, such as torch's `BatchSampler`."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of each batch."""
+        pass
 
     def __len__(self) -> int:
-        """Return the number of batches."""
+        pass
 
 
 class ReadAhead(Sampler[list[int]]):
     """Batch sampler that adds to each batch the indices of the next one, so that `S3ImageFolder` can read it ahead.
 
     The batches are those of another batch sampler. Use `DataLoader(batch_sampler=ReadAhead(...))`. A `RankLoader` reads
-    ahead without `ReadAhead`. Other datasets get a batch as a plain list. torch's `Subset` loses the indices of the
-    next batch: let the sampler choose among the indices of the whole dataset instead. `ReadAhead` takes as many batches
-    in advance from the other sampler as the `DataLoader` has workers.
+    ahead without `ReadAhead`. torch's `Subset` loses the indices of the next batch: let the sampler choose among the
+    indices of the whole dataset instead. `ReadAhead` takes as many batches in advance from the other sampler as the
+    `DataLoader` has workers.
 
     Examples:
         >>> from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -503,7 +492,7 @@ class ReadAhead(Sampler[list[int]]):
 
 
 class _Batch(list[int]):
-    """Batch of indices that also has the next batch's indices, as `ahead`. Pickles keep `ahead`."""
+    """Batch with the next batch's indices, as `ahead`, which pickles keep."""
 
     ahead: Sequence[int] = ()
 
@@ -518,11 +507,6 @@ def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any
 
     A `Subset` of a dataset that can read ahead becomes the whole dataset, and the batches get indices of the whole. A
     dataset that cannot read ahead is returned unchanged, with its batches.
-
-    Args:
-        dataset: Dataset or `Subset` of the user.
-        batches: Batch sampler of the dataset.
-        num_workers: Number of the `DataLoader`'s worker processes.
     """
     whole, parts = dataset, []
     while type(whole) is Subset:
@@ -534,7 +518,7 @@ def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any
 
 
 class _Renumbered:
-    """Batch sampler that turns indices of a `Subset`, also of nested ones, into indices of the whole dataset."""
+    """Turns indices of a `Subset`, also of nested ones, into indices of the whole dataset."""
 
     def __init__(self, batches: Batches, parts: Sequence[Sequence[int]]) -> None:
         self._batches, self._parts = batches, parts
