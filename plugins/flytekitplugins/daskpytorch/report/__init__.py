@@ -6,10 +6,8 @@
         report.table(("name", "length"), [("Bello", 5)]),
     ))
 
-Every piece is complete HTML. A single piece can be a Deck, and pieces can be joined by `+`. Each piece contains the
-shared style and the library for drawing (70 kB). `page` contains them only once.
-
-Runs in the driver. Called by `display`, `sweep` and users. May import `process`.
+Every piece is complete HTML: a single piece can be a Deck, and pieces can be joined by `+`. Each piece contains the
+shared style and the library for drawing (70 kB). `page` contains them only once. Runs in the driver.
 """
 
 from flytekitplugins.daskpytorch.report.chart import Curve, Event, Span, duration, line_chart, timeline

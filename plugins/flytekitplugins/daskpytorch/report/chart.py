@@ -13,28 +13,25 @@ from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.report.pieces import LARGE, Tone, cells_table, element, folded, name_of, text_of, whole
 
 MAX_VALUE = 1e200
-"""Largest absolute value that can be drawn."""
 NUM_COLOURS = 8
 NUM_ROWS = 12
-"""Maximum number of evenly spread rows in the table below a chart. Short lines may add the same number of rows."""
+"""Evenly spread rows in the table below a chart. Short lines may add as many."""
 WIDE_RANGE = 100.0
-"""Ratio of the largest to the smallest value above which a chart is first shown with a logarithmic axis."""
+"""Largest to smallest value, above which a chart first has a logarithmic axis."""
 MAX_MARKS = 100
 MAX_POINTS = 2_000
-"""Maximum number of points of a curve. Longer curves are thinned."""
 Point = tuple[int, float, float]
-"""A point of a curve: the step at which it was logged, x and y."""
+"""Step at which the point was logged, x and y."""
 Points = list[tuple[float, float]]
 MAX_EVENTS = 300
-"""Maximum number of events that a timeline shows: if there are more, the first 150 and the last 150."""
+"""The first 150 and the last 150 if there are more."""
 MAX_TEXT = 300
-"""Maximum number of characters of an event's text that are shown."""
 MAX_DETAIL = 1_000
-"""Maximum number of characters of an event's detail that are shown, from its end."""
+"""Counted from the detail's end."""
 MAX_SPANS = 400
 NUM_TICKS = 5
 NARROW = 4.0
-"""Minimum width, in percent of the timeline, of a span that is drawn with its name."""
+"""Percent of the timeline from which a span is drawn with its name."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 
@@ -112,7 +109,6 @@ def line_chart(
 
 
 def _marked(marks: Sequence[tuple[float, str]], x_label: str) -> str:
-    """Return the marks in words, with all x of a text together."""
     by_words: dict[str, list[str]] = {}
     for x, what in marks[-MAX_MARKS:]:
         by_words.setdefault(what, []).append(text_of(x))
@@ -130,7 +126,6 @@ def best_of(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
 
 
 def _legend(index: int, name: str, points: Points, best: tuple[float, float] | None) -> str:
-    """Return a line's legend entry as HTML: a button that hides the line, and the newest and best value."""
     button = element("button", text_of(name_of(name)), type="button", aria_pressed="true")
     newest = text_of(points[-1][1]) if points else "no values"
     remark = f" best {text_of(best[1])} at {text_of(best[0])}" if best is not None else ""
@@ -157,7 +152,6 @@ def _values(curves: Mapping[str, Points], x_label: str) -> str:
 
 
 def _spread(values: Sequence[float]) -> list[float]:
-    """Return at most 12 of the values, evenly spread, always with the first and the last one."""
     if len(values) <= NUM_ROWS:
         return list(values)
     return [values[round(i * (len(values) - 1) / (NUM_ROWS - 1))] for i in range(NUM_ROWS)]
@@ -169,7 +163,7 @@ def _short(value: float) -> float | int:
 
 
 def _json(data: object) -> str:
-    """Return data as JSON in which no text can end the HTML script element around the JSON."""
+    """Return JSON in which no text can end the HTML script element around the JSON."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -241,7 +235,7 @@ class Curve:
 
 
 def thinned(points: list[tuple[float, float]], max_points: int | None = None) -> list[tuple[float, float]]:
-    """Return a curve's points (x, y), thinned to at most `max_points` without a loss of spikes. None: 2,000."""
+    """Return points (x, y), thinned without a loss of spikes. None: 2,000."""
     if len(points) <= (max_points or MAX_POINTS):
         return points
     curve = Curve(max_points)
@@ -251,7 +245,6 @@ def thinned(points: list[tuple[float, float]], max_points: int | None = None) ->
 
 
 def _extremes(points: list[Point]) -> list[Point]:
-    """Return the lowest and the highest of a bucket's points, in the order of the curve."""
     if len(points) < 3:
         return points
     lowest = min(points, key=operator.itemgetter(2))
@@ -279,7 +272,6 @@ class Event:
     detail: str = ""
     """Details in one or more lines. Of long details, the end is shown."""
     tone: Tone = "idle"
-    """Colour of the event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,11 +290,9 @@ class Span:
     start: float
     """Start in seconds, on the same clock as all events and spans."""
     end: float
-    """End in seconds, on the same clock."""
     text: str
     """Name of the span, in a word or two."""
     tone: Tone = "idle"
-    """Colour of the span."""
 
 
 def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
@@ -382,7 +372,6 @@ def _events(events: Sequence[Event], start: float) -> str:
 
 
 def _end_of(detail: str) -> str:
-    """Return the last whole lines of a long detail, and the last characters of a single long line."""
     if len(detail) <= MAX_DETAIL:
         return detail
     _, _, rest = detail[-MAX_DETAIL:].partition("\n")
