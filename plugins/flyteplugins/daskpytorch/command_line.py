@@ -17,10 +17,7 @@ HERE = ("--local", "--tracked")
 
 
 def run(command: Any) -> Any:
-    """Start the fork server and handle Ctrl-C if the command may start gangs here. Return Flyte's command `run`.
-
-    Called by Flyte's command line.
-    """
+    """Start the fork server and handle Ctrl-C if the command may start gangs here. Called by Flyte's command line."""
     if not is_worthwhile(sys.argv, "flyte", here=HERE):
         return command
     fork_client.import_ahead(IMPORTED_AHEAD)
@@ -30,7 +27,7 @@ def run(command: Any) -> Any:
 
 
 def _heeding_ctrl_c(invoke: Any, *args: Any) -> Any:
-    """Call Flyte's command `run` with a handler of Ctrl-C, by which Ctrl-C ends the gangs first.
+    """Call Flyte's command `run`, so that Ctrl-C ends the gangs first.
 
     Only the main thread can handle Ctrl-C, and Flyte runs tasks in another thread.
     """

@@ -29,20 +29,15 @@ from flytekitplugins.daskpytorch.rank.link import check_count
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 BESIDE = ".daskpytorch"
-"""Suffix that, added to the path of Flyte's own checkpoint, names the folder for this package's checkpoints.
-
-Flyte's own checkpoint is a single object, which the user may write.
-"""
+"""Suffix of Flyte's own checkpoint for our folder. Flyte's own is a single object, which the user may write."""
 SECRETS_FOLDER = Path("/etc/flyte/secrets")
-"""Folder in which Flyte 2 mounts secrets as files."""
+"""Where Flyte 2 mounts secrets as files."""
 OF_AZURE = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
-"""Names of storage options that are equal in Flyte's `ABFS` and in adlfs, the fsspec library for Azure."""
+"""Storage options that are equal in Flyte's `ABFS` and in adlfs, the fsspec library for Azure."""
 INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
 
 
 class Flyte2Execution(host.Execution):
-    """Execution of a Flyte 2 task: its names, storage and secrets, taken from Flyte's context."""
-
     def __init__(self, ctx: TaskContext, run: LocalRun | None) -> None:
         self._ctx = ctx
         self._run = run
@@ -53,7 +48,7 @@ class Flyte2Execution(host.Execution):
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
         """Return the folders for a gang's checkpoints: beside Flyte's own checkpoint, or in a local run here.
 
-        `key` names the gang. None: the gang has no such folders, for example outside a task.
+        None if the gang has no such folders, for example outside a task.
         """
         if self._run is not None:
             return self._run.paths(key)
@@ -67,15 +62,14 @@ class Flyte2Execution(host.Execution):
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
-        """Return the fsspec file system of a URI, opened with the settings that Flyte uses for its own data."""
+        """Return the file system of a URI, with the settings that Flyte uses for its own data."""
         return _opened(uri, storage())
 
     def new_folder(self) -> str | None:
-        """Return the path or URI of a new folder in the task's output storage. None outside a task."""
+        """Return a new folder in the task's output storage. None outside a task."""
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """Upload a local folder to a URI, file by file."""
         files = Files(self.filesystem(uri))
         for path in filter(Path.is_file, sorted(folder.rglob("*"))):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
@@ -85,11 +79,7 @@ class Flyte2Execution(host.Execution):
         return FlyteStorage(storage()) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
-        """Return the value of a secret, from its environment variable or else its mounted file.
-
-        Raises:
-            ValueError: The secret is neither in the environment nor mounted.
-        """
+        """Return a secret from its environment variable or else its mounted file. Raises `ValueError` without both."""
         variable = name_of_secret(name)
         if variable in os.environ:
             return os.environ[variable]
@@ -106,18 +96,17 @@ class FlyteStorage(host.Execution):
     """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     storage: Storage | None
-    """The driver's settings of Flyte's storage, with access keys. None: each rank finds settings in its environment."""
+    """With access keys. None: each rank finds settings in its environment."""
 
     def filesystem(self, uri: str) -> Any:
-        """Return the fsspec file system of a URI, opened with the driver's storage settings."""
         return _opened(uri, self.storage)
 
 
 def earlier_system_errors() -> int:
     """Return how often this task attempt has ended with a system error, and rename the last error's file.
 
-    After a system error, Flyte 2 starts the same attempt again, with equal paths and without a limit. An error file
-    that remained from an earlier start would count as the outcome, even if the new start succeeds.
+    After a system error, Flyte 2 starts the same attempt again, with equal paths and without a limit. An error file of
+    an earlier start would count as the outcome, even if the new start succeeds.
     """
     path = error_path(flyte.ctx().output_path)
     files, aside = _opened(path, storage()), path.removesuffix(".pb")
@@ -141,7 +130,6 @@ def _beside(files: Files, checkpoint: str | None, key: str) -> str | None:
 
 
 def rank_environment(secrets: Any) -> dict[str, str]:
-    """Return the environment variables of Flyte and of the task's secrets, for the ranks of the current task."""
     action, inherited = flyte.ctx().action, {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
     for secret in secrets_from_request(secrets) if secrets else ():
         if secret.as_env_var in os.environ:
@@ -157,19 +145,18 @@ def rank_environment(secrets: Any) -> dict[str, str]:
 
 
 def name_of_secret(secret: Any) -> str:
-    """Return the name of a secret's environment variable: the one in its `flyte.Secret`, or else Flyte's default."""
+    """Return the environment variable in a `flyte.Secret`, or else Flyte's default for the secret."""
     named = f"{secret.group}_{secret.key}" if secret.group else secret.key
     return getattr(secret, "as_env_var", None) or named.replace("-", "_").upper()
 
 
 def storage() -> Storage | None:
-    """Return the storage settings that were passed to `flyte.init`. None: clients use the environment's settings."""
+    """Return the settings that were passed to `flyte.init`. None: clients use the environment's settings."""
     config = _get_init_config()
     return config.storage if config is not None else None
 
 
 def _opened(uri: str, storage: Storage | None) -> Any:
-    """Return the fsspec file system of a URI, opened with access keys from `storage` or else from the environment."""
     told: dict[str, Any] = {}
     if uri.startswith(("s3://", "s3a://")):
         s3 = storage if isinstance(storage, S3) else S3.auto()
@@ -185,7 +172,6 @@ def _opened(uri: str, storage: Storage | None) -> Any:
 
 
 def current() -> Flyte2Execution:
-    """Return the execution of the task that runs in the current context."""
     return Flyte2Execution(flyte.ctx(), local_run.get())
 
 
@@ -197,10 +183,7 @@ host.provide(current)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutput:
-    """Rank 0's return value and report tabs, which are sent to the driver."""
-
     value: Any
-    """Return value of the user's function in rank 0."""
     tabs: Mapping[str, Sequence[str]]
     """HTML fragments of each tab in rank 0's report, by the tab's name."""
 
@@ -212,23 +195,15 @@ class Flyte2Rank:
     ctx: TaskContext
     storage: Storage | None
     inputs: bytes
-    """Inputs of the task, pickled. Files, folders and data frames are references, which each rank opens itself."""
+    """Pickled. Files, folders and data frames are references, which each rank opens itself."""
     outputs_wanted: Sequence[str]
-    """Names of the task's outputs."""
     task_name: str
     results: str
-    """Path or URI of the folder with the files that ranks submit. The folder is complete when the task has ended."""
+    """Folder or URI of the files that ranks submit, complete when the task has ended."""
 
     @classmethod
     def of_current_task(cls, task_name: str, inputs: Mapping[str, Any], outputs: Sequence[str], results: str) -> Self:
-        """Return the part of Flyte's current context in the driver that ranks need.
-
-        Args:
-            task_name: Name of the task.
-            inputs: Values of the inputs, by name.
-            outputs: Names of the outputs.
-            results: Path or URI of the folder for files that ranks submit.
-        """
+        """Return the part of Flyte's current context in the driver that ranks need."""
         ctx = flyte.ctx()
         return cls(
             ctx=dataclasses.replace(ctx, report=Report(ctx.report.name), compiled_image_cache=None, data={}),
@@ -251,21 +226,18 @@ class Flyte2Rank:
             yield
 
     def arguments(self) -> dict[str, Any]:
-        """Return the values of the task's inputs, by name."""
         return dict(pickling.loads(self.inputs))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """Return the user function's return value unconverted, with the tabs of this rank's report.
+        """Return rank 0's return value unconverted, with the tabs of its report.
 
-        Raises:
-            TypeError: The number of returned values differs from the number of the task's outputs.
+        Raises `TypeError` if the number of values differs from the task's outputs.
         """
         check_count(self.task_name, returned, self.outputs_wanted)
         tabs = {name: tab.content for name, tab in self.ctx.report.tabs.items() if tab.content}
         return TaskOutput(value=returned, tabs=tabs)
 
     def results_folder(self) -> Dir[Any]:
-        """Return the folder to which the driver writes the files that ranks submit, as Flyte 2's type for folders."""
         return Dir(path=self.results)
 
 
@@ -275,7 +247,7 @@ def _event_loop() -> Any:
 
 
 def _revive() -> None:
-    """Give Flyte's event loop a new thread, since its thread in the fork server does not exist in a forked rank."""
+    """Give Flyte's event loop a new thread: a forked rank lacks the fork server's."""
     loop = _event_loop()
     if not loop.thread.is_alive():
         loop.__init__(loop.thread.name)

@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.node import fork_client
 __all__ = ["IMPORTED_AHEAD", "dask_setup"]
 
 IMPORTED_AHEAD = "flyteplugins.daskpytorch.context:put_to_sleep"
-"""Path `module:function` of the function that the fork server calls before it forks ranks of Flyte 2 tasks."""
+"""`module:function` that the fork server calls before it forks ranks of Flyte 2 tasks."""
 
 
 def dask_setup(worker: Any) -> None:

@@ -1,6 +1,6 @@
 """Configs and task types for Flyte 2: how tasks of `TaskEnvironment(plugin_config=DaskDDP(...))` run.
 
-Loaded where environments are defined, and imports no torch. The import registers the task types with Flyte.
+Loaded where environments are defined, and imports no torch.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
 MAX_SYSTEM_RESTARTS = 3
-"""Maximum number of times that Flyte 2 restarts a task attempt after failures of the infrastructure."""
+"""Times that Flyte 2 restarts an attempt after failures of the infrastructure."""
 _attempts: dict[tuple[str | None, str], Path] = {}
 """Folder with the newest checkpoints of each local task that has failed in this process, by run and action.
 
-The next attempt of the same action goes on from the folder.
+The action's next attempt goes on from there.
 """
 
 
 @dataclass(kw_only=True)
 class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
-    """Base of all task types, which lets Flyte retry infrastructure failures, and handles SIGTERM and local runs."""
+    """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
     debuggable: bool = False
 
@@ -118,7 +118,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """Base of the task types for Dask: a task of Flyte's type `dask`, with this package's Dask settings in all pods."""
+    """Base of tasks of Flyte's type `dask`, with this package's Dask settings in all pods."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,10 +126,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         self._warn_of_gpus()
 
     def _warn_of_gpus(self) -> None:
-        """Warn if `WorkerGroup` requests GPUs, because then no Dask worker would start.
-
-        Flyte 2's plugin for Dask requests them by a name that Kubernetes refuses.
-        """
+        """Warn if `WorkerGroup` requests GPUs: Flyte 2's plugin for Dask does so by a name that Kubernetes refuses."""
         is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # pods and ranks import the task again
         if is_users and num_gpus(self.plugin_config.workers.resources):
             warnings.warn(
@@ -144,14 +141,12 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         return in_ranks.GANG_SETTINGS | PRELOAD
 
     async def pre(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return no parameters, because only ranks need the user's code, and the driver sends it to them."""
+        """Return no parameters: the driver sends the user's code to the ranks, which alone need it."""
         return {}
 
 
 @dataclass(kw_only=True)
 class _InRanks(in_ranks.InRanks, _Resumable):
-    """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         secret = self.plugin_config.wandb.secret if self.plugin_config.wandb else None
@@ -161,7 +156,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def task_config(self) -> Any:
-        """Config of the task, which Flyte 2 calls `plugin_config`."""
+        """Flyte 2's `plugin_config`."""
         return self.plugin_config
 
     @property
@@ -170,11 +165,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def enable_deck(self) -> bool:
-        """True if the task has a report, which is called a Deck in flytekit."""
+        """True if the task has a report, which flytekit calls a Deck."""
         return bool(self.report)
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Train in a thread, so that Flyte's event loop stays free. Return the task's output."""
+        """Train in a thread, so that Flyte's event loop stays free."""
         fork_client.import_ahead(IMPORTED_AHEAD)
         if self._is_debugging:
             return await run_sync_in_thread(self._train_here, inputs)
@@ -212,35 +207,28 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
 @dataclass(kw_only=True)
 class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
-    """Task whose function runs in every rank of a gang on the workers of a Dask cluster."""
-
     task_type: str = "dask"
 
     def _num_gpus_asked(self) -> int:
-        """Return the number of GPUs in the resources of the `WorkerGroup`, or else of the task's environment."""
         resources = self.plugin_config.workers.resources
         return num_gpus(self.resources if resources is None else resources)
 
 
 @dataclass(kw_only=True)
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
-    """Task whose function runs in every rank of a gang on the task's own node."""
-
     def _num_gpus_to_find(self) -> int:
         return 0 if flyte.ctx().mode == "local" else num_gpus(self.resources)
 
 
 @dataclass(kw_only=True)
 class DaskClusterTask(_Resumable, _OnDask):
-    """Task whose function runs once, with a client of a Dask cluster whose workers have arrived."""
-
     task_type: str = "dask"
 
     def _cluster_settings(self) -> Mapping[str, str]:
         return in_ranks.CLUSTER_SETTINGS | PRELOAD
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Connect to the Dask cluster in a thread, wait for its workers, and return the user function's result."""
+        """Call the user's function in a thread, or await it, once the cluster's workers have arrived."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         refuse_unknown(inputs)
@@ -283,13 +271,12 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
 
 
 def num_gpus(resources: Any) -> int:
-    """Return the number of GPUs in a `flyte.Resources` or None. 0: no GPUs."""
     device = resources.get_device() if resources is not None else None
     return device.quantity if device is not None and device.device_class == "GPU" else 0
 
 
 def _undisturbed(template: Any) -> Any:
-    """Add this package's annotations to a task's pod template, below the user's, unless the user names a template.
+    """Add our annotations to a task's pod template, below the user's, unless the user names a template.
 
     Flyte 2's SDK serialises a pod template with the package `kubernetes`, which the SDK does not install.
     """
@@ -312,8 +299,6 @@ def _with_secret(secrets: Any, secret: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Clustered(config.OnDask):
-    """Base of the configs of tasks that have a Dask cluster: its scheduler and its workers."""
-
     KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
 
     scheduler: Scheduler = field(default_factory=Scheduler)
@@ -369,7 +354,6 @@ def _join_flyte_migrate() -> None:
 
 
 def _converted(kind: type, config: Any) -> Any:
-    """Convert a config for flytekit to the config of the class `kind` for Flyte 2."""
     pods = _pods(config) if hasattr(config, "workers") else {}
     return kind(**{each.name: getattr(config, each.name) for each in fields(kind)} | pods)
 
@@ -384,7 +368,6 @@ def _pods(config: Any) -> dict[str, Any]:
 
 
 def _resources(requests: Any, limits: Any) -> Any:
-    """Convert flytekit's requests and limits to a `flyte.Resources`, by flyte-migrate, with the GPUs as a number."""
     from flyte_migrate._resource import _transform_resource_v1_to_v2
 
     gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)
