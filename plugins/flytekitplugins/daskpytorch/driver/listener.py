@@ -122,7 +122,7 @@ class Listener:
         self._thread.join(seconds)
 
     def end(self) -> None:
-        """Shut down all connections, wait up to `END_TIME` for threads, then close all connections.
+        """Shut down all connections, wait up to `END_TIME` for threads, then close the connections of ended threads.
 
         Call this method after the last message to agents, when the gang's thread has handled all agents' messages.
         """
@@ -135,20 +135,15 @@ class Listener:
         self._thread.join(END_TIME)
         for thread in list(self._transfers.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():  # else the thread closes them at its end
-            self._close_known()
-
-    def _close_known(self) -> None:
-        for connection in list(self._known):
-            connection.close()
+        if not self._thread.is_alive():  # a thread that still reads could meet the next file of the same descriptor
+            for connection in self._known:
+                connection.close()
 
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._live())
         finally:
             self._loop.close()
-        if self._is_over:
-            self._close_known()
 
     async def _live(self) -> None:
         """Accept callers until `close`, and read from agents until the last agent has gone."""
