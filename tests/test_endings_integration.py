@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -253,7 +254,10 @@ def test_only_the_rank_itself_reports_of_a_rank_that_forks(client: Client, how: 
     assert futures.result(MAX_WAIT) == [f"rank, and its fork ended with {code}"] * 2
 
 
-def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(client: Client) -> None:
+def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the driver keeps what it cannot read
     futures = dispatch.run(client, return_only_here, gang=ONCE)
     with pytest.raises(RuntimeError, match="PanicError: cannot be made here") as caught:
         futures.result(MAX_WAIT)

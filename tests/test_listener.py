@@ -227,7 +227,12 @@ def test_heartbeats_come_together_and_of_each_agent_the_newest(
     for number, each in enumerate(agents * 5):
         each.send_frame(framing.heartbeat({number % 20: number, 20 + number % 20: number}))
     newest = [framing.heartbeat({number: 80 + number, 20 + number: 80 + number}) for number in range(20)]
-    assert sorted(heard(events).values()) == sorted(newest)
+    told: dict[Connection, bytes] = {}
+    num_calls = 0
+    while sorted(told.values()) != sorted(newest):
+        told |= heard(events)
+        num_calls += 1
+    assert num_calls < 10  # of a hundred heartbeats; one, unless the machine stands still for a second
 
 
 def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
