@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torchvision import models
 
 from tasks.backbones import (
-    Classifier,
     Start,
     build,
-    download,
     head_of,
     load_start,
     read_start,
@@ -69,29 +65,3 @@ def test_a_start_is_read_as_it_was_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(dict(found.weights), dict(weights), rtol=0, atol=0)
     torch.save({f"module.{name}": weight for name, weight in weights.items()}, tmp_path / "wrapped.pt")
     assert read_start(tmp_path / "wrapped.pt").weights.keys() == weights.keys()
-
-
-def test_files_that_are_no_weights(tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
-    torch.save(nn.Linear(1, 1), path)
-    with pytest.raises(ValueError, match=r"cannot read the weights in .*file.pt: .*Give the model_state"):
-        read_start(path)
-    torch.save([torch.zeros(1)], path)
-    with pytest.raises(ValueError, match=r"file\.pt holds list, not a state_dict"):
-        read_start(path)
-    torch.save({"epoch": 3}, path)
-    with pytest.raises(ValueError, match=r"file\.pt holds dict, not a state_dict"):
-        read_start(path)
-    with pytest.raises(ValueError, match=r"file\.pt is not a trained classifier"):
-        Classifier.load(path)
-
-
-def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(urllib.request, "_opener", None)  # urllib keeps the proxies that it was first used with
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(ConnectionError, match=r"cannot download DEFAULT of resnet18 from https://.*give it as state"):
-        download("resnet18", "DEFAULT")
-    assert not download("resnet18", "").weights

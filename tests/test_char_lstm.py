@@ -111,14 +111,6 @@ def test_forward_is_the_lstm(batch: torch.Tensor) -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), list(model.parameters())))
 
 
-def test_padding_is_no_target() -> None:
-    """Logits that are right for the padding and know nothing else cost ln 31 per character."""
-    uniform = _constant_model(**dict.fromkeys(ALPHABET, 0.0))
-    assert evaluate(uniform, HELD_OUT).loss == pytest.approx(math.log(31))
-    padding = _constant_model(blank=100.0)
-    assert evaluate(padding, HELD_OUT).accuracy == 0
-
-
 def test_evaluation_counts_every_window_once() -> None:
     model = CharLSTM().eval()
     repeated = torch.cat([HELD_OUT, HELD_OUT[:100], HELD_OUT[:1]])

@@ -34,23 +34,6 @@ def test_one_error_names_every_wrong_value_and_what_is_allowed(kind: type) -> No
     assert all(problem.partition(": must be ")[2] for problem in problems)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("epochs", 1.5), ("epochs", True), ("learning_rate", 0), ("learning_rate", math.nan)),
-        *(("held_out", 1), ("seed", 2**63), ("checkpoint_interval", 0.5)),
-    ],
-)
-def test_a_value_of_the_wrong_kind_or_at_a_bound_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^Hyperparameters\({field}=[^;]*$"):
-        char_lstm.Hyperparameters(**{field: value})
-
-
-def test_a_misspelt_limit_is_named() -> None:
-    with pytest.raises(ValueError, match="did you mean 'max_drift'"):
-        Limits.from_json('{"max_drif": 0.2}')
-
-
 def test_samples_that_were_not_seen_once_are_an_error() -> None:
     check_seen_once(torch.ones(4), "test images")
     with pytest.raises(RuntimeError, match="1 of 4 test images not at all and 2 more than once"):

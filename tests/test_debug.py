@@ -30,7 +30,6 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.errors import GangCancelledError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
 
 HEARD: list[Any] = []
@@ -74,14 +73,6 @@ def on_dask(steps: int) -> list[int]:
     return train(steps)
 
 
-@task(task_config=SpawnDDP(nproc=2))
-def trains(steps: int, fails: bool) -> list[int]:
-    trained = train(steps)
-    if fails:
-        raise ValueError("after two steps")
-    return trained
-
-
 @task(task_config=SpawnDDP(nproc=2, gang=Gang(debug=True)))
 def spawned(steps: int) -> list[int]:
     return train(steps)
@@ -121,15 +112,6 @@ def test_a_task_runs_as_the_only_rank_in_this_process(capfd: pytest.CaptureFixtu
 
 def test_a_gang_may_ask_for_it() -> None:
     assert spawned(steps=1) == HERE
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_run_goes_on_from_the_checkpoint_of_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(local_runs.FOLDER_VARIABLE, str(tmp_path))
-    with pytest.raises(ValueError, match="after two steps"):
-        trains(steps=2, fails=True)
-    monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
-    assert trains(steps=3, fails=False)[-1] == 2
 
 
 @pytest.mark.usefixtures("one_rank")

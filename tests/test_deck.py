@@ -269,16 +269,6 @@ def test_a_loss_that_is_no_number_is_told_once() -> None:
 # ---- What happened
 
 
-def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
-    recorder = RunState()
-    To(recorder).noted("train: rank 1 raised\nTraceback (most recent call last):\nValueError")
-    page = body(recorder)
-    assert events(page) == ["rank 1 raised"]
-    assert "Traceback (most recent call last):\nValueError" in page
-    To(recorder).noted("train: rank 1 raised\n" + "".join(f"line {number}\n" for number in range(1_000)))
-    assert re.search(r"…\nline \d+\n(line \d+\n)+line 999<", body(recorder))
-
-
 def test_an_evaluation_belongs_to_the_epoch_of_its_step() -> None:
     """The metrics of each epoch's checkpoint arrive in the next epoch."""
     recorder = RunState()

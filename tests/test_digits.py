@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torchvision.datasets import MNIST
 
 from mnist_files import as_idx, write_mnist
-from tasks import digits
 from tasks.digits import FILES, Digits, DigitSet, load_digits
 
 
@@ -29,20 +25,6 @@ DIGITS = Digits(training=noise(30), test=noise(20), source="")
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return write_mnist(DIGITS, tmp_path / "digits")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a download goes."""
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    return tmp_path / "torch" / "hub" / "mnist"
-
-
-def ask_only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(urllib.request, "_opener", None)  # urllib keeps the proxies that it was first used with
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{port}/"])
 
 
 def tensors(loaded: Digits) -> list[Tensor]:
@@ -74,11 +56,3 @@ def test_damaged_files(directory: Path, file: str, content: bytes, said: str) ->
     (directory / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"cannot read the digits in {directory}: .*{said}.*get the files anew"):
         load_digits(directory)
-
-
-def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "NETWORK_TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ask_only(monkeypatch, server.getsockname()[1])
-        assert "timed out" in load_digits().source
-    assert socket.getdefaulttimeout() is None

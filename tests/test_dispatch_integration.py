@@ -171,13 +171,6 @@ def test_a_gang_does_not_wait_for_a_worker_that_is_being_scaled_away() -> None:
         assert dispatch.run(client, weighted_sum, 5).result() == [(0, 5.0)]
 
 
-def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
-    found = client.scheduler_info()
-    leaving, *staying = found["workers"]
-    found["workers"][leaving]["status"] = "closing_gracefully"
-    assert list(dask_agents._addresses(client, found)) == staying
-
-
 def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
     free = threading.Event()
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local:
@@ -188,6 +181,13 @@ def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
         assert not free.is_set()
         free.set()
     assert not worker.plugins  # and the worker could close
+
+
+def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
+    found = client.scheduler_info()
+    leaving, *staying = found["workers"]
+    found["workers"][leaving]["status"] = "closing_gracefully"
+    assert list(dask_agents._addresses(client, found)) == staying
 
 
 def test_a_worker_whose_python_is_ending_says_nothing_of_an_agent_that_it_cannot_wait_for() -> None:

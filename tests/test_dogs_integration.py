@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import re
-import runpy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from flytekit.types.file import FlyteFile
-from PIL import Image
-from torchvision.datasets import ImageFolder
 
-from conftest import REPOSITORY
 from pages import command
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
 from tasks.photos import BREEDS, write_photos
 from tasks.records import TRAINING, Record, read_records
-from tasks.transfer import Hyperparameters, split, transform
-from test_report import chart_data
+from tasks.transfer import Hyperparameters
 from workflow_runs import Run
 from workflows.dogs import index
 
 if TYPE_CHECKING:
     from seaweed import Weed
 
-WORKFLOW = REPOSITORY / "workflows" / "dogs.py"
 CHANCE = 1 / len(BREEDS)
 SMALL_HP = {"backbone": "small", "resize": 64, "crop": 60, "batch_size": 16, "epochs": 1, "num_loader_workers": 1}
 
@@ -86,31 +77,8 @@ def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Dogs) -
         f"held-out accuracy {usual.accuracies[-1]:.1%} after epoch 8, where chance is 5.0%; of the 24 held-out images"
     )
     assert said in usual.output("summary")
-
-
-def test_the_state_is_that_of_the_accuracy(usual: Dogs, tmp_path: Path) -> None:
-    classifier = Classifier.load(usual.output("model_state"))
-    assert (classifier.backbone, classifier.classes) == ("small", sorted(BREEDS))
-    hp = Hyperparameters().settled(has_bucket=False)
-    pictures = ImageFolder(str(write_photos(tmp_path)), transform=transform(hp))
-    images, labels = zip(*(pictures[place] for place in split(pictures, hp)[1]), strict=True)
-    with torch.no_grad():
-        guesses = classifier(torch.stack(images)).argmax(dim=1)
-    assert (guesses == torch.tensor(labels)).double().mean().item() == pytest.approx(usual.accuracies[-1], abs=0.01)
-
-
-def test_the_deck_shows_pictures_with_names_and_both_curves(usual: Dogs) -> None:
-    page = usual.deck.read_text()
-    captions = re.findall(r"<figcaption>([\w-]+) (\d+)%, [\w-]+ \d+%, [\w-]+ \d+%; it is ([\w-]+)</figcaption>", page)
-    assert len(captions) == 24
-    num_right = sum(guess == truth for guess, _, truth in captions)
-    assert f"of the 24 held-out images in the Deck {num_right} are recognised" in page
-    pictures = [base64.b64decode(data) for data in re.findall(r'<img src="data:image/\w+;base64,([^"]+)"', page)]
-    shown = [np.asarray(Image.open(io.BytesIO(picture))) for picture in pictures]
-    assert [picture.shape[:2] for picture in shown] == [(60, 60)] * 24
-    assert all(picture.std() > 10 for picture in shown)  # not blank
-    charts = {chart["title"]: {line["name"] for line in chart["lines"]} for chart in chart_data(page)}
-    assert charts["loss"] >= {"training", "evaluation"} <= charts["accuracy"]
+    assert Classifier.load(usual.output("model_state")).classes == sorted(BREEDS)
+    assert len(re.findall(r"; it is [\w-]+</figcaption>", usual.deck.read_text())) == 24
 
 
 def test_the_guides_command() -> None:
@@ -159,22 +127,3 @@ def test_bad_input_is_refused_before_a_cluster_starts(
         inputs["state"] = FlyteFile(str(path))
     with pytest.raises(Exception, match=said):
         index(**inputs)
-
-
-def test_too_few_pictures_for_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOGS_WORKERS", "500")
-    alone = runpy.run_path(str(WORKFLOW), run_name="dogs_on_many")["index"]
-    with pytest.raises(
-        Exception, match=r"images to train on: 480 items cannot be shared by 500 ranks, .* \(DOGS_WORKERS\)"
-    ):
-        alone(bucket="", prefix="", anon=False, endpoint_url="", state=None, hp=Hyperparameters())
-
-
-def test_a_worker_with_gpus_has_a_rank_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOGS_WORKERS", "3")
-    monkeypatch.setenv("DOGS_GPUS", "4")
-    train = runpy.run_path(str(WORKFLOW), run_name="dogs_on_gpus")["train"]
-    assert train.task_config.workers.number_of_workers == 3
-    assert train.task_config.workers.limits.gpu == "4"
-    pods = {"DASKPYTORCH_PROFILE": "sandbox", "DOGS_WORKERS": "3", "DOGS_GPUS": "4"}  # which they read again
-    assert train.environment == pods

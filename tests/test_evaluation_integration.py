@@ -9,15 +9,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import Client, get_worker
-from flytekit import task
 
-from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, LogRecord, Shape, SpawnDDP, current_rank, dispatch
+from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, LogRecord, Shape, current_rank, dispatch
 from flytekitplugins.daskpytorch.node import fork_client
 from gangs import Notes
 from processes import Cluster, dask_cluster, nothing_left_behind, until
@@ -179,45 +177,6 @@ def test_a_kill_at_any_moment_costs_one_evaluation_or_one_restart(
         wanted = (0, 1) if victim == "training" else (1, 0)
         assert (len(failures), len(seen.told("starting again"))) == wanted, (moment, seen.texts)
         assert (3 in evaluated) == (victim == "training" or moment != "waited for"), moment
-
-
-# ---- A task on its own node, whole checkpoints, and one rank beside the others
-
-
-IN_TASK = Seen()
-
-
-def score(target: float, unit: str = "steps") -> dict[str, Any]:
-    rank = current_rank()
-    state = rank.checkpoint.load()
-    print(f"rank {rank.rank} of {rank.world_size} scores in {unit}")
-    assert rank.checkpoint.loaded is not None
-    return {"distance": (state["weight"] - target).abs(), "of": rank.checkpoint.loaded.step}
-
-
-BESIDE = Gang(keep=KEEP, evaluate=Evaluate(score, workers=0), observers=(lambda: IN_TASK,))
-
-
-@task(task_config=SpawnDDP(nproc=2, gang=BESIDE), enable_deck=True)
-def spawned(target: float, num_steps: int) -> tuple[int, float]:
-    rank = current_rank()
-    for step in range(1, num_steps + 1):
-        weight = torch.full((1,), step / 2)
-        dist.all_reduce(weight)
-        rank.checkpoint.save({"weight": weight}, step)
-        rank.checkpoint.flush()
-    rank.checkpoint.load(best=True)
-    assert rank.checkpoint.loaded is not None
-    return rank.checkpoint.loaded.step, rank.checkpoint.loaded.metrics["distance"]
-
-
-def test_a_task_on_one_node_evaluates_beside_its_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert spawned(target=1.25, num_steps=2) == (1, 0.25)
-    records = [(record.step, record.metrics) for record in IN_TASK.evaluated]
-    assert records == [(1, {"distance": 0.25, "of": 1.0}), (2, {"distance": 0.75, "of": 2.0})]
-    assert IN_TASK.told("2 of 2 checkpoints evaluated")
-    shown = capfd.readouterr()
-    assert "(evaluation of step 1) rank 0 of 1 scores in steps" in shown.out + shown.err
 
 
 # ---- A later call

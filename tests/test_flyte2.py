@@ -19,7 +19,6 @@ from urllib.parse import unquote
 import fsspec
 import obstore.fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from fsspec.spec import AbstractFileSystem
 from s3fs import S3FileSystem
@@ -319,11 +318,6 @@ def test_s3_is_read_by_functions_and_by_the_keys_that_flyte_was_given(of_the_sdk
         "endpoint_url": "http://127.0.0.1:1",
     }
     assert type(context.FlyteStorage(given).filesystem("/here")).__name__ == "LocalFileSystem"
-
-
-class Own(MemoryFileSystem):  # type: ignore[misc]
-    protocol = "own"
-    asynchronous = True
 
 
 def test_s3_is_asked_in_the_region_and_by_the_names_of_buckets_that_flyte_was_told(

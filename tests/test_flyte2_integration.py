@@ -31,7 +31,6 @@ from pydantic import BaseModel
 
 import flyte2_flow
 from flyteplugins.daskpytorch import (
-    DaskCluster,
     DaskDDP,
     Gang,
     SpawnDDP,
@@ -46,7 +45,6 @@ pytestmark = pytest.mark.usefixtures("weed", "one_fork_server", "below")  # the 
 
 spawned = flyte.TaskEnvironment("spawned", plugin_config=SpawnDDP(nproc=2), env_vars={"OF_THE_TASK": "set"})
 on_dask = flyte.TaskEnvironment("on_dask", plugin_config=DaskDDP())
-with_client = flyte.TaskEnvironment("with_client", plugin_config=DaskCluster())
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from fake_gpus import SOUND
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
-from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import own_gpu
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
@@ -164,20 +163,6 @@ def test_a_fault_that_has_passed_at_the_second_look_does_not_count(
     assert own_gpu.faults_of("GPU-1") == []
 
 
-@pytest.mark.timeout(60)
-def test_nvml_that_hangs_is_not_waited_for(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver(hangs=1)
-    monkeypatch.setattr(own_gpu, "NVML_TIMEOUT", 0.1)
-    check = GpuCheck(order_with_gpu())
-    with pytest.raises(GpuFaultError, match=r"NVML, the driver's library, did not answer within 0\.1 s"):
-        check.await_nvml()
-    driver()  # lets the abandoned thread end
-    for thread in threading.enumerate():
-        if thread.name == "daskpytorch-gpu-check":
-            thread.join(30.0)
-            assert not thread.is_alive()
-
-
 # ---- The kernel, and the user's function
 
 
@@ -213,19 +198,6 @@ def test_a_kernel_that_hangs_is_not_waited_for(driver: Describe, monkeypatch: py
     with pytest.raises(GpuFaultError, match=r"a small kernel did not end within 0\.1 s"):
         GpuCheck(order_with_gpu()).compute(CPU)
     is_over.set()
-
-
-def refuse(index: int) -> None:
-    """The user's function."""
-    raise ArithmeticError(f"device {index} is\nslow")
-
-
-def test_the_users_function_gets_the_gpus_index_and_its_exception_is_the_fault(driver: Describe) -> None:
-    job = {"gpu_check": pack_call(refuse, (), {})}
-    with pytest.raises(GpuFaultError, match=r"^gpu_check=refuse raised ArithmeticError: device 0 is slow$") as error:
-        GpuCheck(order_with_gpu(**job)).compute(None)
-    assert isinstance(error.value.__cause__, ArithmeticError)
-    GpuCheck(order_for(**job)).compute(None)  # without a GPU
 
 
 def test_a_function_that_cannot_be_pickled_is_refused_before_any_worker_comes() -> None:

@@ -14,7 +14,6 @@ from flytekitplugins.daskpytorch.rank.usage import (
     Ledger,
     of_exchange,
     of_loss,
-    of_variables,
     watched,
     watching_samplers,
 )
@@ -107,10 +106,3 @@ def test_training_without_a_sampler_is_not_told_of_the_sampler_that_its_evaluati
         epoch(range(4))
         epoch(evaluated, trains=False)
     assert told == []
-
-
-def test_variables_that_were_set_too_late_are_told() -> None:
-    assert of_variables([]) is None
-    hint = of_variables(["NCCL_DEBUG", "TORCH_LOGS"])
-    assert hint is not None
-    assert "NCCL_DEBUG, TORCH_LOGS" in hint.text

@@ -97,20 +97,6 @@ def test_it_is_not_interrupted_in_the_middle_of_a_message(rank: Rank) -> None:
     assert ends[0]
 
 
-@pytest.mark.parametrize(("frame", "count"), [("torch/autograd/graph.py", 6), ("torch/distributed/c10d.py", 5)])
-def test_a_backward_pass_that_goes_on_counts_one_more(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, frame: str, count: int
-) -> None:
-    """A backward pass may enter another collective before the main thread's next line."""
-    stacks = f'Thread 0x1 (most recent call first):\n  File "/x/{frame}", line 1 in f\n  File "/y/t.py", line 2 in g\n'
-    monkeypatch.setattr(module.liveness, "stacks", lambda: stacks)
-    monkeypatch.setattr(module, "HALT_TIME", 0.01)
-    monkeypatch.setattr(module.signal, "pthread_kill", lambda *_: None)  # no handler runs in C code
-    with rank.interrupter.interruptible(1):
-        rank.halt()
-    assert rank.answers == [count]
-
-
 def test_outside_of_calls_nothing_happens(rank: Rank) -> None:
     with rank.interrupter.interruptible(1):
         rank.has_begun.set()

@@ -21,7 +21,6 @@ from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.records import Goodput
 from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from told import To, node, shape_of
 
@@ -57,31 +56,6 @@ def begun(observer: Observer | None = None) -> Any:
     To(observer).begins(Training(name="flows.train", id="train-f3a-n0", inputs={"lr": 0.5}))
     To(observer).placed(SHAPE)
     return observer
-
-
-def test_each_event_says_which_gang_attempt_rank_and_host_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
-    observer = begun()
-    To(observer).wrote(1, ["a line"])
-    To(observer).restarting("rank 1 was lost", 4)
-    To(observer).placed(SHAPE)
-    To(observer).logged(record(5, loss=0.25, note="well"))
-    parts = dict.fromkeys(("starting", "data", "evaluation", "saving", "waiting", "lost"), 0.0)
-    To(observer).accounted(Goodput(total=2.0, stepping=2.0, **parts))
-    To(observer).ended(GangError("rank 1 failed"))
-    began, placed, output, restarted, _, logged, accounted, ended = said(capsys)
-    own = {"gang": "train-f3a-n0", "level": "INFO"}
-    training = {"name": "flows.train", "id": "train-f3a-n0", "group": None, "index": None, "inputs": {"lr": 0.5}}
-    assert {**began, "host": ""} == {**own, "training": {**training, "link": None}, "event": "began", "host": ""}
-    assert (placed["attempt"], [node["host"] for node in placed["shape"]["nodes"]]) == (0, ["ada", "bea"])
-    place = {"event": "output", "attempt": 0, "rank": 1, "host": "bea"}
-    assert output == {**own, **place, "text": "a line"}
-    assert (restarted["level"], restarted["reason"], restarted["step"]) == ("WARNING", "rank 1 was lost", 4)
-    place = {"event": "logged", "attempt": 1, "rank": 0, "host": "ada"}
-    about = {"rank": 0, "step": 5, "num_steps": 9, "time": 0.0, "is_evaluation": False}
-    assert logged == {**own, **place, "record": {**about, "metrics": {"loss": 0.25, "note": "well"}}}
-    assert (accounted["event"], accounted["goodput"]["total"], accounted["goodput"]["lost"]) == ("accounted", 2.0, 0.0)
-    end = {"word": "failed", "error": "GangError", "text": "rank 1 failed"}
-    assert (ended["level"], ended["end"]) == ("ERROR", end)
 
 
 def test_a_model_that_is_stopped_early_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import Client
-from flytekit import task
 
-from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,21 +75,3 @@ def test_the_error_has_the_last_lines_of_both_streams_and_says_where_the_files_a
     assert "last words" in blame.log_tail
     [gang] = tmp_path.iterdir()
     assert f"and in {gang / 'attempt_0' / str(blame.rank)} on its host" in str(blame)
-
-
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(log_dir="logs")))
-def say() -> float:
-    """A task whose folder is relative."""
-    print("here")
-    return gathered()
-
-
-def test_a_task_on_this_machine_shows_where_its_files_are(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert say() == 11.0
-    found = files_in(tmp_path / "logs")
-    assert [found[f"attempt_0/{rank}/stdout.log"] for rank in (0, 1)] == ["here\n", "here\n"]
-    [gang] = (tmp_path / "logs").iterdir()
-    assert f"logs: {gang}" in capfd.readouterr().err

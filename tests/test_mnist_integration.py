@@ -79,20 +79,7 @@ def test_two_ranks_learn_the_digits(two_ranks: Mnist, directory: Path) -> None:
     assert not any(key.startswith("module.") for key in state)
     found = evaluate(CNN.from_state_dict(state), load_digits(directory).test, batch_size=1000)
     assert found.accuracy == pytest.approx(accuracies[-1], abs=0.001)
-
-
-def test_weights_and_biases_has_curves_and_gradients(two_ranks: Mnist) -> None:
-    run = read_run(two_ranks.wandb)
-    history: list[dict[str, Any]] = run["history"]
-    assert (run["project"], run["exit_code"]) == ("mnist", 0)
-    assert run["config"]["batch_size"] == 16
-    losses = {record["step"]: record["loss"] for record in history if "held_out_loss" not in record}
-    assert list(losses) == list(range(10, 271, 10))
-    assert losses[270] < losses[10]
-    epochs = [record for record in history if "held_out_accuracy" in record]
-    assert [(record["step"], record["epoch"]) for record in epochs] == [(90, 1), (180, 2), (270, 3)]
-    assert [record["held_out_accuracy"] for record in epochs] == two_ranks.outputs[0]
-    assert [record["predictions.nrows"] for record in epochs] == [8, 8, 8]
+    history = read_run(two_ranks.wandb)["history"]
     assert sum("gradients/layers.0.weight._type" in record for record in history) == 2
 
 

@@ -69,12 +69,6 @@ def test_csv_column(write, header: str, column: int) -> None:
     )
 
 
-def test_csv_with_mark_quotes_and_short_rows(write) -> None:
-    names = load_names(write("pets.csv", '\ufeffname,kind\r\n"Bella ",dog\r\n"a\r\nb",cat\r\nMax\r\n,cat\r\n'))
-    assert names.names == ["bella", "max"]
-    assert (names.num_read, names.num_empty, names.outside) == (4, 1, {"\n": 1, "\r": 1})
-
-
 def test_cleaning_counts_what_it_drops() -> None:
     names = clean_names(["Zoë", "", "  ", "Zoé 2", "Léa", "Max", "MAX"], source="a list")
     assert names.names == ["max", "max"]
@@ -109,22 +103,6 @@ def test_s3(s3: str, weed: Weed) -> None:
 def test_unreadable(write, content: str | bytes, found: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s)cannot read names from '.*pets': {found}.*Give a JSON list of strings"):
         load_names(write("pets", content))
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ("[]", "has no names: its list is empty"),
-        ("name\n", "has no names: its list is empty"),
-        (
-            '["Zoé", "", "Zoé 2"]',
-            r"no usable name: of 3 read, 1 are empty and 2 have characters outside .* \('é' in 2, '2' in 1\)",
-        ),
-    ],
-)
-def test_no_usable_name(write, content: str, found: str) -> None:
-    with pytest.raises(ValueError, match=found):
-        load_names(write("names", content))
 
 
 def test_split_keeps_every_name_on_one_side() -> None:

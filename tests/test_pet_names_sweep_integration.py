@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shlex
 import subprocess
 from dataclasses import dataclass
@@ -16,12 +15,10 @@ import torch
 from conftest import REPOSITORY
 from pages import command
 from processes import SCRIPTS, nothing_left_behind, run_program
-from tasks import sweeps
 from tasks.char_lstm import CharLSTM, Hyperparameters, evaluate, windows
 from tasks.names import load_names, split_by_name
 from tasks.sweeps import ScalingRow, SweepRow, TimeToLoss
-from test_report import chart_data
-from workflows import pet_names_scaling, pet_names_sweep
+from workflows import pet_names_sweep
 
 
 @dataclass
@@ -90,14 +87,6 @@ def test_a_sweep_leaves_its_table_and_the_best_model(sweep: Run) -> None:
     assert f"best of 2: batch size {best.batch_size:,}, learning rate 0.01, {best.loss:.4f} nats" in sweep.done.stdout
 
 
-def test_a_sweep_leaves_its_charts_as_a_page(sweep: Run) -> None:
-    page = Path(sweep.outputs["charts"])
-    assert page.name == "sweep.html"
-    [by_epoch, _] = chart_data(page.read_text())
-    losses = sorted([row.loss for row in sweep.outputs["rows"] if row.epoch == 2])
-    assert [line["y"][-1] for line in by_epoch["lines"][:2]] == pytest.approx(losses, rel=1e-5)
-
-
 @pytest.mark.slow
 def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
     rows: list[ScalingRow] = scaling.outputs["rows"]
@@ -114,7 +103,6 @@ def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
 
 
 SWEEP = {"data": "", "hp": Hyperparameters(), "batch_sizes": [8], "learning_rates": [0.1], "num_names": 1}
-SCALING = {k: v for k, v in SWEEP.items() if k != "num_names"} | {"ranks": [1], "target_loss": None}
 
 
 @pytest.mark.parametrize(
@@ -128,39 +116,6 @@ SCALING = {k: v for k, v in SWEEP.items() if k != "num_names"} | {"ranks": [1], 
 def test_a_bad_sweep_is_refused_before_a_cluster_starts(given: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         pet_names_sweep.prepare(**SWEEP | given)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            {"ranks": [1, pet_names_scaling.NUM_WORKERS + 1]},
-            r"ranks=\[1, \d+\]: \d+ ranks need as many workers, and there are \d+; set PET_NAMES_SCALING_WORKERS=",
-        ),
-        ({"target_loss": 0.0}, r"target_loss=0\.0: must be a finite number of nats"),
-        ({"data": "two.json", "ranks": [2]}, "training samples .* are fewer than the 2 ranks"),
-    ],
-)
-def test_a_bad_scaling_is_refused_before_a_cluster_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweeps.char_lstm, "windows", lambda names: torch.zeros(len(names), 9))
-    Path("two.json").write_text('["a", "b"]')
-    with pytest.raises((ValueError, FileNotFoundError), match=said):
-        pet_names_scaling.prepare(**SCALING | given)
-
-
-TRAININGS = {"pet_names": "train", "pet_names_sweep": "sweep", "pet_names_scaling": "scale"}
-
-
-@pytest.mark.parametrize("workflow", TRAININGS)
-def test_the_environment_says_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch, workflow: str) -> None:
-    monkeypatch.setenv(variable := f"{workflow.upper()}_WORKERS", "16")
-    found = runpy.run_path(str(REPOSITORY / "workflows" / f"{workflow}.py"), run_name=f"{workflow}_on_many_workers")
-    assert found[TRAININGS[workflow]].task_config.num_workers == 16
-    for task in (found[TRAININGS[workflow]], found["prepare"]):
-        assert task.environment[variable] == "16"  # the pods read it again
 
 
 # ---- The defaults

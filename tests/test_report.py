@@ -101,13 +101,6 @@ def test_no_text_breaks_the_page_or_gets_into_it_unescaped(name: str) -> None:
     assert [data["lines"][0]["y"] for data in chart_data(page)] == [[1, 2]]
 
 
-def test_what_pieces_share_stands_once_in_a_page() -> None:
-    pieces = every_piece("loss")
-    assert all(piece.count(shared()) == 1 for piece in pieces)
-    assert report.page(*pieces).count(shared()) == 1
-    assert report.page(report.section("one", *pieces), "<p>own</p>").count(shared()) == 1
-
-
 def test_a_page_loads_nothing_from_anywhere() -> None:
     page = report.page(*every_piece("loss"), report.table(("run",), [("https://wandb.ai/me/run?a=1&b=2",)]))
     for tag, attributes in Parts(page).elements:

@@ -209,17 +209,6 @@ def test_a_folder_that_may_not_be_written_holds_up_nothing_else(not_root: Path) 
     assert files(not_root) == {"b": b"x", "d": b"x"}
 
 
-def test_when_nothing_may_be_written_all_is_kept_for_another_call(not_root: Path) -> None:
-    received, handler = ReceivedResults(), DaskResultsHandler()
-    submit(received, "a", b"x")
-    not_root.chmod(0o500)
-    with pytest.raises(PermissionError):
-        handler.process_results(not_root, [ended(received)])
-    not_root.chmod(0o700)
-    handler.process_results(not_root, [ended(received)])
-    assert files(not_root) == {"a": b"x"}
-
-
 def test_an_unforeseen_error_of_one_result_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     received = ReceivedResults()
     for number in range(3):

@@ -32,28 +32,6 @@ def future(value: TrainingResult | Exception) -> Future[TrainingResult]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("batch_sizes", "learning_rates", "ranks", "said"),
-    [
-        ([], [0.1], [1], r"^batch_sizes=\[\]: must be one or more different whole numbers from 1 up$"),
-        ([8, 8], [0.1], [1], r"batch_sizes=\[8, 8\]"),
-        ([0], [0.1], [1], r"batch_sizes=\[0\]"),
-        ([8], [], [1], r"^learning_rates=\[\]: must be one or more different finite numbers above 0$"),
-        ([8], [0.1, 0.1], [1], r"learning_rates=\[0.1, 0.1\]"),
-        ([8], [-0.1], [1], r"learning_rates=\[-0.1\]"),
-        ([8], [float("nan")], [1], r"learning_rates=\[nan\]"),
-        ([8], [float("inf")], [1], r"learning_rates=\[inf\]"),
-        ([8], [0.1], [0, 2], r"^ranks=\[0, 2\]: must be"),
-        ([-8], [0], [1, 1], r"batch_sizes=\[-8\]: .*; learning_rates=\[0\]: .*; ranks=\[1, 1\]: "),
-    ],
-)
-def test_a_grid_that_makes_no_sense(
-    batch_sizes: list[int], learning_rates: list[float], ranks: list[int], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        grid(batch_sizes, learning_rates, ranks)
-
-
 def test_rows() -> None:
     outcomes = [outcome(3.0, 2.0, ranks=2, seconds=1.5), outcome(lr=0.2), outcome(2.5, lr=0.3)]
     assert sweep_rows(outcomes) == [

@@ -111,15 +111,6 @@ def test_a_config_without_brackets_is_refused_where_the_task_is_defined(config: 
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_type_and_custom_are_what_the_dask_plugin_makes_of_the_same_cluster(config: type) -> None:
-    template, reference = ours(config), plain_dask()
-    assert template.type == reference.type == "dask"
-    assert template.custom == reference.custom
-    assert template.custom["workers"]["numberOfWorkers"] == 3
-    assert template.custom["workers"]["resources"]["limits"]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
 def test_an_accelerator_that_the_workers_would_not_get_is_warned_of_where_the_task_is_defined(config: type) -> None:
     with pytest.warns(
         UserWarning, match="accelerator=nvidia-tesla-a100 does not reach the workers.*pod_template="

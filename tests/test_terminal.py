@@ -52,11 +52,6 @@ def shown(*records: LogRecord) -> str:
     return text.getvalue()
 
 
-def test_a_record_reads_epoch_step_loss_others_rate() -> None:
-    text = describe_record(record(3, epoch=2, samples_per_second=12345.6, held_out_loss=2.5, loss=1.23456, seen=100.0))
-    assert text == "epoch 2  step 3/8  loss 1.235  held_out_loss 2.5  seen 100  12,346 samples/s"
-
-
 @pytest.mark.parametrize(("is_terminal", "tab"), [(False, "\t"), (True, "      ")])
 def test_a_ranks_output_stays_as_it_is(*, is_terminal: bool, tab: str) -> None:
     text = io.StringIO()
@@ -194,14 +189,6 @@ def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd:
     To(echo).accounted(Goodput(total=80.0, starting=80.0))
     To(echo).ended(GangError("no worker came within 80 s"))
     assert capfd.readouterr().err == "the gang failed: no worker came within 80 s\n"
-
-
-def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
-    display = begun(Console(file=(text := io.StringIO()), width=200))
-    To(display).logged(record(3, loss=0.25))
-    To(display).restarting("lost", 2)
-    display.conclude("failed", {})
-    assert "loss" not in text.getvalue().splitlines()[-1]
 
 
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:

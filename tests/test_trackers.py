@@ -61,16 +61,6 @@ def losses(observer: Observer, steps: range, loss: float) -> None:
         To(observer).logged(record(step, rank=1, loss=-1.0))
 
 
-def retried(make: Make, about: Training | None = None) -> None:
-    """Steps 1 to 5 in one attempt of a Flyte task. From the checkpoint of step 3, the next attempt goes on to 7."""
-    first = begun(make, about)
-    losses(first, range(1, 6), 1.0)
-    To(first).ended(PreemptedError("the task was told to end", cause="SIGTERM"))
-    second = begun(make, about, resumed=3)
-    losses(second, range(4, 8), 2.0)
-    To(second).ended(None)
-
-
 # ---- Which run
 
 
@@ -203,12 +193,6 @@ def test_event_files_have_histograms_and_pictures(tmp_path: Path) -> None:
     assert (len(value.bucket), value.bucket_limit[-1]) == (64, 1.0)
 
 
-def test_event_files_of_all_attempts_of_a_task_are_one_run(tmp_path: Path) -> None:
-    retried(board(tmp_path))
-    [folder] = tmp_path.iterdir()
-    assert scalars(folder) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
-
-
 def test_event_files_say_that_a_training_failed_and_why_and_an_attempt_that_begins_anew_hides_its_points(
     tmp_path: Path,
 ) -> None:
@@ -334,13 +318,6 @@ def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_th
     assert sent == [1, 2]
     files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
     assert len([file for file in files if file.suffix == ".png"]) == 2
-
-
-def test_mlflow_run_is_one_for_all_attempts_and_has_each_step_once(flow: Flow) -> None:
-    retried(flow())
-    [run] = flow.runs
-    assert run.info.status == "FINISHED"
-    assert flow.points(run) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
 
 
 @pytest.mark.parametrize(

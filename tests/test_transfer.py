@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import FakeCheckpoint, KilledError, logging_to, run_ranks
 from tasks.backbones import Start, build
 from tasks.photos import BREEDS, write_photos
-from tasks.records import EVALUATION, TRAINING, Record
+from tasks.records import EVALUATION, TRAINING
 from tasks.transfer import Hyperparameters, TrainingResult, split, train, transform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,10 +110,7 @@ def run_interruptions(folder: Path, directory: Path, interruptions: dict[str, in
 def run_cases(directory: Path) -> dict[str, Any]:
     """What a rank of a gang of two brings back."""
     folder = Path((directory / "photos").read_text())
-    found: dict[str, Any] = run_interruptions(folder, directory, SAVE | STOP_AFTER)
-    few = replace(HP, batch_size=1, epochs=1, frozen_epochs=0)
-    found["one_left"] = train_once(directory / "few", few, FakeCheckpoint(directory / "few_of_one"))
-    return found
+    return run_interruptions(folder, directory, SAVE | STOP_AFTER)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +118,6 @@ def gang(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> list[dict[st
     """What each rank of a gang of two brought back from `run_cases`."""
     folder = tmp_path_factory.mktemp("gang")
     (folder / "photos").write_text(str(photos))
-    for breed in BREEDS[:2]:
-        (folder / "few" / breed).mkdir(parents=True)
-        for number in range(3):
-            (folder / "few" / breed / f"{number}.jpg").symlink_to(photos / breed / f"{number:04}.jpg")
-    few = replace(HP, batch_size=1, epochs=1, frozen_epochs=0, checkpoint_interval=3)
-    train_once(folder / "few", few, FakeCheckpoint(folder / "few_of_one", die_after=1))
     return run_ranks(run_cases, 2, folder)
 
 
@@ -146,34 +137,7 @@ def assert_equal(found: Trained, expected: Trained) -> None:
     assert found.result.records == expected.result.records
 
 
-# The hyperparameters
-
-
 # Training alone
-
-
-def test_training_alone_repeats_and_is_recorded(photos: Path) -> None:
-    hp = replace(HP, epochs=2, frozen_epochs=0, batch_size=30, base_lr=0.05)
-    trained, again = (train_once(photos, hp) for _ in range(2))
-    assert_equal(trained, again)
-    assert trained.result is not None
-    records = trained.result.records
-    assert [(r.phase, r.epoch, r.step, r.count) for r in records if r.epoch == 2] == [
-        *((TRAINING, 2, step, 25) for step in (5, 6, 7, 8)),
-        (EVALUATION, 2, 8, 20),
-    ]
-    assert [r.sample for r in records if r.phase == TRAINING] == [25, 50, 75, 100, 125, 150, 175, 200]
-    first, last = trained.result.epochs
-    assert last.loss == pytest.approx(sum(r.loss for r in records if r.phase == TRAINING and r.epoch == 2) / 4)
-    assert last.accuracy == sum(r.correct for r in records if r.phase == TRAINING and r.epoch == 2) / 100
-    assert last.held_out_loss == pytest.approx(records[-1].loss)
-    assert last.loss < first.loss
-    assert trained.losses() != train_once(photos, replace(hp, seed=1)).losses()
-    by_epoch = [record for record in trained.log if "held_out_loss" in record.metrics]
-    assert [(record.step, record.metrics["epoch"]) for record in by_epoch] == [(4, 1), (8, 2)]
-    by_step = [record for record in trained.log if "held_out_loss" not in record.metrics]
-    assert [(record.step, record.num_steps) for record in by_step] == [(step, 8) for step in range(1, 9)]
-    assert set(by_step[0].metrics) == {"loss", "lr", "correct", "epoch", "count", "worker", "sample", "phase"}
 
 
 def test_frozen_epochs_train_the_head_alone(photos: Path) -> None:
@@ -198,24 +162,6 @@ def test_other_pictures_than_the_checkpoints(photos: Path, tmp_path: Path) -> No
     torch.save(state | {"classes": [*BREEDS[1:], "wolf"]}, tmp_path / "state")
     with pytest.raises(ValueError, match="was saved with 20 classes, but now there are 20 or others"):
         train_once(photos, HP, FakeCheckpoint(tmp_path / "state"))
-
-
-def test_images_that_go_missing_are_an_error(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left out silently by the data set, as only `on_error='skip'` allows."""
-    monkeypatch.setattr(
-        Watched,
-        "__getitems__",
-        lambda self, indices: [self[index] for index in indices if index != self.missing],
-        raising=False,
-    )
-    hp = replace(HP, epochs=1, frozen_epochs=0)
-    monkeypatch.setattr(Watched, "missing", split(ImageFolder(str(photos)), hp)[0][7], raising=False)
-    with pytest.raises(RuntimeError, match=r"saw 99 training images in epoch 1, but there are 100"):
-        train_once(photos, hp)
-    result = train_once(photos, replace(hp, on_error="skip")).result
-    assert result is not None
-    assert sum(record.count for record in result.records if record.phase == TRAINING) == 99
-    assert result.epochs[0].num_skipped == 1
 
 
 # In a gang
@@ -250,11 +196,3 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(gang: list[dict
     for rank in gang:
         assert rank["uninterrupted"].steps == SAVED
         assert_equal(rank[interruption], rank["uninterrupted"])
-
-
-def test_a_rank_without_an_image_takes_part(gang: list[dict[str, Any]]) -> None:
-    """One rank had seen three of four images; two go on with the last."""
-    ranks: list[list[Record]] = [rank["one_left"].result.records for rank in gang]
-    assert [[r.count for r in records if r.phase == TRAINING] for records in ranks] == [[1, 1, 1, 1], [0]]
-    weights = [rank["one_left"].result.classifier.model for rank in gang]
-    torch.testing.assert_close(dict(weights[0].named_parameters()), dict(weights[1].named_parameters()), rtol=0, atol=0)

@@ -114,12 +114,6 @@ def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
 # ---- Many runs
 
 
-@dataclass
-class Grid:
-    lr: float
-    layers: tuple[int, ...]
-
-
 def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a") -> list[RunSettings]:
     shared = wandb_observer.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
     runs = [
@@ -127,18 +121,6 @@ def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a")
         for index in range(len(experiments))
     ]
     return [opened(run, plain_inputs(inputs_of(experiment))) for run, experiment in zip(runs, experiments, strict=True)]
-
-
-def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = runs_of(Wandb(project="names", config={"team": "a"}), [{"lr": 0.1}, Grid(lr=0.2, layers=(1, 2)), 3, (4, 5)])
-    assert [run.wandb.group for run in runs] == ["train-f3a"] * 4
-    assert [run.wandb.name for run in runs] == ["train-0", "train-1", "train-2", "train-3"]
-    assert [run.wandb.id for run in runs] == [f"f3a-train-train-0123456789ab-{number}" for number in (1, 2, 3, 4)]
-    inputs = [{"lr": 0.1}, {"lr": 0.2, "layers": "(1, 2)"}, {"experiment": 3}, {"experiment": "(4, 5)"}]
-    assert [run.wandb.config for run in runs] == [{**of_model, "gang": GANG, "team": "a"} for of_model in inputs]
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), err.count("no API key found"), err.count("Wandb(secret=...)")) == ("", 1, 1, 1)
-    assert [run.variables for run in runs] == [{"WANDB_MODE": "offline"}] * 4
 
 
 @pytest.mark.parametrize("execution", [None, "local"])

@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch.report.pieces import shared
-from made_outcomes import outcome
-from tasks import quality
-from tasks.curves import experiments_table, time_chart
 from tasks.pictures import confusion_matrix
 from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve
 from tasks.registry import Promotion
-from tasks.sweeps import TimeToLoss, grid, time_to_loss
 from test_challenger import CARD
 from test_report import Parts, chart_data, rows_of
 from workflows import retrain
@@ -27,17 +23,6 @@ def checked(page: str) -> str:
     assert page.count(shared()) == 1
     Parts(bare := page.replace(shared(), ""))
     return bare
-
-
-def test_pet_names_are_beside_a_bigram_model() -> None:
-    found = quality.Quality(loss=1.5, accuracy=0.25, bigram_loss=2.0)
-    page = checked(quality.page([2.0, 1.5], [0.2, 0.25], found, ["Bello", "<b>"]))
-    loss, accuracy = chart_data(page)
-    assert [(line["name"], line["y"]) for line in loss["lines"]] == [("LSTM", [2, 1.5]), ("bigram model", [2, 2])]
-    assert loss["lines"][1]["dashed"]
-    assert accuracy["lines"][0]["best"] == [2, 0.25]
-    assert "the LSTM is 0.5000 better than it" in page
-    assert "Bello, &lt;b&gt;" in page
 
 
 def test_a_retraining_is_beside_its_champion() -> None:
@@ -55,48 +40,6 @@ def test_a_retraining_is_beside_its_champion() -> None:
 
 
 # ---- Charts and tables of a sweep
-
-
-def lines_of(html: str) -> list[dict[str, list[tuple[float, float]]]]:
-    """The points of each line of each chart."""
-    return [
-        {line["name"]: list(zip(line["x"], line["y"], strict=True)) for line in data["lines"]}
-        for data in chart_data(html)
-    ]
-
-
-def test_a_failed_experiment_has_a_line_in_the_table() -> None:
-    outcomes = [outcome(3.0, 2.0, lr=0.1), outcome(lr=0.2), outcome(1.5, 1.8, lr=0.3)]
-    assert rows_of(experiments_table(outcomes))[1:] == [
-        ["1", "8", "0.3", "2", "1.8000", "1.5000", "2.0", ""],
-        ["1", "8", "0.1", "2", "2.0000", "2.0000", "2.0", ""],
-        ["1", "8", "0.2", "0", "", "", "", "failed: RuntimeError: no memory"],
-    ]
-
-
-def scaling() -> list[TimeToLoss]:
-    """Ranks 1 and 2, batches of 8 and 16: 1 x 16 and 2 x 8 compare."""
-    return time_to_loss(
-        [
-            outcome(3.0, 2.0, ranks=one.ranks, batch_size=one.batch_size, lr=one.lr, seconds=4.0 / one.ranks)
-            for one in grid([8, 16], [0.1, 0.2], [1, 2])
-        ],
-        2.0,
-    )
-
-
-def test_only_equal_global_batches_are_joined() -> None:
-    html = time_chart(scaling(), 2.0)
-    assert lines_of(html) == [
-        {
-            **{f"global batch 8, learning rate {lr}": [(1, 8)] for lr in (0.1, 0.2)},
-            **{f"global batch 16, learning rate {lr}": [(1, 8), (2, 4)] for lr in (0.1, 0.2)},
-            **{f"global batch 32, learning rate {lr}": [(2, 4)] for lr in (0.1, 0.2)},
-        }
-    ]
-    assert "Time to a held-out loss of 2.0000 nats per character" in html
-    assert "No other experiment has the global batch of 1 x 8 = 8; 2 x 16 = 32." in html
-    assert "never" not in html.replace(shared(), "")
 
 
 # ---- Pictures that show predictions
