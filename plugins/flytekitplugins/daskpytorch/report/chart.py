@@ -272,6 +272,7 @@ class Event:
     detail: str = ""
     """Details in one or more lines. Of long details, the end is shown."""
     tone: Tone = "idle"
+    """Colour of the event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,9 +291,11 @@ class Span:
     start: float
     """Start in seconds, on the same clock as all events and spans."""
     end: float
+    """End in seconds, on the same clock."""
     text: str
     """Name of the span, in a word or two."""
     tone: Tone = "idle"
+    """Colour of the span."""
 
 
 def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:

@@ -1,7 +1,4 @@
-"""The pieces of a page: texts, key figures, tables, pictures, shares, made of untrusted texts.
-
-Charts and the timeline have their own files.
-"""
+"""The pieces of a page: texts, key figures, tables, pictures, shares, made of untrusted texts."""
 
 import base64
 import functools
@@ -18,14 +15,13 @@ from flytekitplugins.daskpytorch.process.streams import one_line
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
 """Meaning of a colour on a page, for example `bad` for a failure."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
-"""Pattern of a table's cells that are aligned to the right: numbers, possibly with a unit, and empty cells."""
+"""Table cells that are aligned to the right: numbers, possibly with a unit, and empty cells."""
 LARGE = 1e15
 MAX_SHARES = 8
-"""Maximum number of parts in the bar that `shares` draws. Each part has its own colour."""
+"""Parts of a bar of `shares`, each with its own colour."""
 MAX_NAME = 60
-"""Maximum number of characters of a metric's name on a page."""
 MAX_TEXT = 20_000
-"""Maximum number of characters of a text on a page. A longer text loses its middle."""
+"""A longer text loses its middle."""
 URL = re.compile(r"https?://[^\s<>\"']+")
 ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
 
@@ -282,7 +278,6 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
 
 
 def folded(summary: str, *pieces: str) -> str:
-    """Return pieces that open at a click on the summary, as HTML without the style that all pieces share."""
     return element("details", element("summary", text_of(summary)) + _bare(*pieces), "dpt-more dpt-stack")
 
 
@@ -307,7 +302,7 @@ def _figure(name: str, value: object) -> str:
 
 
 def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
-    """Return the HTML of a table, without the style sheet that `page` adds once. The cells are HTML already."""
+    """Return a table without the shared style. The cells are HTML already."""
     columns = list(zip(*cells, strict=True)) if cells else []
     numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
     kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)
@@ -365,7 +360,7 @@ def name_of(text: str) -> str:
 
 
 def whole(piece: str) -> str:
-    """Return a piece of HTML with the style and the script that all pieces share, so that it can be shown alone."""
+    """Return a piece with the style and the script that all pieces share, so that it can be shown alone."""
     return shared() + element("div", piece, "dpt")
 
 
@@ -383,7 +378,6 @@ def shared() -> str:
 
 
 def _clean(value: object) -> str:
-    """Return a value as text that is escaped for HTML, without unprintable characters and a long text's middle."""
     text = str(value)
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}\n…\n{text[-MAX_TEXT // 2 :]}"
