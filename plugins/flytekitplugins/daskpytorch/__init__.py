@@ -24,14 +24,12 @@ if TYPE_CHECKING:  # for type checkers and editors
 
 _public = Path(__file__).with_name("public.py").read_text(encoding="utf-8")
 HOMES = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _public, re.MULTILINE)}
-"""Name of the module that defines each public name, as `public.py` imports it. The first use of a name imports the
-module."""
+"""Module that defines each public name, by `public.py`. The first use of a name imports the module."""
 OF_FLYTE = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
-"""Public names whose objects differ between flytekit and Flyte 2. The adapter's module `config` has them."""
+"""Public names whose objects differ between flytekit and Flyte 2. The adapter's module `task` has them."""
 MODULES = ("data", "dispatch", "errors", "report", "results")
-"""Public modules that are imported when they are first used as attributes."""
+"""Imported when first used as attributes."""
 NAMES = [*HOMES, *OF_FLYTE]
-"""All public names of the package, without its public modules."""
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = NAMES  # noqa: PLE0605

@@ -1,8 +1,4 @@
-"""The command `daskpytorch`, also as `python -m flytekitplugins.daskpytorch`: a group of commands.
-
-`daskpytorch attach 1` opens a rank's debugger in the user's terminal. The rank answers at a socket that only its user
-can reach.
-"""
+"""The command `daskpytorch`, also as `python -m flytekitplugins.daskpytorch`: a group of commands."""
 
 import sys
 
@@ -17,18 +13,16 @@ import click
 from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
 
 COMMANDS = {"run": "run_command", "show": "display.journal_file", "doctor": "doctor"}
-"""Module of each command that is not here, by the name of the command, which is also the name of its function."""
+"""Module of each command that is not here. The command's name is also its function's."""
 
 
 class Commands(click.Group):
-    """Group of commands whose modules are imported at their use."""
+    """Imports a command's module at its use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
         return [*COMMANDS, *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, or None if there is none of this name."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         command: click.Command = getattr(import_module(f"flytekitplugins.daskpytorch.{COMMANDS[cmd_name]}"), cmd_name)
@@ -92,10 +86,7 @@ def attach(gang: str, rank: int | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first word names, or print help without a word. Return the exit code.
-
-    Exit code 2: a word of the command line cannot be used. 130: Ctrl-C.
-    """
+    """Run a command, or print help without one, and return the exit code. 2: a word cannot be used. 130: Ctrl-C."""
     try:
         return int(daskpytorch.main(arguments, prog_name="daskpytorch", standalone_mode=False) or 0)
     except click.ClickException as error:

@@ -16,17 +16,13 @@ from typing import Any, Literal
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 1_209_600
-"""Maximum value, in seconds, that any timeout may have: two weeks.
-
-Some system calls count milliseconds in 32 bits, which overflow after 24 days.
-"""
+"""Two weeks. Some system calls count milliseconds in 32 bits, which overflow after 24 days."""
 MAX_SHOWN = 200
-"""Maximum number of characters of a value's `repr` in an error message. The rest is cut off."""
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-"""Pattern of characters that no text may have: control characters, and surrogates, which UTF-8 cannot encode."""
+"""Control characters, and surrogates, which UTF-8 cannot encode."""
 KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 WORDS = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*")
-"""Pattern of the words of a chunk of a metric's name, such as `F1` and `Score` of `F1Score`."""
+"""Words of a chunk of a metric's name, such as `F1` and `Score` of `F1Score`."""
 LOW, HIGH = (
     re.compile(rf"(?i)(train|val|valid|test|eval|avg|mean|top\d)?({words})\d*")
     for words in (
@@ -34,27 +30,24 @@ LOW, HIGH = (
         "accuracy|precision|recall|acc|f1|auc|auroc|bleu|rouge|iou|miou|dice|ap|map|r2|psnr|ssim|ndcg|reward",
     )
 )
-"""Patterns of the words in metrics' names that mean: low values are good, high values are good."""
+"""Words in metrics' names for which low, or high, values are good."""
 UNDONE = frozenset(
     ("neg", "negative", "minus", "no", "non", "free", "drop", "gap", "diff", "delta", "improvement", "reduction")
 )
 """Words after or before which `LOW` and `HIGH` tell nothing, as in `neg_log_loss`."""
 UNSTABLE = re.compile(r"/\.{0,2}(/|$)|\\|\?versionId=")
-"""Pattern of what libraries and servers of object stores change in a path or read otherwise."""
+"""What libraries and servers of object stores change in a path or read otherwise."""
 STABLE = "without '//', '.', '..', a backslash or '?versionId=' in its path"
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 
 Rule = Callable[[Any], str | None]
-"""Function that checks one value: returns None if the value is allowed, else a text that names the allowed values."""
+"""Returns None if a value is allowed, else a text that names the allowed values."""
 
 
 class Problems:
     """Collects the invalid values of a config or call, so that one error can name them all.
 
-    Args:
-        owner: Name of the config's class, or of the called function.
-        values: Object that has the values as attributes.
-        rules: Rule for each value, by the attribute's name. A dotted name such as `gang.key` means a nested attribute.
+    `values` has them as attributes. A dotted name in `rules`, such as `gang.key`, is a nested attribute.
     """
 
     def __init__(self, owner: str, values: object, rules: Mapping[str, Rule] | None = None) -> None:
@@ -71,20 +64,16 @@ class Problems:
             self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
 
     def unless(self, ok: bool, name: str, allowed: str) -> None:
-        """Note a problem with the attribute `name` unless `ok` is True. `allowed` is the text for the message.
-
-        For conditions that involve several values.
-        """
+        """Note a problem with the attribute `name` unless `ok`, for conditions that involve several values."""
         self.check(name, must_be(allowed, lambda _: ok))
 
     def raise_any(self) -> None:
-        """Raise one `ValueError` that names every problem, or return if no problem was found."""
         if self._found:
             raise ValueError("; ".join(self._found))
 
 
 def shown(value: object) -> str:
-    """Return a value as text for a message: its `repr`, shortened to 200 characters."""
+    """Return a value's `repr` for a message, shortened to 200 characters."""
     try:
         text = repr(value)
     except Exception as error:  # raised by the value's class, or by Python for thousands of digits
@@ -101,8 +90,6 @@ def must_be(words: str, *tests: Callable[[Any], bool]) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """Return a rule that allows None, and all that the given rule allows."""
-
     def words(value: Any) -> str | None:
         if value is None or (others := rule(value)) is None:
             return None
@@ -112,37 +99,33 @@ def optional(rule: Rule) -> Rule:
 
 
 def left_out(reason: str) -> Rule:
-    """Return a rule that allows only None. `reason` says in errors why there is no other value."""
+    """Return a rule that allows only None. `reason` says in errors why."""
     return must_be(f"left out{reason}", lambda value: value is None)
 
 
 def auto_or(rule: Rule) -> Rule:
-    """Return a rule that allows the word `auto`, and all that the given rule allows."""
     return lambda value: None if is_auto(value) or (words := rule(value)) is None else f"'auto' or {words}"
 
 
 def whole(least: int, most: int = MAX_COUNT) -> Rule:
-    """Return a rule that allows whole numbers from `least` to `most`."""
     return must_be(f"a whole number from {least} to {most}", lambda value: is_whole(value, least, most))
 
 
 def one_of(*words: str) -> Rule:
-    """Return a rule that allows only the given words."""
     return must_be(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 
 def instance_of(kind: type) -> Rule:
-    """Return a rule that allows only instances of a class."""
     return must_be(f"a {kind.__name__}", lambda value: isinstance(value, kind))
 
 
 def text(words: str = "a text without control characters") -> Rule:
-    """Return a rule that allows non-blank texts without control characters. `words` names them in errors."""
+    """Return a rule that allows non-blank texts without control characters."""
     return must_be(words, is_text)
 
 
 def path_or(text: str) -> Rule:
-    """Return a rule that allows path objects and non-blank texts. `text` names the allowed values in errors."""
+    """Return a rule that allows path objects and non-blank texts."""
     return must_be(text, lambda value: isinstance(value, os.PathLike) or is_text(value))
 
 
@@ -170,7 +153,7 @@ def check_direction(problems: Problems, metric: object, mode: object) -> None:
 
 
 def uri(value: object) -> str | None:
-    """Rule for storage: return None for a folder or an fsspec URL that all ranks can open, else the allowed values."""
+    """Rule for storage: a folder or an fsspec URL that all ranks can open."""
     if not is_text(value):
         return A_URI
     protocol, separator, rest = str(value).partition("://")
@@ -192,23 +175,20 @@ def uri(value: object) -> str | None:
 
 
 def is_whole(value: object, least: int, most: int = MAX_COUNT) -> bool:
-    """Return True for a whole number from `least` to `most`."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_seconds(value: object, least: float = 0.0) -> bool:
-    """Return True for a number of seconds above 0, at least `least`, and at most two weeks."""
+    """Return True for a number above 0, at least `least`, and at most two weeks."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
 
 
 def is_auto(value: object) -> bool:
-    """Return True for the word `auto`."""
     return isinstance(value, str) and value == "auto"
 
 
 def is_text(value: object) -> bool:
-    """Return True for a non-blank text without control characters."""
     return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None
 
 
@@ -226,7 +206,7 @@ KEY = must_be(
     "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', without '.' or '-' at the beginning",
     lambda value: isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None,
 )
-"""Rule for texts that become a part of a path, such as the key of a gang and the name of a sweep."""
+"""Rule for texts that become a part of a path, such as a gang's key and a sweep's name."""
 
 
 # ---- Optional dependencies
@@ -247,19 +227,11 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("accelerate", "transformers"),
     "wandb": ("wandb", "PIL"),
 }
-"""Importable packages that each extra of this package installs, by the extra's name (`pip install ...[extra]`)."""
+"""Importable packages that each extra of this package installs."""
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Check that the packages of an extra are installed, without importing them.
-
-    Args:
-        extra: Name of the extra, such as `wandb`.
-        what: Name of the class that needs the extra, for the error.
-
-    Raises:
-        ImportError: A package is missing. The message names the config and the install command.
-    """
+    """Raise `ImportError` unless an extra's packages are installed. Imports none of them. `what` needs the extra."""
     if missing := [package for package in PACKAGES[extra] if not is_installed(package)]:
         raise ImportError(
             f"{what} needs {', '.join(missing)}, not installed for {sys.executable}: "
@@ -278,11 +250,7 @@ def is_installed(package: str) -> bool:
 
 
 def require_flytekit(what: str) -> None:
-    """Check that flytekit is installed. `what` is the name of the config that needs flytekit, for the error.
-
-    Raises:
-        ImportError: flytekit is missing. Python 3.13 and newer have no release of flytekit.
-    """
+    """Raise `ImportError` without flytekit, which `what` needs and which has no release for Python 3.13 and newer."""
     if is_installed("flytekit") and is_installed("flytekitplugins.dask"):
         return
     advice = (

@@ -42,17 +42,16 @@ class Checkpoint:
     def loaded(self) -> SavedCheckpoint | None:
         """Description of the checkpoint that this rank has loaded last.
 
-        Set by `load`, and by `load_sharded` with `best` or `step`. `load_sharded(state)` alone only returns the
-        checkpoint's step. None before the first load, and if the last load found no checkpoint.
+        Set by `load`, and by `load_sharded` with `best` or `step`: `load_sharded(state)` alone returns the step. None
+        before the first load, and if the last load found no checkpoint.
         """
         return None
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Save `state` as the newest checkpoint. Training continues while the checkpoint is written.
 
-        Every rank may call `save`, and only rank 0's state is saved. Values that differ between ranks, for example
-        random generators, must first be gathered into rank 0's state. The call copies the state before it returns, so
-        the training may change the state afterwards.
+        Every rank may call `save`, and only rank 0's state is saved. Gather values that differ between ranks, for
+        example random generators, into rank 0's state. The state is copied, so the training may change it afterwards.
 
         Args:
             state: Any object that pickles: tensors on any device, in dictionaries, lists, dataclasses.
@@ -71,9 +70,9 @@ class Checkpoint:
         All ranks get the same state: the newest complete checkpoint from before the gang's restart, or from an earlier
         attempt of the Flyte task. A better but older checkpoint does not count. Tensors arrive on the CPU.
 
-        `best` or `step` select another checkpoint, for example at the end of a training. Rank 0 must make this call:
-        rank 0 waits until its earlier saves have succeeded or failed, and then chooses. Other ranks may make the call,
-        too. The n-th call of each rank gets the same checkpoint.
+        `best` or `step` select another checkpoint, for example at the end of a training. Rank 0 must make this call,
+        and other ranks may. Rank 0 waits until its earlier saves have succeeded or failed, and then chooses. The n-th
+        call of each rank gets the same checkpoint.
 
         Args:
             best: True for the best checkpoint, by the metric of `Gang(keep=Keep(best=..., metric=...))`. The result is
@@ -141,8 +140,8 @@ class Checkpoint:
     def list(self) -> Sequence[SavedCheckpoint]:
         """Return the kept checkpoints, whole and sharded, ordered by step, as far as this rank knows.
 
-        The driver sends the list to every rank each time that it has stored a checkpoint. A checkpoint that was just
-        saved may be missing. A checkpoint that the driver has just removed may still be listed.
+        The driver sends the list after each stored checkpoint. A checkpoint that was just saved may be missing, and one
+        that was just removed may still be listed.
         """
         return ()
 
@@ -157,9 +156,9 @@ class Progress:
     step: int | None = None
     """Newest training step that the rank's function gave to `log` or to a checkpoint. None before the first."""
     num_moves: int = 0
-    """Number of the rank's signs of life: optimizer steps, log records, checkpoints, results, `should_stop` calls."""
+    """Signs of life: optimizer steps, log records, checkpoints, results, `should_stop` calls."""
     num_moves_since: int = 0
-    """Number of the rank's signs of life since its function gave the newest `step`."""
+    """Signs of life since the function gave the newest `step`."""
 
     def move(self) -> None:
         """Count a sign of life of this rank."""
@@ -167,12 +166,7 @@ class Progress:
         self.num_moves_since += 1
 
     def reach(self, step: int, *, anew: bool = False) -> None:
-        """Set the newest training step, and count a sign of life.
-
-        Args:
-            step: The step.
-            anew: True to reset `num_moves_since` even if the step is the same as before.
-        """
+        """Set the newest step, and count a sign of life. `anew` resets `num_moves_since` even for an equal step."""
         self.num_moves += 1
         if anew or step != self.step:
             self.step, self.num_moves_since = step, 0
@@ -182,8 +176,7 @@ class StopSignal:
     """Answers calls of `should_stop`. On every rank, the call with the same number is the first to return True.
 
     Each rank counts its calls. To stop the gang, the driver asks every rank for its count, and the rank holds back its
-    next call. The driver then sends the greatest count to all ranks. Each rank's first call beyond the greatest count
-    returns True.
+    next call. The driver sends the greatest count to all ranks, and each rank's first call beyond it returns True.
     """
 
     def __init__(self) -> None:
@@ -196,9 +189,9 @@ class StopSignal:
 
     def __call__(self) -> bool:
         """Count this call of `should_stop`, and return True if the rank has to stop."""
-        # The call counts itself before it reads `_is_held`, so `hold` cannot miss a call that was let through. `hold`
-        # may miss or count a call that is held back: that call is answered by its own number. Taking the lock here
-        # would double the cost of a call.
+        # The call counts itself before it reads `_is_held`, so `hold` cannot miss a call that was let through. A call
+        # that is held back is answered by its own number, whether `hold` counts it or not. A lock would double a
+        # call's cost.
         self._num_calls += 1
         if not self._is_held:
             return False
@@ -213,7 +206,7 @@ class StopSignal:
         return self._num_calls
 
     def release(self, last_call: int) -> None:
-        """Answer waiting and later calls of `should_stop`: False up to call number `last_call`, then True (stop)."""
+        """Answer waiting and later calls: False up to call number `last_call`, then True."""
         with self._lock:
             self._last_call, self._is_held = last_call, True  # held, so that the next call reads `_last_call`
             self._lock.notify_all()
@@ -223,9 +216,9 @@ class Link:
     """A rank's link to its driver. This base class serves processes outside a gang, which have no driver."""
 
     takes_results = False
-    """True if a driver receives the files (results) that `submit` sends."""
+    """True if a driver receives the files that `submit` sends."""
     worker_data: Any = None
-    """The rank's access to the data of its Dask worker (`WorkerData`). None without a Dask worker."""
+    """`WorkerData` of the rank's Dask worker. None without a Dask worker."""
 
     def log(self, record: LogRecord) -> None:
         """Report a log record to the driver. Outside a gang, write it to the `logging` module's log."""
@@ -235,27 +228,18 @@ class Link:
         """Have the trackers in rank 0 record the gradients of a model."""
 
     def submit(self, path: str, data: bytes) -> None:
-        """Send a file (result) to the driver. Outside a gang, discard the file.
-
-        Args:
-            path: Path of the result's file, relative to the folder into which the driver writes results.
-            data: Content of the file.
-        """
+        """Send a file to the driver, which writes it below its folder for results. Outside a gang, discard the file."""
 
     def results_folder(self) -> Any:
         """Return the folder of the task's results, or None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
         return None
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a `with` block in the gang's account of time.
-
-        Args:
-            part: Name of the field of `Goodput` for this time, for example `evaluation`.
-        """
+        """Count the time of a `with` block under a field of `Goodput`, for example `evaluation`."""
         return contextlib.nullcontext()
 
     def goodput(self) -> Goodput:
-        """Return the account of the gang's time until now: seconds per activity. Outside a gang, all are 0."""
+        """Return the account of the gang's time until now. Outside a gang, all are 0."""
         return Goodput()
 
 
@@ -391,7 +375,6 @@ def current_rank() -> RankContext:
 
 
 def enter(context: RankContext) -> None:
-    """Set the context that `current_rank` returns in this process."""
     global _current
     _current = (os.getpid(), context)
 

@@ -67,13 +67,12 @@ def run(
     forms a new gang. Several gangs may run side by side on one cluster.
 
     In a later attempt of a Flyte task, a call goes on from the newest checkpoint of the matching call in the attempt
-    before. Calls match if they have the same `gang.key`. Calls without a key match by the function and by their number
-    in the task, whatever their arguments.
+    before: that with the same `gang.key`, or else of the same function with the same number in the task, whatever the
+    arguments.
 
     Outside a Flyte task, the gang has a live line at a terminal, and a table in a notebook. Its checkpoints are kept on
     the driver's disk. The same command with `DASKPYTORCH_RESUME=1` goes on from them. With `gang.checkpoint_uri`, the
-    same call goes on from the checkpoints there. Ctrl-C during a wait for the result ends the gang, and then raises
-    `KeyboardInterrupt`.
+    same call goes on from the checkpoints there. Ctrl-C ends the gang, and then raises `KeyboardInterrupt`.
 
     Args:
         client: Client of a Dask cluster whose workers have this package. None: the ranks run on this node without Dask,
@@ -213,8 +212,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 ) -> ModelFutures:
     """Train one model per experiment, each in its own gang. Gangs run side by side while workers are free.
 
-    A gang starts when enough workers are free for it. The largest gang starts first, and smaller ones fill the gaps. A
-    failure or restart concerns one gang only, which replaces lost workers by free ones.
+    A gang starts when enough workers are free. The largest starts first, and smaller ones fill the gaps. A failure or
+    restart concerns one gang only, which replaces lost workers by free ones.
 
     Args:
         client: Client of a Dask cluster whose workers have this package.

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "warning", "problem"]
 
 CONNECT_TIMEOUT = 10.0
-"""Maximum timeout, in seconds, for the Dask scheduler to answer, and for all workers to report their versions."""
+"""Seconds at most for the scheduler to answer, and for all workers to report their versions."""
 GRACE = 20.0
-"""Extra timeout, in seconds, for the test gang to end: after its own timeouts, and again after a cancellation."""
+"""Seconds for the test gang to end after its own timeouts, and again after a cancellation."""
 FIREWALL = (
     "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
     "On a slow or busy machine raise --timeout."
@@ -45,19 +45,15 @@ FIREWALL = (
 MAX_NAMES = 4
 NUM_RANKS = 2
 NUM_VALUES = 2**18
-"""Number of float32 values that the test gang sums in an all-reduce: 1 MiB."""
+"""The test gang sums 1 MiB of float32."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
-
     what: str
-    """Name of the checked thing."""
     value: str
-    """Result of the check."""
     verdict: Verdict = "ok"
-    """Severity. `problem`: gangs cannot run. `warning`: gangs may be slow, or unable to run."""
+    """`problem`: gangs cannot run. `warning`: gangs may be slow, or unable to run."""
     advice: str = ""
     """Likely cause and next step. Empty if the verdict is ok."""
 
@@ -99,11 +95,8 @@ def doctor(*, scheduler: str | None, gang: bool, timeout: float, is_json: bool) 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
     """Check this machine and, given a scheduler, its cluster. Yield each finding as soon as its check has ended.
 
-    Args:
-        scheduler: Address of a Dask scheduler. None: check no cluster.
-        with_gangs: True: also run a gang of two ranks, on this machine and on the cluster.
-        timeout: Timeout, in seconds, for two ranks to form their process group, and again for their all-reduce. Also
-            the timeout, at most 10 s, for a scheduler's answer.
+    `timeout` is in seconds: for two ranks to form their process group, again for their all-reduce, and, at most 10 s,
+    for a scheduler's answer.
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": _versions,
@@ -116,10 +109,7 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
 
 
 def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of one check. If the check raises an exception, yield a finding that names the exception.
-
-    `what` is the name of the check in that finding.
-    """
+    """Yield the findings of one check. If it raises an exception, yield a finding named `what` with the exception."""
     try:
         yield from check()
     except Exception as error:
@@ -169,7 +159,6 @@ def _gang_here(timeout: float) -> Iterator[Finding]:
 
 
 def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check the cluster of a Dask scheduler, and yield the findings. The arguments are those of `examine`."""
     if address is None:
         yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
         return
@@ -245,13 +234,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
-    """Return a finding with the address at which ranks must reach this process, and whether they can.
-
-    Args:
-        what: Name of the finding.
-        host: Address of this process for ranks.
-        worker_hosts: Hosts on which the ranks would run.
-    """
+    """Return a finding with the address at which ranks must reach this process, and whether they can."""
     from flytekitplugins.daskpytorch.node.hardware import interface_of
 
     interface = interface_of(host)
@@ -273,7 +256,7 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
     """Run a gang of two ranks that does an all-reduce. Return a finding with the seconds of its start and sum.
 
-    `timeout` is the timeout, in seconds, for the gang's start, and again for its all-reduce.
+    `timeout` is in seconds, for the gang's start, and again for its all-reduce.
     """
     from flytekitplugins.daskpytorch.driver.futures import GangFutures
     from flytekitplugins.daskpytorch.driver.request import request_for
@@ -299,8 +282,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
 def all_reduce() -> tuple[float, str]:
     """Do two all-reduces in a rank. Return the seconds of the second one, and the rank's host, backend and threads.
 
-    Raises:
-        ArithmeticError: The first all-reduce returned a wrong sum.
+    Raises `ArithmeticError` if the first all-reduce has a wrong sum.
     """
     import torch
     import torch.distributed as dist

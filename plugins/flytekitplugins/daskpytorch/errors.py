@@ -15,7 +15,7 @@ __all__ = [
 
 
 Kind = Literal["exception", "memory", "signal", "exit", "lost", "hang", "desync", "preempted", "start", "closed"]
-"""Kinds of a gang's failures, by which code can react. `GangError.kind` describes each."""
+"""Kinds of a gang's failures, described at `GangError.kind`."""
 
 
 class GangError(RuntimeError):

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
 
 MINIMUM_VERSION = "2.6"
-"""Minimum version of Lightning. A training that was killed and resumed under Lightning 2.4 had a wrong result."""
+"""Killed and resumed trainings had a wrong result under Lightning 2.4."""
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     require_extra("lightning", "flytekitplugins.daskpytorch.lightning")

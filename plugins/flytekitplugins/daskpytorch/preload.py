@@ -1,8 +1,7 @@
 """Preload for Dask workers: prepares a worker for its first gang while the worker starts.
 
 Use `dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`. The
-worker's first gang then starts as fast as later ones. Neither the gang's start nor the first optimizer waits for
-imports of torch and dynamo.
+worker's first gang then starts as fast as later ones, without waiting for imports of torch and dynamo.
 """
 
 from __future__ import annotations

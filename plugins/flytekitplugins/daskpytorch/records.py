@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 NUM_BINS = 64
-"""Number of bins of each `Histogram`. 64 is the default of Weights & Biases."""
+"""The default of Weights & Biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +129,14 @@ def _image(pixels: Any) -> Any:
 
 
 MIN_TOTAL = 60.0
-"""Minimum duration, in seconds, of a gang whose goodput the log and the Deck's head show. A shorter gang spends most of
-its time on the start."""
+"""Seconds from which on the log and the Deck's head show a gang's goodput.
+
+A shorter gang spends most of its time on the start.
+"""
 MAX_BITS = sys.float_info.max_exp
-"""Maximum number of bits of a whole number that a float can hold."""
+"""Bits of a whole number that a float can hold."""
 PLAIN = frozenset((int, float, bool, str))
-"""Types of metric values that every process can unpickle."""
+"""Types that every process can unpickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,10 +341,10 @@ class RankUsage:
 
 
 def numbers(metrics: Mapping[str, Any] | None, *, call: str = "save(metrics=") -> dict[str, float]:
-    """Return the metrics of a checkpoint as floats, by name.
+    """Return the metrics of a checkpoint, numbers and one-element tensors, as floats by name.
 
     Args:
-        metrics: Numbers and one-element tensors by name. None: no metrics.
+        metrics: None: no metrics.
         call: Text before the metrics in an error's message.
 
     Raises:

@@ -1,8 +1,7 @@
 """Files that ranks submit during a training, and that the driver writes below a folder.
 
 `submit_result` and `directory` run in a rank, and `process_results` runs in the driver. Results travel over the gang's
-connections, not through the Dask scheduler. The driver of a `DaskDDP` or `SpawnDDP` task writes results without a call,
-by `TaskResults`. May import `driver` and all below.
+connections, not through the Dask scheduler. The driver of a task writes results without a call, by `TaskResults`.
 """
 
 from __future__ import annotations
@@ -35,21 +34,19 @@ if TYPE_CHECKING:
 __all__ = ["DaskResultsHandler", "ResultPathError"]
 
 POLL_INTERVAL = 0.05
-"""Seconds between two checks for files that ranks have submitted."""
+"""Seconds between two checks for submitted files."""
 MAX_FOLDERS = 100
-"""Maximum number of folders in the path of a submitted file. Functions that upload and remove folders recurse once per
-folder, at most 1,000 times."""
+"""Functions that upload and remove folders recurse once per folder, at most 1,000 times."""
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
     *(errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT),
 )
-"""Error numbers (`errno`) of the whole disk, after which a write can be repeated. Other errors concern one path."""
+"""Errors (`errno`) of the whole disk, after which a write can be repeated. Others concern one path."""
 PROFILES = "profiles"
-"""Name of the results folder's subfolder for traces by `Gang(profile=...)`."""
+"""Subfolder for traces by `Gang(profile=...)`."""
 FAILED_LIMIT = 60.0
-"""Timeout, in seconds, for the upload of a failed gang's results. The gang's error is raised afterwards."""
+"""Seconds for the upload of a failed gang's results, before its error is raised."""
 LOST = "These files are lost: check the disk and the task's access to its output storage"
-"""End of a notice about results that were not stored."""
 
 
 class DaskResultsHandler:
@@ -58,8 +55,7 @@ class DaskResultsHandler:
     The files of a `DaskDDP` or `SpawnDDP` task go to a folder that `directory` returns, and that rank 0 may return as
     an output. For gangs of `dispatch.run` and `dispatch.map`, call `process_results`.
 
-    Submitted files are kept until a handler processes their gang. A file is not lost if it was submitted before the
-    call of `process_results`, or just before its rank failed.
+    Submitted files are kept until a handler processes their gang, also if their rank fails.
 
     All handlers of a gang share its files. Each file is written once, by the first handler that processes the gang.
 
@@ -178,16 +174,9 @@ class DaskResultsHandler:
 
 
 def write_out(received: ReceivedResults, folder: ResultFolder) -> list[ResultPathError]:
-    """Write into a folder the files that ranks have submitted. Return an error for each file whose path is refused.
+    """Write the files that ranks have submitted, and return an error, which is also logged, for each refused path.
 
-    Each error is also written to standard error.
-
-    Args:
-        received: Files that the driver has received and not yet written.
-        folder: Folder to write to.
-
-    Raises:
-        OSError: The folder cannot be written. The remaining files are kept.
+    Raises `OSError` if the folder cannot be written. The remaining files are kept.
     """
     refusals: list[ResultPathError] = []
 
@@ -249,11 +238,9 @@ class ResultPathError(ValueError):
 
 
 class ResultFolder:
-    """Folder of the driver for files that ranks submit. A missing folder is made."""
-
     def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
         self.name = name or os.fspath(prefix)
-        """Name of the folder in error messages."""
+        """For error messages."""
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"
@@ -261,9 +248,8 @@ class ResultFolder:
     def write(self, rank: int, path: str, pieces: Iterable[bytes]) -> None:
         """Write one file, and replace an earlier file of the same path.
 
-        Raises:
-            ResultPathError: The path is not relative, leads out of the folder, is too deep, or names a folder.
-            OSError: The file cannot be written now.
+        Raises `ResultPathError` if the path is not relative, leads out of the folder, is too deep, or names a folder,
+        and `OSError` if the file cannot be written now.
         """
         try:
             if (reason := _objection(path)) is None:
@@ -306,25 +292,23 @@ def _objection(path: str) -> str | None:
 
 
 class TaskResults:
-    """Receiver of the files that ranks of a task submit. Stores them in a folder of the task's output storage."""
+    """Receives the files that ranks of a task submit, and stores them in a folder of the task's output storage."""
 
     def __init__(self, grace_period: float, execution: Execution) -> None:
         self._preempted_limit = Deadlines(grace_period).results
         self._execution = execution
         self.folder = str(execution.new_folder())
-        """Path or URI of the folder with the results, which is made only if a rank submits files or uses the folder."""
+        """Path or URI of the results, made only if a rank submits files or uses the folder."""
         self._is_remote = "://" in self.folder and not self.folder.startswith("file://")
         self.has_files = False
-        """True once the results folder has submitted files."""
         self._profiles: list[str] = []
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
         """During the block, write submitted files to the results folder as they arrive. Upload them at the end.
 
-        Raises:
-            OSError: Not all files could be written to the disk. An error of the gang is raised instead.
-            Exception: The upload failed. The type depends on the storage. An error of the gang is raised instead.
+        Raises `OSError` if not all files could be written, and the storage's own error if the upload failed. An error
+        of the gang is raised instead.
         """
         received, worker = ReceivedResults(), Worker(name="results")
         with self._local_folder() as folder, contextlib.closing(worker):
@@ -345,7 +329,7 @@ class TaskResults:
                 self._make_empty_folder()
 
     def profiles(self) -> dict[str, str]:
-        """Return the URIs of the traces by `Gang(profile=...)` in the results folder, by file name."""
+        """Return the URIs of the traces by `Gang(profile=...)`, by file name."""
         if not self._is_remote:
             self._profiles = _files_below(Path(self.folder.removeprefix("file://")) / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
@@ -356,16 +340,11 @@ class TaskResults:
         return contextlib.nullcontext(Path(self.folder.removeprefix("file://")))
 
     def _write(self, received: ReceivedResults, folder: Path) -> None:
-        """Write all submitted files that have arrived to a local folder.
-
-        Raises:
-            OSError: A file cannot be written to the disk. The next call tries again.
-        """
+        """Write all submitted files that have arrived. Raises `OSError` of the disk. The next call tries again."""
         if not received.is_empty:
             write_out(received, ResultFolder(folder, self.folder))
 
     def _deliver(self, received: ReceivedResults, folder: Path) -> None:
-        """Write the remaining files to a local folder, and upload all files if the results folder is remote."""
         self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
             if self._is_remote:

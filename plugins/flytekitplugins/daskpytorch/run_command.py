@@ -33,20 +33,19 @@ WITHOUT_MEANING = (
     *("-t", "--local-ranks-filter", "--event-log-handler", "--logs-specs", "--numa-binding", "--signals-to-handle"),
     *("--shutdown-timeout", "--log-line-prefix-template", "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
 )
-"""Options of `torchrun` that take a value, and have no effect here."""
+"""Options of `torchrun` that take a value."""
 FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
-"""Options of `torchrun` that take no value, and have no effect here."""
+"""Options of `torchrun` that take none."""
 IGNORED = f"{__name__}.ignored"
-"""Key of click's context under which the given options of `torchrun` without an effect are noted."""
+"""Key of click's context for the given options of `torchrun` without an effect."""
 LOST_OUTPUT = 120
-"""Exit code with which Python ends, too, if it cannot write its output."""
+"""Python's own exit code if it cannot write its output."""
 COUNT = click.IntRange(min=1)
 SOURCE = f"--scheduler or {SCHEDULER_VARIABLE}: without them, this machine is meant"
-"""Settings that name the Dask scheduler, for messages."""
 
 
 def _ranks(text: str) -> int | Literal["auto"]:
-    """Return the number of ranks that `--nproc` asks for, with the words of `torchrun`."""
+    """The words are those of `torchrun`."""
     if text in ("auto", "gpu"):
         return "auto"
     return os.cpu_count() or 1 if text == "cpu" else int(click.INT(text))
@@ -72,7 +71,7 @@ def _note_without_meaning(context: click.Context, option: click.Parameter, value
 
 
 def _accepting_torchruns(command: click.Command) -> click.Command:
-    """Add the options of `torchrun` that have no effect here to a command, hidden."""
+    """Add the options of `torchrun` that have no effect here, hidden."""
     for name in (*WITHOUT_MEANING, *FLAGS_WITHOUT_MEANING):
         is_flag = name in FLAGS_WITHOUT_MEANING
         option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_note_without_meaning)
@@ -250,7 +249,7 @@ def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) ->
 
 
 def _code_for(error: BaseException) -> int:
-    """Return the exit code of a command whose gang ended with this error: the failed rank's, or 128 and its signal."""
+    """Return the failed rank's exit code, or 128 and its signal."""
     gang_error = error if isinstance(error, GangError) else error.__cause__
     if isinstance(gang_error, PreemptedError):
         return 128 + signal.SIGTERM
@@ -260,7 +259,7 @@ def _code_for(error: BaseException) -> int:
 
 @contextlib.contextmanager
 def _client_of(scheduler: str | None, workers: int | None, gang: Gang) -> Iterator[Client | None]:
-    """Yield the client of the Dask cluster on whose workers the ranks run. None: the ranks run on this node."""
+    """None: the ranks run on this node."""
     if scheduler is None:
         fork_client.connect().close()  # the server imports torch while this process imports its own modules
         if workers is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping", "Evaluate", "Gang", "Keep", "Profile", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
-"""Environment variable with the Dask scheduler's address. The Dask operator sets it in the job-runner's pod."""
+"""Set by the Dask operator in the job-runner's pod."""
 DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
 """Environment variable that makes gangs train in one rank, in the calling process, for debugging."""
 
@@ -29,13 +29,10 @@ SET_BY_GANGS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_LOCAL_RANK|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|CUDA_VISIBLE_DEVICES)"
 )
-"""Pattern for the names of environment variables that a gang sets in each rank."""
+"""Variables that a gang sets in each rank."""
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
-"""Minimum `hang_timeout` of a gang, in seconds.
-
-Ranks report to the driver five times per timeout. A shorter timeout would leave no time to train.
-"""
+"""Seconds. Ranks report to the driver five times per timeout, so that a shorter one would leave no time to train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,13 +514,8 @@ def check_workers(
 ) -> None:
     """Note problems if there are too few workers for a gang's `evaluate` and `min_workers`.
 
-    Args:
-        problems: Problems of the owner, which has the gang's settings as attributes.
-        evaluate: The gang's evaluation, or None.
-        least: The gang's `min_workers`.
-        number: Number of workers, from 1 up.
-        name: Name of the setting with this number.
-        prefix: Text before the names of the gang's settings, such as `gang.`.
+    `number` of workers is the setting `name`. `prefix`, such as `gang.`, stands before the names of the gang's
+    settings.
     """
     num_kept = evaluate.workers if evaluate is not None else 0
     if num_kept >= number:
@@ -545,7 +537,6 @@ def is_debugging(gang: Gang | None = None) -> bool:
 
 
 def _problem_of_variables(variables: object) -> str | None:
-    """Rule for the environment of ranks: return None for a mapping that ranks can get, else the allowed values."""
     if not isinstance(variables, Mapping):
         return "a mapping of names to texts"
     for name, value in variables.items():
