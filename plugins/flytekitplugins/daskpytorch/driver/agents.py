@@ -17,83 +17,70 @@ from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, Start, T
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
 MAX_BROKEN = 2
-"""Number of agent failures on a worker after which the driver launches no more agents on that worker."""
 MAX_SILENCE = 15.0
-"""Seconds without a message after which an agent's worker counts as lost. Agents send messages every 1 to 3 s."""
+"""Seconds without a message after which an agent counts as lost. Agents send messages every 1 to 3 s."""
 SILENCE_INTERVAL = 0.5
-"""Seconds between two checks for silent agents. Large gangs would spend most time on checks at every message."""
+"""Seconds between two checks for silent agents: checks at every message would take most of a large gang's time."""
 RECRUIT_INTERVAL = 0.2
-"""Seconds between two queries of the cluster's workers."""
 SCHEDULER_TIMEOUT = 5.0
-"""Seconds without an answer after which a disconnected Dask scheduler counts as lost. A client reconnects sooner."""
+"""Seconds without an answer after which a disconnected Dask scheduler counts as lost: a client reconnects sooner."""
 BUSY_SCHEDULER_TIMEOUT = 30.0
-"""Seconds without an answer after which a connected Dask scheduler counts as lost. A busy scheduler answers late. The
-value equals Dask's own timeout for connections."""
+"""Seconds without an answer after which a connected, perhaps busy Dask scheduler counts as lost. Dask's own timeout."""
 
 
 GROWTH_SETTLE_TIME = 1.0
-"""Seconds between a new worker's arrival and the restart that includes it. More workers often follow."""
+"""Seconds between a new worker's arrival and the restart that includes it, as more workers often follow."""
 Action = Callable[[], object]
-"""A callable with its arguments bound, which records an event in the gang's thread."""
+"""Records an event in the gang's thread."""
 
 
 @dataclass
 class Peer:
-    """An agent that has connected to the driver and sent its first message (`Hello`)."""
-
     node: Node
     meets_at: tuple[str, int]
-    """Host and port of the ranks' rendezvous, if rank 0 runs on this agent's worker."""
+    """Host and port of the ranks' rendezvous, if rank 0 runs here."""
     connection: Connection
-    """Connection to the agent. The receiving thread sets its `heard_at`, the time of the agent's last message."""
+    """The receiving thread sets its `heard_at`, the time of the agent's last message."""
     joined_at: float
-    """Time of the agent's first message (`Hello`), in seconds on the driver's clock."""
+    """Driver's clock, seconds."""
     _has_code: bool = False
 
     def start(self, job: Job, code: Code, places: list[Place]) -> None:
-        """Order the agent to start ranks. The archive of the source code is sent only the first time."""
+        """The archive of the source code is sent only the first time."""
         self.send(Start(job, replace(code, archive=b"") if self._has_code else code, places))
         self._has_code = True
 
     def send(self, message: ToAgent) -> None:
-        """Send a message to the agent. Loss of the connection raises no error here, but arrives as an event."""
+        """Loss of the connection raises no error here, but arrives as an event."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
 
 @dataclass
 class Agents:
-    """Launches the agents of one gang and records which are connected, expected, lost or refused."""
-
     launcher: AgentLauncher
     num_ranks: int
-    """Number of ranks per worker."""
+    """Ranks per worker."""
     order: AgentOrder
-    """Order for each agent, to which `launch` adds the worker."""
+    """`launch` adds the worker."""
     post: Callable[[Action], object]
-    """Function that queues a call for the gang's thread. Any thread may use this function."""
+    """Queues a call for the gang's thread, from any thread."""
     num_least: int = 1
-    """Minimum number of workers for an attempt."""
     peers: dict[str, Peer] = field(default_factory=dict)
-    """Connected agents, by worker."""
     leaving: set[str] = field(default_factory=set)
     """Workers with a connected agent that the cluster is removing."""
     expected: set[str] = field(default_factory=set)
-    """Workers with a launched agent that has yet to connect."""
+    """Workers whose launched agent has yet to connect."""
     lost: dict[str, Exception] = field(default_factory=dict)
-    """Lost workers, with the reason."""
     refused: dict[str, Exception] = field(default_factory=dict)
-    """Workers whose agent failed, with the error. No more agents are launched there."""
+    """Workers whose agent failed, and that get no more agents."""
     faulty_gpus: set[GpuKey] = field(default_factory=set)
-    """GPUs that failed during this gang."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _silent_workers: set[str] = field(default_factory=set)
-    """Workers whose agent fell silent. `recruit` skips these workers, although the scheduler may list them, until their
-    agent reconnects."""
+    """`recruit` skips these workers, although the scheduler may list them, until their agent reconnects."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _launches: dict[str, int] = field(default_factory=dict)
-    """Worker -> number of the newest launch of an agent there."""
     _num_broken: Counter[str] = field(default_factory=Counter)
     _looked_at: float = field(init=False)
     _recruit_at: float = field(init=False)
@@ -104,7 +91,6 @@ class Agents:
         self._recruit_at = self._looked_at + RECRUIT_INTERVAL
 
     def launch(self, workers: Iterable[str]) -> None:
-        """Launch agents on these workers and add the workers to `expected`."""
         workers = list(workers)
         self.expected |= set(workers)
         self._launch(workers)
@@ -128,9 +114,9 @@ class Agents:
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
     def best_nodes(self) -> list[Node]:
-        """Return the nodes that carry the next attempt, without their failed GPUs if the other GPUs suffice.
+        """Return the nodes for the next attempt, without failed GPUs if the other GPUs suffice.
 
-        Nodes whose ranks need a failed GPU are chosen only if fewer than `num_least` other nodes are connected.
+        Nodes whose ranks need a failed GPU are chosen only if fewer than `num_least` others are connected.
         """
         nodes, sound = self.nodes(), self.sound_workers()
         by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
@@ -138,7 +124,7 @@ class Agents:
         return leave_out([node for node in nodes if node.worker in chosen], sorted(self.faulty_gpus), self.num_ranks)
 
     def sound_workers(self) -> set[str]:
-        """Return the workers that can carry ranks and need none of the failed GPUs."""
+        """Return the workers that can carry ranks and need no failed GPU."""
         workers = self.peers.keys() - self.leaving
         return {worker for worker in workers if not self.faulty_gpus or self._is_sound(self.peers[worker].node)}
 
@@ -147,25 +133,22 @@ class Agents:
 
     @property
     def num_wanted(self) -> int:
-        """Wanted number of workers."""
         return self.launcher.num_wanted
 
     @property
     def num_sound(self) -> int:
-        """Number of workers that can carry ranks and need none of the failed GPUs."""
         return len(self.sound_workers()) if self.faulty_gpus else self.num_nodes
 
     @property
     def num_nodes(self) -> int:
-        """Number of workers that can carry ranks."""
         return len(self.peers) - len(self.leaving)
 
     def find(self, connection: Connection) -> Peer | None:
-        """Return the agent at the other end of this connection. None: the agent is lost or was given up."""
+        """None: the agent is lost or was given up."""
         return self._by_connection.get(connection)
 
     def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
-        """Record an agent that has connected. Return the same worker's earlier agent, whose ranks are lost, or None."""
+        """Record a connected agent. Return the same worker's earlier agent, whose ranks are lost, or None."""
         worker = hello.node.worker
         displaced = self.peers.get(worker)
         if displaced is not None:
@@ -180,12 +163,9 @@ class Agents:
         return displaced
 
     def refuse(self, worker: str, error: Exception, launch: int) -> None:
-        """Record an agent that failed to start, or failed before its `Hello`.
+        """Record an agent that failed before its `Hello`, unless the launch is outdated.
 
-        Args:
-            worker: The agent's worker.
-            error: The reason. Only a `WorkerLostError` permits another launch.
-            launch: Number of the launch. Errors of a worker's earlier launches are ignored.
+        Only a `WorkerLostError` permits another.
         """
         if worker not in self.expected or launch != self._launches[worker]:
             return
@@ -196,7 +176,7 @@ class Agents:
         self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
-        """Record that a connection has ended, and return its agent. None: the connection had no current agent."""
+        """Record that a connection has ended, and return its current agent, if any."""
         peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
@@ -205,17 +185,14 @@ class Agents:
         return peer
 
     def note_broken(self, worker: str, traceback: str) -> None:
-        """Record an agent's own failure. After two failures (`MAX_BROKEN`), the worker gets no more agents."""
+        """Record an agent's own failure. After `MAX_BROKEN` of them, the worker gets no more agents."""
         self._num_broken[worker] += 1
         if self._num_broken[worker] >= MAX_BROKEN:
             last_line = traceback.rstrip().rpartition("\n")[2]
             self.refused[worker] = GangError(f"its agent failed {MAX_BROKEN} times: {last_line}", worker=worker)
 
     def silent(self) -> list[Peer]:
-        """Return the agents without a message for 15 s (`MAX_SILENCE`). Checks every 0.5 s (`SILENCE_INTERVAL`).
-
-        The caller must forget these agents, as silent agents may resume.
-        """
+        """Return the agents without a message for `MAX_SILENCE`. The caller must forget them, as they may resume."""
         now = self.clock()
         if now - self._looked_at < SILENCE_INTERVAL:
             return []
@@ -227,22 +204,17 @@ class Agents:
         return [peer for peer in self.peers.values() if now - peer.connection.heard_at > MAX_SILENCE]
 
     def give_up_silent(self, peer: Peer) -> None:
-        """Close a silent agent's connection and launch another agent on its worker, in case the worker resumes."""
+        """Hang up, and launch another agent on the worker, in case it resumes."""
         peer.connection.hang_up()
         self._silent_workers.add(peer.node.worker)
         self._launch([peer.node.worker])
 
     def note_absences(self) -> None:
-        """Move expected workers that have left the cluster to `lost`. Checks every 0.2 s (`RECRUIT_INTERVAL`)."""
         if self.expected and (present := self._look()) is not None:
             self._give_up(self.expected - present)
 
     def can_grow(self, carriers: Collection[str]) -> bool:
-        """Return True if a restart would add workers, and more are unlikely to follow.
-
-        Args:
-            carriers: Workers that carry the ranks now.
-        """
+        """Return True if a restart would add workers to these `carriers` of ranks, and more are unlikely to follow."""
         spare = [self.peers[worker] for worker in self.sound_workers() - set(carriers)]
         if not spare or not self.leaving.isdisjoint(carriers):
             return False
@@ -250,11 +222,7 @@ class Agents:
         return is_whole or self.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
 
     def recruit(self) -> None:
-        """Launch agents on new workers while the gang lacks workers. Checks every 0.2 s (`RECRUIT_INTERVAL`).
-
-        Raises:
-            ConnectionError: The scheduler is lost.
-        """
+        """Launch agents on new workers while the gang lacks some. Raises `ConnectionError` if the scheduler is lost."""
         if (present := self._look()) is None:
             return
         self._give_up(self.expected - present)
@@ -284,23 +252,17 @@ class Agents:
         return present
 
     def is_hopeless(self, *, recruits: bool) -> bool:
-        """Return True if refused and lost workers leave fewer workers than the gang needs.
-
-        Args:
-            recruits: True if new workers replace lost ones.
-        """
+        """Return True if too few workers remain. `recruits`: new workers replace lost ones."""
         gone = self.refused.keys() | (set() if recruits else self.lost.keys())
         return self.num_wanted - len(gone) < self.num_least
 
     def awaited(self) -> str:
-        """Return what a gang waits for that has too few workers."""
         if self.launcher.scheduler is None and self.num_wanted == 1:
             return "waiting until this node can start the ranks"
         hindrance = self.launcher.hindrance()
         return f"{self.num_nodes} of {self.num_wanted} workers are here, waiting for the others{hindrance}"
 
     def too_few_came(self, name: str, timeout: float) -> GangError:
-        """Return the error of a gang that cannot start, with the missing workers and the reason."""
         if gone := self.refused or self.lost:
             worker, error = next(iter(gone.items()))
             # A retry does not add a missing module to the worker's image.
@@ -322,10 +284,7 @@ class Agents:
         )
 
     def too_few_left(self, name: str, timeout: float, failures: Iterable[str]) -> WorkerLostError:
-        """Return the error of a gang that has too few workers for a restart.
-
-        `failures` has a line per earlier failure.
-        """
+        """`failures` has a line per earlier failure."""
         told = "\n".join(failures)
         return WorkerLostError(
             f"{self.num_nodes} of {self.num_wanted} workers are left of {name}, {self.num_least} are needed, "
@@ -334,6 +293,6 @@ class Agents:
         )
 
     def dismiss_leaving(self) -> None:
-        """Close the agents of workers that the cluster is removing. Each worker waits for its agent's end."""
+        """Each leaving worker waits for its agent's end."""
         for worker in self.leaving:
             self.peers[worker].send(Close())

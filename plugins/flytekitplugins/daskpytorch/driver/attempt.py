@@ -1,8 +1,4 @@
-"""State of one attempt of a gang: its ranks, their results, failures and exits. Runs in the driver.
-
-The driver's thread records events in an `Attempt`, and `Brain` reads their meaning from its properties.
-`Attempt.tell` sends messages to the agents of all ranks, and `Attempt.ask` asks the ranks.
-"""
+"""State of one attempt of a gang, in which the driver's thread records events. Runs in the driver."""
 
 import functools
 import pickle
@@ -30,17 +26,16 @@ class Answers(dict[int, Any]):
 
 @dataclass
 class Attempt:
-    """Records the events of one attempt's ranks. Times are seconds on the driver's clock, unless stated otherwise."""
+    """Events of one attempt's ranks. Times are seconds on the driver's clock, unless stated otherwise."""
 
     number: int
     places: dict[int, tuple[Place, Node]]
-    """Place and worker's node of each rank."""
     carriers: Sequence[Peer] = ()
     """Agents that carry the attempt's ranks, lost agents included."""
     has_observers: bool = False
-    """True if rank 0 has observers, which need time to close at its end."""
+    """Rank 0 has observers, which need time to close."""
     is_program: bool = False
-    """True if the ranks run a script or module, so that the exit code of a rank's process is its result."""
+    """The ranks run a script or module: the exit code of a rank's process is its result."""
     ready: set[int] = field(default_factory=set)
     """Ranks that have joined the process group."""
     results: dict[int, Any] = field(default_factory=dict)
@@ -52,21 +47,20 @@ class Attempt:
     at_rest: set[int] = field(default_factory=set)
     """Ranks that have nothing to do until the driver's next order."""
     hang: tuple[int, str] | None = None
-    """The rank that holds up the gang, and the report. None: no hang was found."""
+    """The rank that holds up the gang, and the report."""
     has_progressed: bool = False
     """True if the next attempt begins later than this one, as after a checkpoint."""
     has_stopped_early: bool = False
     """True if a rank has returned after its `should_stop` had returned True."""
     stop_at: float | None = None
-    """Time to stop all ranks, at the end of the search for a failure's cause or of the wait for exits. None: not
-    set."""
+    """Time to stop all ranks: end of the search for a failure's cause, or of the wait for exits."""
     excused_at: float | None = None
-    """Time until which something else than the ranks has delayed them. None: nothing has."""
+    """Time until which something other than the ranks has delayed them."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     began_at: float = field(init=False)
-    """Start of the attempt, from which `start_timeout` counts. Moves on with delays that are no fault of the ranks."""
+    """`start_timeout` counts from here. Delays that are no fault of the ranks move it on."""
     on_over: Callable[[int, Failure | None], object] = field(default=lambda *_: None, repr=False)
-    """Called with a rank that has failed, and its failure, or with a rank that has ended or is at rest, and None."""
+    """Called with a rank and its failure, or with a rank that has ended or is at rest, and None."""
     explain: Callable[[RankExit], RankExit] = field(default=lambda exit_: exit_, repr=False)
     """Adds to the root failure what is known of its reason."""
     _num_asked: int = 0
@@ -81,7 +75,6 @@ class Attempt:
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:
-        """Ranks of each worker that carries the attempt."""
         ranks = defaultdict(list)
         for rank, (_, node) in self.places.items():
             ranks[node.worker].append(rank)
@@ -89,33 +82,28 @@ class Attempt:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.places)
 
     @property
     def is_formed(self) -> bool:
-        """True if all ranks have joined the process group."""
         return len(self.ready) == len(self.places)
 
     @property
     def has_delivered(self) -> bool:
-        """True if every rank's function has returned."""
         return len(self.results) == len(self.places)
 
     @property
     def is_over(self) -> bool:
-        """True if every rank has ended."""
         return len(self.exits) == len(self.places)
 
     @property
     def running(self) -> list[int]:
-        """Ranks whose function, or whose present call, has neither returned nor failed."""
+        """Ranks whose function, or present call, has neither returned nor failed."""
         ended = self.results.keys() | self.exits.keys() | self.failures.keys() | self.at_rest
         return [rank for rank in self.places if rank not in ended]
 
     @property
     def is_failing(self) -> bool:
-        """True if a rank has failed, hung or ended without a result."""
         return bool(self.failures or self._bad_exits or self.hang)
 
     @property
@@ -130,24 +118,22 @@ class Attempt:
 
     @property
     def faulty_gpus(self) -> set[GpuKey]:
-        """GPUs whose fault ended their rank."""
         placed = [self.places[exit_.rank] for exit_ in self._bad_exits.values() if exit_.gpu_fault]
         return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
 
     def tell(self, message: ToAgent) -> None:
-        """Send a message to the agents of the attempt's ranks. New workers' agents do not get the message."""
+        """New workers' agents do not get the message."""
         for peer in self.carriers:
             peer.send(message)
 
     def ask(self, question: Question, about: Any = None) -> Answers:
-        """Ask all ranks. Return the answers, which fill as they come."""
+        """Ask all ranks. The returned answers fill as they come."""
         self._num_asked += 1
         self._answers[self._num_asked] = answers = Answers()
         self.tell(Tell(Ask(question, self._num_asked, about)))
         return answers
 
     def note_answer(self, rank: int, answer: Answer) -> None:
-        """Record a rank's answer, if somebody waits for it."""
         if (answers := self._answers.get(answer.number)) is not None:
             answers[rank] = answer.value
 
@@ -158,25 +144,20 @@ class Attempt:
             self.began_at = self.excused_at
 
     def note_ready(self, rank: int) -> None:
-        """Record that a rank has joined the process group."""
         self.ready.add(rank)
 
     def note_failure(self, rank: int, failure: Failure) -> None:
-        """Record that a rank's function has raised an exception."""
         self.failures[rank] = failure
         self._has_independent_failure |= not failure.is_consequence
         self.on_over(rank, failure)
 
     def exit_of_survivor(self, rank: int) -> RankExit:
-        """Return an exception that its rank has survived, in the form of an exit."""
         return self._exit(rank, exitcode=1, log_tail="", time=time.time())
 
     def note_exit(self, exited: Exited) -> None:
-        """Record a rank's exit."""
         self._note(**vars(exited))
 
     def lose(self, worker: str, agent_traceback: str | None = None) -> None:
-        """Record exits for a worker's ranks after the worker was lost or its agent failed."""
         for rank in self.ranks_of.get(worker, ()):
             if rank not in self.exits:
                 self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
@@ -186,7 +167,7 @@ class Attempt:
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:
-        """Return True if every rank has an entry in `answers`, or has failed or exited."""
+        """True if every rank has an entry in `answers`, or has failed or exited."""
         if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
             return False  # quick: a large gang calls this once for each answer
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
@@ -204,7 +185,6 @@ class Attempt:
         return self.explain(find_root_failure(here.values()))
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
-        """Return the error that names ranks missing from the process group, with their last log lines."""
         tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "

@@ -1,7 +1,4 @@
-"""Finds the rank whose failure caused the others, and decides whether the gang may restart.
-
-The module is free of state and I/O. Runs in the driver.
-"""
+"""Finds the rank whose failure caused the others, and decides whether the gang may restart. Free of state and I/O."""
 
 import signal
 from bdb import BdbQuit
@@ -14,10 +11,9 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, with
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 REPEATED = "the same error came at the same step twice"
-"""Reason for no restart after a repeated error. `GangError.is_repeated` is True for this reason alone."""
+"""`GangError.is_repeated` is True for this reason alone."""
 NO_RESTARTS = "max_restarts is 0"
 STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
-"""Reason for no restart of a gang that stays, which has a limit of 0."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -50,7 +46,6 @@ def _severity(exit_: RankExit) -> int:
 
 
 def describe(exit_: RankExit) -> str:  # noqa: PLR0911 - a return for each end
-    """Return how a rank ended, in one line."""
     if exit_.left_by:
         return exit_.left_by
     if exit_.failure is not None or exit_.gpu_fault:
@@ -71,7 +66,6 @@ def describe(exit_: RankExit) -> str:  # noqa: PLR0911 - a return for each end
 
 
 def _describe_error(exit_: RankExit) -> str:
-    """Return the failed GPU and its fault, or else the exception, in words."""
     if exit_.gpu_fault or exit_.failure is None:
         return f"{exit_.gpu} of host {exit_.host} failed: {exit_.gpu_fault}"
     name, text = exit_.failure.type_name, exit_.failure.message
@@ -86,17 +80,10 @@ def _signal_name(number: int) -> str:
 
 
 def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
-    """Return the exception that the driver raises for a failed gang.
+    """Return the failed rank's own exception, with a `GangError` as its cause.
 
-    Args:
-        root_failure: Exit of the rank that failed.
-        world_size: Number of ranks.
-        refusal: Reason for no restart. Empty: the error gives no reason.
-        history: Failures of the earlier attempts, a line each.
-
-    Returns:
-        The failed rank's own exception, with a `GangError` as its cause. The `GangError` itself if the driver cannot
-        rebuild the exception, or infrastructure was lost.
+    The `GangError` itself if the exception cannot be rebuilt, or infrastructure was lost. `refusal` is the reason for
+    no restart, `history` has a line per earlier failure.
     """
     who, how = f"rank {root_failure.rank}", describe(root_failure)
     rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
@@ -145,7 +132,6 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
 
 
 def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind
-    """Return the kind of a rank's failure, for `GangError.kind`."""
     if exit_.left_by or exit_.difference is not None:
         return "desync"
     if exit_.gpu_fault:
@@ -168,10 +154,7 @@ def _kind_of_exception(failure: Failure) -> Kind:
 
 
 def from_user(error: Exception) -> Exception:
-    """Remove this package's outermost frames from a failed gang's error and return the error.
-
-    Errors of the driver itself keep all frames.
-    """
+    """Remove this package's outermost frames from a failed gang's error, but not from an error of the driver itself."""
     if isinstance(error, GangError) or isinstance(error.__cause__, GangError):
         error.__traceback__ = without_ours(error.__traceback__)
     return error
@@ -179,19 +162,17 @@ def from_user(error: Exception) -> Exception:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFailure:
-    """Summary of a failed attempt."""
-
     what: str
     """Rank, worker, step and cause, in one line."""
     cause: str
-    """Cause without the rank, by which two failures are compared. Exceptions count by type and raising line, since
-    their text may hold a time or address."""
+    """Cause without the rank, to compare failures. Exceptions count by type and raising line: their text may hold a
+    time or address."""
     position: tuple[int | None, int | None] = (None, None)
-    """Newest logged or saved step, and number of signs of life since then. None: unknown."""
+    """Newest logged or saved step, and number of signs of life since then."""
     is_infrastructure: bool
-    """True if a worker, node or other infrastructure was lost. False if the function failed."""
+    """False if the function failed."""
     kind: Kind = "preempted"
-    """Kind of the failure, as in `GangError.kind`. Default: a worker was told to end."""
+    """As in `GangError.kind`. Default: a worker was told to end."""
     is_exception: bool = False
     """True for an exception of the function, unless it reads like the loss of a peer."""
     is_final: bool = False
@@ -201,8 +182,8 @@ class AttemptFailure:
     is_quit: bool = False
     """True if the user quit the rank's debugger."""
     gets_further: bool = False
-    """True if the next attempt may go differently, since a checkpoint was saved or is in transit, or ranks were asked
-    to stop."""
+    """True if the next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to
+    stop."""
 
     @classmethod
     def of(
@@ -213,9 +194,9 @@ class AttemptFailure:
         has_delivered: bool = False,
         newest_step: int | None = None,
     ) -> Self:
-        """Return the summary of an attempt whose root failure is this exit.
+        """Summarise an attempt.
 
-        The summary names the failed rank's last known step, unless the next attempt begins later, at `newest_step`.
+        Names the failed rank's last known step, unless the next attempt begins later, at `newest_step`.
         """
         how, failure = describe(root_failure), root_failure.failure
         is_late = has_delivered and not root_failure.is_infrastructure
@@ -238,7 +219,7 @@ class AttemptFailure:
 
 @dataclass
 class FailurePolicy:
-    """Limits restarts by two separate budgets: for losses of infrastructure, and for errors of the function."""
+    """Limits restarts by two budgets: for losses of infrastructure, and for errors of the function."""
 
     limit: int
     without: str = NO_RESTARTS
@@ -246,7 +227,7 @@ class FailurePolicy:
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:
-        """Return why the gang ends after this failure. None: the gang may restart."""
+        """Return why the gang ends after this failure."""
         alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
         if self.limit == 0:
             return self.without
@@ -263,7 +244,6 @@ class FailurePolicy:
         return None
 
     def note(self, failure: AttemptFailure) -> None:
-        """Count a failure after which the gang restarts."""
         self.failures.append(failure)
 
 

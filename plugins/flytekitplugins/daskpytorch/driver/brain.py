@@ -1,7 +1,7 @@
 """Decides what a gang does next: start, grow, stop, restart, give up. Runs in the driver.
 
-`GangState` only records events. `Brain.decide` alone acts on events, so the same rules apply at each moment. Features
-are parts (`part`), which the brain asks and does not know. The gang's present phase is a method:
+`GangState` only records events, and `Brain.decide` alone acts on them. Features are parts (`part`), which the brain
+asks and does not know. The gang's present phase is a method:
 
     _gather ──▶ _train ──▶ _end_ranks ──▶ _settle ──▶ _gather ...
        │          │                          │
@@ -28,9 +28,9 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0 + program_end.MAX_WAIT
-"""Timeout, in seconds, between the last rank's result and its exit. Covers rank 0's observers and Python's exit."""
+"""Seconds between the last rank's result and its exit, for rank 0's observers and Python's exit."""
 SETTLE_TIME = 0.2
-"""Seconds between a worker's loss and a restart with fewer workers. More losses often follow."""
+"""Seconds between a worker's loss and a restart with fewer workers, as more losses often follow."""
 TICK = 1.0
 """Maximum number of seconds between two decisions, as some changes cause no event."""
 
@@ -49,16 +49,8 @@ def verdict(
 ) -> Literal["start", "wait", "refuse"]:
     """Return whether an attempt starts, waits for more workers, or is refused.
 
-    Args:
-        num_here: Number of connected workers.
-        num_sound: Number of these whose ranks need no failed GPU.
-        num_wanted: Number of workers that the gang should have.
-        num_least: Number of workers that it needs.
-        num_expected: Number of workers whose agents are on their way.
-        is_first: True for the gang's first attempt, which waits for all agents on their way.
-        is_hopeless: True if too few workers can come.
-        is_settled: True if the pause after the last loss is over.
-        is_late: True after the start timeout.
+    `num_sound` workers need no failed GPU, and `num_expected` have yet to connect. `is_hopeless`: too few workers can
+    come. `is_settled`: the pause after the last loss is over.
     """
     has_sound_coming = num_expected > 0 or not is_settled
     awaits_gpus = num_sound < num_wanted <= num_here and has_sound_coming
@@ -71,17 +63,15 @@ def verdict(
 
 
 Phase = Callable[[], Any]
-"""Method that acts on the events so far. Returns the gang's next phase, or None to repeat after the next event."""
+"""Acts on the events so far. Returns the next phase, or None to repeat after the next event."""
 
 
 class Brain:
     """Decides for one gang until its end. Call `decide` after each event, at the latest after `patience` seconds."""
 
     _attempt: Attempt
-    """Newest attempt. Unset until the first attempt has started."""
 
     def __init__(self, state: GangState, code: Code) -> None:
-        """Begin with the phase that gathers workers. The caller has launched their agents."""
         self._state = state
         self._code = code
         self._request = state.request
@@ -103,12 +93,7 @@ class Brain:
     def decide(self) -> list[Any] | None:
         """Act on the events so far.
 
-        Returns:
-            The ranks' results after the gang's success, else None.
-
-        Raises:
-            Exception: The error that ends the gang, such as a rank's own exception, a `GangError` or a
-                `PreemptedError`.
+        Return the ranks' results after the gang's success, else None. Raise the error that ends the gang.
         """
         self._let_parts_order()
         while self._results is None:
@@ -126,11 +111,9 @@ class Brain:
 
     @property
     def patience(self) -> float:
-        """Seconds until `decide` must be called even without an event."""
         return max(0.0, min(self._wake_at - self._now(), TICK))
 
     def _wait(self, *moments: float | None) -> Phase | None:
-        """Stay in this phase until the next event, or the earliest of these times (driver's clock, seconds)."""
         self._wake_at = min((moment for moment in moments if moment is not None), default=math.inf)
         return None
 
@@ -148,10 +131,6 @@ class Brain:
         return self._gather
 
     def _gather(self) -> Phase | None:
-        """Start an attempt once all wanted workers are connected.
-
-        After a pause, `min_workers` connected workers are enough.
-        """
         if self._state.stop_request is not None:
             raise self._preempted(self._state.stop_request)
         is_first, now, agents = self._state.number == 0, self._now(), self._agents
@@ -191,7 +170,6 @@ class Brain:
             ) from error
 
     def _start(self) -> Phase:
-        """Start an attempt on the connected workers."""
         self._state.enter("starting")
         self._attempt = start_attempt(self._state, self._state.number, self._code)
         self._state.begin(self._attempt)
@@ -200,7 +178,6 @@ class Brain:
     # ---- watching an attempt
 
     def _train(self) -> Phase | None:
-        """Watch the attempt until every rank has ended or an event requires a stop."""
         attempt, now = self._attempt, self._now()
         if attempt.is_over:
             return self._begin_to_settle()
@@ -210,7 +187,6 @@ class Brain:
         return self._wait(*self._moments(attempt))
 
     def _must_stop(self, attempt: Attempt) -> bool:
-        """Return True if the ranks must be stopped. Order ranks to leave once all functions have returned."""
         request = self._state.stop_request
         if request is not None and request.has_signalled:
             if request.heeding.isdisjoint(attempt.running):
@@ -224,7 +200,7 @@ class Brain:
         return self._is_to_end(attempt)
 
     def _is_understood(self, attempt: Attempt) -> bool:
-        """Return True once a failure's cause is known, so that the driver can stop the attempt.
+        """Return True once a failure's cause is known.
 
         While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective is a possible
         cause, other ranks first report their stacks.
@@ -238,7 +214,6 @@ class Brain:
         return is_independent and not self._state.blocks(Moment.STOP)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
-        """Return True if an attempt without failures must stop: ranks are late, or a part ends the attempt."""
         if is_late(self._state, attempt):
             self._late = attempt.places.keys() - attempt.ready
             return True
@@ -248,7 +223,6 @@ class Brain:
         return False
 
     def _moments(self, attempt: Attempt) -> list[float | None]:
-        """Return times (driver's clock, seconds) at which the attempt needs a decision without an event."""
         request = self._state.stop_request
         is_waited_for = not attempt.is_formed and not self._state.blocks(Moment.LATE)
         return [
@@ -259,7 +233,6 @@ class Brain:
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
-        """Order all ranks to exit, as all functions have returned. First wait for parts that need the ranks."""
         if attempt.stop_at is None and not self._state.blocks(Moment.LEAVE):
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(messages.Leave()))
@@ -267,7 +240,6 @@ class Brain:
             attempt.stop_at = min(attempt.stop_at, self._state.stop_request.deadline)
 
     def _stop(self) -> Phase:
-        """Order the agents to stop every rank."""
         wish = None if self._state.is_cancelled else self._observers.stopped_early
         self._state.enter("stopping")
         ends, attempt = self._deadlines, self._attempt
@@ -288,7 +260,6 @@ class Brain:
         return self._begin_to_settle()
 
     def _is_last(self) -> bool:
-        """Return True if no other attempt seems to follow."""
         attempt = self._attempt
         if self._state.is_cancelled or self._observers.stopped_early is not None or self._late:
             return True
@@ -314,7 +285,6 @@ class Brain:
         return self._settle
 
     def _conclude(self) -> Phase | None:
-        """Wait for parts, such as the last checkpoint's commit, then set the gang's results."""
         attempt = self._attempt
         if self._state.blocks(Moment.LEAVE):
             return self._wait()
@@ -323,7 +293,6 @@ class Brain:
         return None
 
     def _waits_for_checkpoints(self, timeout: float) -> bool:
-        """Wait in this phase, and return True. After `timeout` seconds since the attempt's end, return False."""
         limit = self._ended_at + timeout
         if (rest := limit - self._now()) > 0:
             self._observers.remind(f"waiting until the newest checkpoint is complete, for at most {rest:.0f} s more")
@@ -331,7 +300,6 @@ class Brain:
         return rest > 0
 
     def _settle(self) -> Phase | None:
-        """Wait for unfinished transfers and commits of checkpoints, then restart or raise the gang's error."""
         if self._observers.stopped_early is not None:
             raise self._observers.stopped_early
         if self._late:
@@ -356,7 +324,6 @@ class Brain:
         return self._begin_to_gather()
 
     def _reason_to_go_on(self, attempt: Attempt) -> tuple[str, Kind | None]:
-        """Return the reason for a restart and the kind of the failure, or raise the error that ends the gang."""
         request = self._state.stop_request
         if request is not None and request.explains(attempt):
             return self._go_on_without(request)
@@ -378,11 +345,6 @@ class Brain:
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})", failure.kind
 
     def _go_on_without(self, request: StopRequest) -> tuple[str, Kind]:
-        """Return the reason for a restart without the removed worker.
-
-        Raises:
-            PreemptedError: The request ends the gang, or no restarts are left.
-        """
         failure = AttemptFailure(what=request.reason, cause=request.reason, is_infrastructure=True)
         if request.ends_gang or self._policy.refusal(failure) is not None:
             raise self._preempted(request)
@@ -397,7 +359,6 @@ class Brain:
         return AttemptFailure.of(root, gets_further=gets_further, has_delivered=attempt.has_delivered, newest_step=step)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
-        """Upload the newest checkpoint, within a time limit, and return the `PreemptedError` that ends the gang."""
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason
         rest = "; ".join(filter(None, (part.farewell(self._deadlines.storage) for part in self._state.parts)))
         failed = f" while it was failing ({failure})" if failure else ""

@@ -1,7 +1,6 @@
-"""Finds mismatches in the collectives that the ranks' flight recorders hold. Runs in the driver.
+"""Finds mismatches in the collectives that the ranks' flight recorders hold. Free of state and I/O. Runs in the driver.
 
-Process groups number their collectives. All ranks of a group must call the same collective under the same number. The
-module is free of state and I/O.
+All ranks of a process group must call the same collective under the same number.
 """
 
 import re
@@ -15,11 +14,9 @@ from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collecti
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
-"""Maximum number of the user's stack frames per collective in the report of a hang or failure."""
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
-"""Matches a frame of a traceback: file, line and function."""
 WAITING_FILES = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
-"""Matches source files in which a rank waits for other ranks."""
+"""Source files in which a rank waits for other ranks."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {
@@ -34,25 +31,20 @@ PYTHON_NAMES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-"""Python's names of dtypes, by the C++ names in torch's flight recorder."""
+"""By the C++ names in torch's flight recorder."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Reason why ranks wait for each other."""
-
     rank: int
-    """Rank that the other ranks wait for."""
     what: str
-    """Difference between the ranks' calls, in a sentence."""
     shown: str
-    """Text with each rank's call of the collective, or with the missing call. Empty if no flight recorder has the
-    collective."""
+    """Each rank's call, or the missing call. Empty if no flight recorder has the collective."""
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """Collectives that the ranks of a process group have called under the same number."""
+    """What the ranks of a process group have called under the same number."""
 
     group: str
     number: int
@@ -76,9 +68,7 @@ def compare(recalled: Mapping[int, Recalled], failed: Collection[int] = ()) -> D
     2. a rank that others wait for, and that does not wait itself
     3. ranks that wait for each other in different process groups
 
-    Args:
-        recalled: Flight record of each rank that has reported one.
-        failed: Ranks whose newest collective has failed, although their recorder may count the collective as done.
+    The newest collective of `failed` ranks has failed, although their recorder may count it as done.
     """
     recalled = {
         rank: _with_newest_open(recalled[rank]) if rank in failed else recalled[rank] for rank in sorted(recalled)
@@ -95,7 +85,6 @@ def _with_newest_open(recalled: Recalled) -> Recalled:
 
 
 def _by_number(recalled: Mapping[int, Recalled]) -> Iterator[_Calls]:
-    """Yield the calls of each process group, in the order of their numbers."""
     calls: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
     for rank, each in recalled.items():
         for collective in each.collectives:
@@ -108,7 +97,6 @@ def _by_number(recalled: Mapping[int, Recalled]) -> Iterator[_Calls]:
 
 
 def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
-    """Return the first mismatch of calls under one number, or None."""
     for calls in all_calls:
         alike: dict[object, list[int]] = defaultdict(list)
         for rank, collective in calls.by_rank.items():
@@ -124,9 +112,7 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
 def _essence(collective: Collective, *, with_shapes: bool) -> object:
     """Return the part of a call that must agree on all ranks.
 
-    Args:
-        collective: The call.
-        with_shapes: True if shapes and dtypes count, too, as in unfinished collectives.
+    Shapes and dtypes count in unfinished collectives only.
     """
     if not with_shapes or collective.operation.startswith(UNEVEN):
         return collective.operation
@@ -137,7 +123,6 @@ def _essence(collective: Collective, *, with_shapes: bool) -> object:
 
 
 def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> Difference | None:
-    """Return the rank whose missing call makes others wait, with the collective. None: no rank waits."""
     awaited: dict[int, _Calls] = {}
     waiting: set[int] = set()
     for calls in all_calls:
@@ -159,7 +144,6 @@ def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> D
 
 
 def _lacks(recalled: Recalled, calls: _Calls) -> bool:
-    """Return True if the rank belongs to the calls' process group and has yet to reach their number."""
     its_own = (each.number for each in recalled.collectives if each.group == calls.group)
     return calls.group in recalled.groups and max(its_own, default=0) < calls.number
 
@@ -168,12 +152,9 @@ def _lacks(recalled: Recalled, calls: _Calls) -> bool:
 
 
 def left_waiting(rank: int, failure: Failure, returned: Mapping[int, Recalled | None]) -> str:
-    """Return a sentence about ranks that have returned while another rank waited for them. "" if no rank waited.
+    """Say which ranks have returned while `rank`, whose collective has `failed`, waited for them. "": it did not wait.
 
-    Args:
-        rank: Rank whose collective has failed.
-        failure: The rank's exception.
-        returned: Last collectives of each rank whose function has returned. None: unknown.
+    `returned` has the last collectives of each rank whose function has returned. None: unknown.
     """
     newest = failure.recalled.collectives[-1:] if failure.recalled is not None else ()
     groups = {each.group for each in newest}
@@ -192,7 +173,7 @@ def left_waiting(rank: int, failure: Failure, returned: Mapping[int, Recalled | 
 
 
 def in_words(collective: Collective) -> str:
-    """Return a collective in words, for example `all_reduce of float32 [4, 3]`."""
+    """For example `all_reduce of float32 [4, 3]`."""
     shapes = collective.inputs or collective.outputs
     if not shapes:
         return collective.operation
@@ -202,7 +183,7 @@ def in_words(collective: Collective) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks in words, for example `ranks 0, 2`."""
+    """For example `ranks 0, 2`."""
     numbers = [str(rank) for rank in sorted(ranks)]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -211,7 +192,6 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _shown(calls: _Calls) -> str:
-    """Return text with each rank's call. Ranks with equal calls from the same source lines share an entry."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, collective in calls.by_rank.items():
         state = "done" if collective.is_done else "waiting"
@@ -236,5 +216,4 @@ def _called_from(collective: Collective) -> str:
 
 
 def users_frames(frames: Iterable[str]) -> list[str]:
-    """Return the stack frames of the user's own files."""
     return [frame for frame in frames if not NOT_THE_USERS.match(frame)]

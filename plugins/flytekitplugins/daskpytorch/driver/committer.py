@@ -31,29 +31,23 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_COMMIT_ATTEMPTS = 10
-"""Maximum number of tries to commit a sharded checkpoint, over about five minutes."""
+"""Tries to commit, over about five minutes."""
 LANE = "shards"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """Success or failure of a sharded checkpoint's commit."""
-
     attempt: int
     number: int
     """Number of the attempt's `save_sharded` call, from 0."""
     step: int
     error: Exception | None
-    """Error for which the driver has given up the checkpoint. None: the checkpoint is committed."""
+    """Error for which the driver has given up the checkpoint."""
     made: ShardedCheckpoint | None = None
-    """The committed checkpoint. None if the commit has failed."""
 
 
 class Committer:
-    """Commits sharded checkpoints: writes the manifest once all ranks have written their shards.
-
-    The committer also removes outdated checkpoints and uncommitted saves.
-    """
+    """Writes the manifest once all ranks have written their shards, and removes outdated and uncommitted saves."""
 
     def __init__(
         self,
@@ -64,15 +58,9 @@ class Committer:
         filesystem: Callable[[str], Any],
         say: Callable[[Committed], object],
     ) -> None:
-        """Make the committer of a gang.
+        """`scratch` is removed with the driver's end, and holds the checkpoints if `paths` is None.
 
-        Args:
-            settings: The gang's settings.
-            paths: Folders in storage for the gang's checkpoints. None: a folder in `scratch`.
-            vault: Keeps the gang's checkpoints, and writes the manifest.
-            scratch: Temporary folder of the driver, removed with the driver's end.
-            filesystem: Returns the file system of a path or fsspec URL.
-            say: Called with each commit's outcome, in the thread that writes to storage.
+        `say` is called with each commit's outcome, in the thread that writes to storage.
         """
         self.vault = vault
         self._filesystem = filesystem
@@ -81,11 +69,11 @@ class Committer:
         self._earlier: set[str] = set()
         """Nonces of the earlier drivers whose checkpoints the gang starts from."""
         self.base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
-        """Path or fsspec URL of the folder that contains a folder for each sharded checkpoint."""
+        """Path or fsspec URL. Contains a folder for each sharded checkpoint."""
         self.previous = paths.previous_shards or paths.previous if paths is not None else None
         """Folder with the sharded checkpoints of the task's previous attempt or call, perhaps `base`, or None."""
         self.token: Path | None = None
-        """File by which ranks check that they share the driver's folder `base`. None: `base` is a URL."""
+        """File by which ranks check that they share the driver's folder `base`. None for a URL."""
         if "://" not in self.base or self.base.startswith("file://"):
             self.base, self.previous = full_path(self.base), self.previous and full_path(self.previous)
             users = settings.checkpoint_uri is not None  # perhaps on a disk that the ranks' machines share
@@ -93,16 +81,13 @@ class Committer:
 
     @functools.cached_property
     def files(self) -> Files:
-        """File system of the folder `base`, opened at its first use, since most gangs save no sharded checkpoints."""
+        """Opened at first use, since most gangs save no sharded checkpoints."""
         return Files(self._filesystem(self.base))
 
     def begin(self) -> None:
-        """Write the file by which ranks recognise the driver's folder, and queue the removal of old uncommitted saves.
+        """Write `token`, and queue the removal of old uncommitted saves. Call after `Vault.restore`.
 
-        Call after the vault has read the previous attempt's manifest (`Vault.restore`).
-
-        Raises:
-            OSError: The folder that the user has named cannot be written.
+        Raises `OSError` if the folder that the user has named cannot be written.
         """
         self._leave_token()
         saves = (save_of(entry.name) for entry in self.vault.sharded)
@@ -111,7 +96,6 @@ class Committer:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
 
     def sharding(self) -> Sharding:
-        """Return the storage for shards and the checkpoints to start from, as sent to the ranks of a new attempt."""
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start)
@@ -133,13 +117,10 @@ class Committer:
         self.vault.worker.submit(lambda: self._commit(written), gives_up, lane=LANE)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
-        """Queue the removal of outdated sharded checkpoints and uncommitted saves of this driver and those it follows.
+        """Queue the removal of outdated checkpoints and of uncommitted saves up to this save of this attempt.
 
-        Saves of any other driver stay, which may have taken over the folder from a driver that stood still.
-
-        Args:
-            attempt: Number of an attempt. Saves of this driver's earlier attempts are removed, too.
-            number: Number of the attempt's newest save to remove. -1: only saves of earlier attempts.
+        Saves of drivers that this one does not follow stay: they may have taken over the folder while this driver stood
+        still. A number of -1 removes only saves of earlier attempts.
         """
 
         def is_over(save: tuple[int, int], nonce: str) -> bool:
@@ -148,14 +129,7 @@ class Committer:
         self._submit_removal(self.base, is_over)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all commits have ended and all uncommitted saves are removed.
-
-        Args:
-            timeout: Maximum number of seconds to wait.
-
-        Returns:
-            True if commits and removals have ended in time.
-        """
+        """Wait until all commits and removals have ended. Return False after `timeout` seconds."""
         if self.vault.worker.has_begun(LANE):
 
             def gives_up(_: Exception, num_failures: int, __: float) -> bool:
@@ -166,7 +140,6 @@ class Committer:
         return self.vault.worker.flush(timeout, lane=LANE)
 
     def close(self) -> None:
-        """Stop the thread that writes to storage, and remove the file by which ranks recognise the driver's folder."""
         self.vault.worker.close()
         if self.token is not None:
             with contextlib.suppress(OSError):
@@ -200,13 +173,7 @@ class Committer:
         self._say(Committed(written.attempt, written.number, written.step, None, made))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
-        """Remove sharded saves that the manifest does not name.
-
-        Args:
-            base: Path or URL of the folder with the saves.
-            is_over: Returns True for saves that no rank writes any more. Called with (attempt number, save number) and
-                the driver's nonce.
-        """
+        """Remove saves that the manifest does not name, if `is_over` says that no rank writes them any more."""
         if self.vault.is_in_doubt:  # storage may hold the new or the old manifest: a later removal will know
             return
         named = {entry.name for entry in self.vault.sharded}
@@ -216,7 +183,7 @@ class Committer:
                     self.files.remove(f"{base}/{name}", is_object)
 
     def _saves(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """Yield each sharded save below `base`: its path, (attempt number, save number), and its driver's nonce."""
+        """Yield each save below `base`: its path, (attempt number, save number), and its driver's nonce."""
         for step in self.files.folders(base):
             for save in self.files.folders(f"{base}/{step}"):
                 if (found := save_of(name := f"{step}/{save}")) is not None:

@@ -22,10 +22,7 @@ TURN = 1.0
 
 
 class GangFuture(Future[Any]):
-    """Future of one rank's return value, settled when its gang ends.
-
-    `received` collects the files that ranks submit until the gang ends.
-    """
+    """Future of one rank's return value, settled when its gang ends."""
 
     def __init__(
         self,
@@ -35,27 +32,26 @@ class GangFuture(Future[Any]):
     ) -> None:
         super().__init__()
         self._settler = settler
-        """Thread that settles this future and others, and runs their callbacks. None: unknown."""
+        """Settles this future and others, and runs their callbacks."""
         self.received = received
         self._end = end
-        """Called at Ctrl-C while a thread waits for this future: ends the gang. None: Ctrl-C is raised at once."""
+        """Ends the gang at Ctrl-C while a thread waits for this future. None: Ctrl-C is raised at once."""
         self.is_missing = False
         """True if the gang succeeded with fewer ranks, as `min_workers` allows, and without this rank."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the rank's return value, or raise the rank's error. Raise `TimeoutError` after `timeout` seconds."""
+        """Return the rank's return value, or raise its error, or `TimeoutError` after `timeout` seconds."""
         __tracebackhide__ = True  # notebooks and pytest leave the frame out of tracebacks
         self._wait(timeout)
         return super().result(None if timeout is None else 0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the rank's error, or None after a success. Raise `TimeoutError` after `timeout` seconds."""
+        """Return the rank's error, or None after a success, or raise `TimeoutError` after `timeout` seconds."""
         __tracebackhide__ = True
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
     def load(self, rank: int, load: Callable[[], Any]) -> None:
-        """Settle the future with the return value that `load` unpickles, or with the error of unpickling."""
         try:
             value = load()
         except BaseException as error:  # any error of a user's class or extension
@@ -64,9 +60,9 @@ class GangFuture(Future[Any]):
             self.set_result(value)
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait in turns of `TURN` seconds, so that Python runs signal handlers in time.
+        """Wait in turns, so that Python runs signal handlers in time.
 
-        Another thread, or a suspended process, may receive the signal. Python runs the handler only after the main
+        Another thread, or a suspended process, may receive the signal, and Python runs the handler only after the main
         thread wakes. Without turns, a task would miss a SIGTERM.
         """
         __tracebackhide__ = True
@@ -81,7 +77,7 @@ class GangFuture(Future[Any]):
 
 
 def refuse_wait_in(settler: threading.Thread | None) -> None:
-    """Raise RuntimeError in a callback of a future that this thread settles: the callback would wait for itself."""
+    """Raise RuntimeError in a callback of a future that this thread settles: it would wait for itself."""
     if threading.current_thread() is settler:
         raise RuntimeError(
             "a callback of a call's future waits for its gang, and would wait for ever: callbacks run in the thread "
@@ -90,8 +86,6 @@ def refuse_wait_in(settler: threading.Thread | None) -> None:
 
 
 class Futures(Sequence[F]):
-    """Sequence of futures: one per rank of a gang, or one per model of a `dispatch.map`."""
-
     _futures: list[F]
 
     @overload
@@ -107,7 +101,6 @@ class Futures(Sequence[F]):
         return len(self._futures)
 
     def done(self) -> bool:
-        """Return True if all futures are settled."""
         return all(future.done() for future in self._futures)
 
 
@@ -119,7 +112,7 @@ class GangFutures(Futures[GangFuture]):
     """
 
     _cause: int | None = None
-    """Rank whose error `result` raises. None: the first rank with an error."""
+    """Rank whose error `result` raises. None: the first with an error."""
 
     def __init__(
         self,
@@ -127,13 +120,7 @@ class GangFutures(Futures[GangFuture]):
         world_size: int,
         note_end: Callable[[BaseException | None], object] = lambda _: None,
     ) -> None:
-        """Run a gang in a thread.
-
-        Args:
-            supervisor: Runs the gang.
-            world_size: Number of ranks.
-            note_end: Called with the gang's error, or with None after a success, before the futures are settled.
-        """
+        """`note_end` gets the gang's error, or None after a success, before the futures are settled."""
         self._supervisor = supervisor
         self._end: Callable[[], object] = supervisor.cancel
         self._note_end = note_end
@@ -143,20 +130,15 @@ class GangFutures(Futures[GangFuture]):
         for future in self._futures:
             future.set_running_or_notify_cancel()
         self.thread = threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True)
-        """Thread that runs the gang, and settles its futures."""
         self.thread.start()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Return the return values of all ranks at the gang's end, in rank order.
+        """Return the return values of all ranks, in rank order.
 
-        Args:
-            timeout: Maximum number of seconds to wait. None: no limit.
+        Raise `TimeoutError` after `timeout` seconds: the gang goes on.
 
-        Raises:
-            TimeoutError: The gang has not ended within `timeout` seconds. The gang goes on.
-            GangError: The gang failed. If a rank raised an exception, that exception is raised instead, with the
-                `GangError` as `__cause__`.
-            concurrent.futures.CancelledError: The gang was cancelled.
+        Raises a rank's own exception, with the `GangError` as `__cause__`, a `GangError` of the gang, or
+        `CancelledError` of `concurrent.futures`.
         """
         __tracebackhide__ = True
         self._futures[0].exception(timeout)
@@ -165,7 +147,7 @@ class GangFutures(Futures[GangFuture]):
         return [future.result() for future in self._futures[: self._num_ranks]]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the gang's end, and return the error that `result` would raise. None after a success."""
+        """Wait for the gang's end, and return the error that `result` would raise."""
         __tracebackhide__ = True
         self._futures[0].exception(timeout)
         if self._cause is not None:
@@ -174,7 +156,7 @@ class GangFutures(Futures[GangFuture]):
         return next((error for future in futures if (error := future.exception()) is not None), None)
 
     def cancel(self) -> bool:
-        """Cancel the gang, which ends all its ranks. Return False if the gang had already ended."""
+        """End the gang and all its ranks. Return False if it had already ended."""
         if self.done():
             return False
         self._end()

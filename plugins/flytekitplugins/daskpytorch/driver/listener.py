@@ -22,31 +22,28 @@ from flytekitplugins.daskpytorch.protocol.payload import Piece
 
 Transfer = Upload | Download
 FileServer = Callable[[Connection, Transfer], None]
-"""Function that sends or receives a checkpoint over a connection, or sends a call's large arguments."""
+"""Sends or receives a checkpoint over a connection, or sends a call's large arguments."""
 MAX_WAITING = 3000
-"""Maximum number of agents' messages, as calls in the queue of the gang's thread. At this number the listener stops
-reading from agents.
+"""Calls in the gang's queue at which the listener stops reading from agents.
 
-The limit bounds the driver's memory. Ranks that report faster than the gang's thread works must wait.
+Bounds the driver's memory: ranks that report faster than the gang's thread works must wait.
 """
 MAX_REPORTS = 16
-"""Maximum number of a rank's reports per call in the gang's queue. A message may hold 1000 log records, which take ten
-times its memory when unpickled."""
+"""A rank's reports per queued call, as a message may hold 1000 log records, which take ten times its memory
+unpickled."""
 WAIT_INTERVAL = 0.005
 """Seconds between two checks whether the gang's full queue has room again."""
 BEAT_INTERVAL = 0.05
 """Seconds of heartbeats combined into one call, because each call wakes the gang's thread."""
 MAX_UNAUTHENTICATED = 256
-"""Maximum number of callers of the driver's port that have yet to authenticate. Further callers wait in the kernel's
-queue, without a descriptor in the driver."""
+"""Further callers wait in the kernel's queue, without a descriptor in the driver."""
 AUTHENTICATION_TIMEOUT = 20.0
-"""Timeout, in seconds, for a caller's authentication."""
 FIRST_MESSAGE_TIMEOUT = 120.0
-"""Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
+"""Seconds, in which the agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
-"""Pause, in seconds, after an error while accepting callers, such as too many open files."""
+"""Seconds after an error while accepting callers, such as too many open files."""
 END_TIME = 5.0
-"""Timeout, in seconds, for the listener's threads to end after the shutdown of all connections."""
+"""Seconds for the listener's threads to end after the shutdown of all connections."""
 
 
 class Listener:
@@ -69,7 +66,6 @@ class Listener:
         self._server = framing.listen_at(host)
         self._server.setblocking(False)  # `accept` must not block after a caller has gone
         self.address: tuple[str, int] = self._server.getsockname()[:2]
-        """Host and port to which agents connect."""
         self._token = token
         self._calls = calls
         self._serve_file = serve_file
@@ -77,24 +73,22 @@ class Listener:
         self._callers: set[asyncio.Task[None]] = set()
         """Callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
-        """Connections of agents that have not ended."""
         self._beats: dict[Connection, bytes] = {}
         """Each agent's newest heartbeat that is not yet in the gang's queue."""
         self._is_closing = False
         self._is_closed = asyncio.Event()
         self._has_changed = asyncio.Event()
-        """Event that is set when an agent's connection has ended."""
+        """Set when an agent's connection has ended."""
         self._is_over = False
         self._known: list[Connection] = []
-        """Connections of all current and past agents. The gang's thread closes ended connections."""
+        """Connections of all current and past agents. The gang's thread closes ended ones."""
         self._lock = threading.Lock()
-        """Lock held while a transfer's connection is shut down or closed. After the close, another file may get the
-        same descriptor."""
+        """Held while a transfer's connection is shut down or closed, as another file may then get its descriptor."""
         self._transfers: dict[Connection, threading.Thread] = {}
         self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
 
     def listen(self, state: GangState) -> None:
-        """Accept agents from now on. Their messages become calls of the methods of `state`."""
+        """Accept agents. Their messages become calls of the methods of `state`."""
         self._state = state
         # A selector loop: uvloop would make the sockets non-blocking, through which the gang's thread sends.
         self._loop = asyncio.SelectorEventLoop()
@@ -107,13 +101,9 @@ class Listener:
             self._loop.call_soon_threadsafe(self._is_closed.set)
 
     def dismiss(self, farewell: object, seconds: float) -> None:
-        """Stop accepting callers, send all agents a last message, and wait until agents close their connections.
+        """Send all agents a last message, and wait up to `seconds` until they close their connections.
 
         Only the gang's thread may call this method, after its last queued call.
-
-        Args:
-            farewell: The last message.
-            seconds: Timeout for the agents.
         """
         self.close()
         for connection in list(self._known):
@@ -122,9 +112,9 @@ class Listener:
         self._thread.join(seconds)
 
     def end(self) -> None:
-        """Shut down all connections, wait up to `END_TIME` for threads, then close the connections of ended threads.
+        """Shut down all connections, wait for threads, then close the connections of ended threads.
 
-        Call this method after the last message to agents, when the gang's thread has handled all agents' messages.
+        Call this after the last message to agents, when the gang's thread has handled all agents' messages.
         """
         self.close()
         self._is_over = True
@@ -146,7 +136,6 @@ class Listener:
             self._loop.close()
 
     async def _live(self) -> None:
-        """Accept callers until `close`, and read from agents until the last agent has gone."""
         accepting = self._loop.create_task(self._accept())
         await self._is_closed.wait()
         # The shutdown ends `_accept` by an error. A cancelled `sock_accept` may have accepted a caller, and forgets it.
@@ -185,7 +174,6 @@ class Listener:
             sock.close()
 
     async def _meet(self, sock: socket.socket) -> None:
-        """Authenticate a caller, and read its first message: a request for a transfer, or the first of an agent's."""
         try:
             async with asyncio.timeout(AUTHENTICATION_TIMEOUT):
                 connection = await self._authenticate(sock)
@@ -201,7 +189,7 @@ class Listener:
             self._take_in(connection, message)
 
     async def _authenticate(self, sock: socket.socket) -> Connection:
-        """Authenticate a caller as this gang's agent. Read only the handshake's bytes."""
+        """Read only the handshake's bytes."""
         watch_peer(sock)
         connection, challenge = Connection(sock), framing.challenge()
         connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
@@ -210,7 +198,7 @@ class Listener:
         return connection
 
     async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
-        """Return the next frame from a caller, and leave the bytes after the frame in the socket."""
+        """Return the next frame, and leave the bytes after it in the socket."""
         while True:
             for frame in frames.take(await self._loop.sock_recv(sock, frames.wanted)):
                 return frame
@@ -241,7 +229,7 @@ class Listener:
             self._has_changed.set()
 
     def _note_beat(self, connection: Connection, beat: bytes) -> None:
-        """Keep a heartbeat until the next `_tell_beats`. Heartbeats without ranks only prove that the agent lives."""
+        """Keep a heartbeat until the next `_tell_beats`. Those without ranks only prove that the agent lives."""
         if len(beat) > len(framing.BEAT):
             if not self._beats:
                 self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
@@ -299,7 +287,6 @@ class Listener:
 
 
 def _complain(error: BaseException) -> None:
-    """Print the traceback of an error, unless the end of a connection explains the error."""
     if not isinstance(error, (EOFError, OSError)):
         with contextlib.suppress(Exception):  # a closed standard error must not end this thread
             traceback.print_exception(error)

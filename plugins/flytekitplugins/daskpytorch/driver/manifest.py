@@ -24,11 +24,10 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Version of the manifest's and the checkpoints' format. 1 was never released, and named no format."""
+"""Format 1 was never released, and named no format."""
 MAX_READ_ATTEMPTS = 5
-"""Maximum number of tries to read the previous attempt's manifest or one of its checkpoints from storage."""
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
-"""The whole checkpoints and the sharded checkpoints in a manifest. In each list, the newest comes first."""
+"""Whole and sharded checkpoints in a manifest, each the newest first."""
 
 
 E = TypeVar("E", CheckpointFile, ShardedCheckpoint, SavedCheckpoint)
@@ -42,26 +41,21 @@ class Whole:
 
     file: CheckpointFile
     state: tuple[int, ...] | None
-    """Device, inode, size and modification time of the file on the driver's disk when its digest was right. While these
-    stay the same, the digest need not be computed again. None: the checkpoint is not on the driver's disk."""
+    """Device, inode, size and modification time of the driver's file when its digest was right: while these stay, the
+    digest need not be computed again. None: not on the driver's disk."""
     folder: str | None = None
-    """Folder of the checkpoint's file in storage, perhaps an earlier attempt's. None: storage has no copy."""
+    """In storage, perhaps an earlier attempt's. None: storage has no copy."""
 
     def is_intact_at(self, path: Path) -> bool:
-        """Return True if the file on the driver's disk is there, and has the digest of the checkpoint."""
         if not path.is_file() or path.stat().st_size != self.file.size:
             return False
         return state_of(path) == self.state or digest_of(path) == self.file.digest
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
-    """Return the checkpoints whose metric is a number, the best first, and only the newest of each step.
+    """Return the checkpoints whose metric is a number, the best first, only the newest of each step.
 
-    Among equally good checkpoints, the earlier comes first.
-
-    Args:
-        entries: Checkpoints in the order in which they were kept.
-        keep: Retention policy, whose `metric` and `mode` define the best. Without a metric, the result is empty.
+    `entries` are in the order in which they were kept. Of equally good checkpoints, the earlier comes first.
     """
     metric = keep.metric
     if metric is None:
@@ -72,41 +66,25 @@ def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
 
 
 def find(entries: Sequence[E], keep: Keep, step: int | None) -> E | None:
-    """Return the newest checkpoint of a step, or the best checkpoint.
-
-    Args:
-        entries: Checkpoints in the order in which they were kept.
-        keep: Retention policy, whose `metric` and `mode` define the best.
-        step: Training step. None: the best checkpoint.
-
-    Returns:
-        None if no checkpoint matches.
-    """
+    """Return the newest checkpoint of a step, or the best if `step` is None."""
     found = best_first(entries, keep) if step is None else [entry for entry in entries[::-1] if entry.step == step]
     return found[0] if found else None
 
 
 def retained(entries: Sequence[E], keep: Keep, is_held: Callable[[E], bool] = lambda _: False) -> list[E]:
-    """Return the checkpoints that the retention policy keeps, in their given order. The newest always stays.
-
-    Args:
-        entries: Checkpoints in the order in which they were kept.
-        keep: Retention policy.
-        is_held: Returns True for checkpoints that stay, too, until they are evaluated.
-    """
+    """Return the checkpoints that the policy keeps, in their given order: the newest, and all that `is_held`, too."""
     stay = {id(entry) for entry in (*entries[-keep.last :], *best_first(entries, keep)[: keep.best])}
     return [entry for entry in entries if id(entry) in stay or is_held(entry)]
 
 
 def evaluated(entry: K, identity: str, metrics: Mapping[str, float]) -> K:
-    """Return a checkpoint's description with the metrics of its evaluation added, if the identity is its own."""
     if entry.identity != identity:
         return entry
     return replace(entry, metrics={**entry.metrics, **metrics}, is_evaluated=True)
 
 
 def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
-    """Return a hint for the user if checkpoints have metrics, but all lack the one of `keep`. Otherwise None."""
+    """Return a hint for the user if checkpoints have metrics, but all lack the one of `keep`."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None
@@ -117,24 +95,15 @@ def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
 
 
 def content_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpoint]) -> bytes:
-    """Return the content of a manifest that names these checkpoints.
-
-    Args:
-        files: Whole checkpoints, the newest first.
-        sharded: Sharded checkpoints, the newest last.
-    """
+    """`files` has the newest first, `sharded` the newest last."""
     named = {"checkpoints": [asdict(entry) for entry in files], "sharded": [asdict(one) for one in reversed(sharded)]}
     return json.dumps({"format": FORMAT} | named).encode()
 
 
 def read(files: Files, folder: str) -> Named | None:
-    """Return the whole and sharded checkpoints in a folder's manifest, the newest first.
+    """Return the checkpoints in a folder's manifest, or None if it is incomplete. Empty without a manifest.
 
-    Without a manifest, both lists are empty. None: the manifest is incomplete.
-
-    Raises:
-        GangStartError: Another version of this package has written the manifest.
-        Exception: Any error of the storage's client but `FileNotFoundError`.
+    Raises `GangStartError` if another version of this package has written it.
     """
     try:
         content = files.read(f"{folder}/{MANIFEST}")
@@ -150,28 +119,21 @@ def read(files: Files, folder: str) -> Named | None:
 
 
 def format_of(manifest: bytes) -> int | None:
-    """Return the format of a manifest. None: the manifest is incomplete."""
+    """None: the manifest is incomplete."""
     with contextlib.suppress(ValueError, AttributeError):
         return int(json.loads(manifest).get("format", 1))
     return None
 
 
 def fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
-    """Copy a whole checkpoint from storage to `target`. Return True if its file exists and has the digest."""
+    """Copy a whole checkpoint from storage. Return False if its file is missing or has another digest."""
     with contextlib.suppress(FileNotFoundError):
         files.get(f"{file.folder}/{file.name}", target)
     return target.is_file() and digest_of(target) == file.digest
 
 
 def named_in(manifest: bytes) -> Named | None:
-    """Return the whole and sharded checkpoints in a manifest, the newest first.
-
-    Args:
-        manifest: Content of the manifest.
-
-    Returns:
-        None if the manifest is incomplete, or of another format.
-    """
+    """None: the manifest is incomplete, or of another format."""
     try:
         named = json.loads(manifest)
         return (
@@ -191,31 +153,23 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class Previous:
-    """Checkpoints of the previous attempt, as far as storage gives them."""
-
     found: list[CheckpointFile] = field(default_factory=list)
-    """Whole checkpoints that were copied to the driver's disk, the newest first."""
+    """Copied to the driver's disk, the newest first."""
     listed: list[CheckpointFile] = field(default_factory=list)
-    """All whole checkpoints in the manifest, the newest first."""
+    """All in the manifest, the newest first."""
     damaged: set[str] = field(default_factory=set)
-    """File names of whole checkpoints that are missing or damaged."""
+    """File names of missing or damaged whole checkpoints."""
     sharded: list[ShardedCheckpoint] = field(default_factory=list)
-    """Sharded checkpoints in the manifest, the newest last."""
+    """The newest last."""
     is_known: bool = False
-    """True if the manifest was read. Otherwise the driver cannot tell which older checkpoints to keep."""
+    """The manifest was read. Otherwise the driver cannot tell which older checkpoints to keep."""
 
 
 def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: float) -> Previous:
-    """Copy the newest undamaged whole checkpoint of a folder, and its best ones, to the driver's disk.
+    """Copy a folder's newest undamaged whole checkpoint, and its best ones, to the driver's disk.
 
-    If storage gives an error to the last, a line in the log says so, and the result has what was read before.
-
-    Args:
-        files: File system of the folder.
-        folder: Folder in storage with the previous attempt's manifest.
-        keep: Retention policy, which tells the best checkpoints.
-        disk: Folder on the driver's disk for whole checkpoints.
-        retry_after: Seconds before the first retry of a failed read. Each further retry doubles the pause.
+    If storage fails to the last, a log line says so, and the result has what was read. Each retry doubles `retry_after`
+    (seconds).
     """
     previous = Previous()
     try:

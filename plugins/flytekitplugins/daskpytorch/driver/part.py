@@ -21,21 +21,21 @@ from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
 
 ANSWER_TIME = 0.4
-"""Timeout, in seconds, for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
+"""Seconds for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
 Stage = Literal["gathering", "starting", "training", "stopping", "settling", "settled"]
-"""Stage of a gang: workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended, and
-nothing of the attempt is awaited any more."""
+"""Workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended, nothing of the attempt is
+awaited."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """A rank's number of signs of life so far, as its agent's heartbeat tells it."""
+    """A rank's signs of life so far, from its agent's heartbeat."""
 
     num_moves: int
 
 
 class Moment(enum.Enum):
-    """A decision of the core that a part may put off by `Part.blocks`."""
+    """Decisions of the core that a part may put off by `Part.blocks`."""
 
     LATE = "ranks that have not joined the process group count as late"
     HUNG = "silent ranks count as hung"
@@ -47,74 +47,73 @@ class Moment(enum.Enum):
 
 
 class Part:
-    """One feature of a gang. All methods do nothing by default."""
+    """Methods do nothing by default."""
 
     takes: tuple[type | Question, ...] = ()
-    """Types of ranks' reports, ranks' questions and types of agents' messages that `take` and `hear` get."""
+    """Types of reports, questions and agents' messages for `take` and `hear`."""
 
     def enter(self, stage: Stage) -> None:
         """Called when the gang enters a stage."""
 
     def equip(self, job: Job) -> Job:
-        """Return the settings of the next attempt's ranks, with those that this part adds."""
+        """Return the job of the next attempt's ranks, with this part's additions."""
         return job
 
     def begin(self, attempt: Attempt) -> None:
         """Called when the ranks of an attempt were told to start."""
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record the report of a rank of the present attempt, of a type in `takes`."""
+        """Record a rank's report, of a type in `takes`, in the present attempt."""
 
     def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
         """Record an agent's message, of a type in `takes`."""
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
-        """Called when a rank's function has failed, or when the rank has ended or is at rest (`failure`: None)."""
+        """Called when a rank has failed, or when it has ended or is at rest (`failure`: None)."""
 
     def lose_agent(self, peer: Peer) -> None:
         """Called when an agent is lost."""
 
     def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Called when a whole checkpoint has arrived in the driver, or its transfer has failed with `error`."""
+        """Called when a whole checkpoint has arrived in the driver, or its transfer has failed."""
 
     def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
         """Called when a checkpoint is safe, before an older one may be deleted."""
 
     def note_evaluated(self) -> None:
-        """Called when an evaluation has ended. The kept checkpoints and their metrics may have changed."""
+        """Called when an evaluation has ended: kept checkpoints and their metrics may have changed."""
 
     def orders(self, now: float) -> None:
-        """Send the orders that are due. Called before each decision of the core."""
+        """Send the orders that are due, before each decision of the core."""
 
     def ends(self, attempt: Attempt) -> bool | None:
-        """Return True if the ranks of a healthy attempt must be stopped, False if not. None: another part decides."""
+        """True: the ranks of a healthy attempt must be stopped. False: not. None: another part decides."""
         return None
 
     def due(self, attempt: Attempt) -> float | None:
-        """Return the time (driver's clock, seconds) of the next decision that this part needs without an event."""
+        """Return when (driver's clock) this part next needs a decision without an event."""
         return None
 
     def blocks(self, moment: Moment) -> bool:
-        """Return True while the core must put off a decision."""
         return False
 
     def reason(self, attempt: Attempt) -> str | None:
-        """Return why this part has ended an attempt whose ranks did not fail. None: the part has not ended it."""
+        """Return why this part has ended an attempt whose ranks did not fail."""
         return None
 
     def newest_step(self) -> int | None:
-        """Return the step from which the next attempt would start. None: this part knows none."""
+        """Return the step from which the next attempt would start."""
         return None
 
     def settle(self, *, is_last: bool) -> None:
-        """Called when all ranks of an attempt have ended. `is_last`: True if no other attempt seems to follow."""
+        """Called when an attempt's ranks have ended. `is_last`: no other attempt seems to follow."""
 
     def restart(self, number: int) -> None:
         """Called when the gang goes on with attempt `number`."""
 
     def close(self) -> None:
-        """Begin nothing new, as the gang was told to end. Called from the caller's side, and again at the end."""
+        """Begin nothing new, as the gang must end. Called from the caller's side, and again at the end."""
 
     def farewell(self, timeout: float) -> str:
-        """Store what the next attempt needs, for at most `timeout` seconds. Return the end of the error's text."""
+        """Store what the next attempt needs, within `timeout` seconds. Return the end of the error's text."""
         return ""

@@ -20,19 +20,14 @@ Stored = bytes | Segment | list[memoryview]
 
 @dataclass(frozen=True)
 class ReceivedPiece:
-    """A buffered piece of a submitted file or return value."""
-
     rank: int
     piece: Piece
-    """The piece without its data."""
+    """Without its data."""
     stored: Stored
 
 
 class ReceivedResults:
-    """Results (submitted files) and return values of one gang's ranks, over all attempts.
-
-    Results stay in order of arrival.
-    """
+    """Submitted files and return values of one gang's ranks, over all attempts, in order of arrival."""
 
     def __init__(self) -> None:
         self._buffer = ResultBuffer()
@@ -40,18 +35,18 @@ class ReceivedResults:
         self._returned: dict[int, tuple[list[Stored], Sequence[Segment]]] = {}
         """Pieces of each rank's return value, and the places of its parts."""
         self._lock = threading.Lock()
-        """Lock held while files are written, each by one thread."""
+        """One thread writes files at a time."""
         self._waiting: deque[tuple[int, str, list[Stored]]] = deque()
         """Rank, path and pieces of each submitted file that waits to be written."""
         self.notify: Callable[[], object] = lambda: None
-        """Function that is called in the gang's thread after each complete result."""
+        """Called in the gang's thread after each complete result."""
         self.folder_is_wanted = False
-        """True if any rank has requested the folder of the task's results, by a file without a path."""
+        """True if a rank has requested the folder of the task's results, by a file without a path."""
 
     def keep(self, rank: int, piece: Piece) -> ReceivedPiece:
-        """Put a piece of a result or return value into the buffer, and return the part for `add`.
+        """Put a piece into the buffer, and return the part for `add`.
 
-        Runs in the listener's thread, so a slow disk makes ranks wait.
+        In the listener's thread: a slow disk makes ranks wait.
         """
         if piece.file is not None:
             with Path(piece.file).open("rb") as file:
@@ -60,9 +55,9 @@ class ReceivedResults:
         return ReceivedPiece(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: ReceivedPiece) -> None:
-        """Append a part to its rank's current result or return value.
+        """Append a part to its rank's result.
 
-        Runs in the gang's thread, which drops parts of ranks that have left the attempt.
+        In the gang's thread, which drops parts of ranks that have left the attempt.
         """
         if part.piece.is_first:  # drops an incomplete result: the rank's process ended
             self._buffer.drop(self._unfinished.pop(part.rank, ()))
@@ -82,11 +77,10 @@ class ReceivedResults:
 
     @property
     def is_empty(self) -> bool:
-        """True if no complete file waits to be written."""
         return not self._waiting
 
     def write_files(self, write: Callable[[int, str, Iterator[bytes]], object]) -> None:
-        """Call `write` with rank, path and content of each submitted file, the oldest first, and free its space.
+        """Call `write` with rank, path and content of each submitted file, the oldest first.
 
         A file whose `write` fails is kept for the next call.
         """
@@ -98,21 +92,15 @@ class ReceivedResults:
                 self._waiting.popleft()
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
-        """Return a rank's return value. Load each value only once.
-
-        Args:
-            rank: The rank.
-            small: Pickled value from the rank's report. None if pieces or a file carried the value.
-        """
+        """Return a rank's return value, once. `small` is None if pieces or a file carried it."""
         return self.take_returned(rank, small)()
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
-        """Remove a rank's return value, and return a function that unpickles the value, once and in any thread."""
+        """Remove a rank's return value. The returned function unpickles it, once and in any thread."""
         pieces, segments = self._returned.pop(rank) if small is None else ([], ())
         return partial(self._load, rank, small, pieces, segments)
 
     def drop_returned(self) -> None:
-        """Free the space used by unread return values."""
         for rank in list(self._returned):
             self._drop_returned(rank)
 
@@ -156,11 +144,7 @@ def _kept_for_user(parts: Sequence[Any]) -> str:
 
 
 class ResultBuffer:
-    """Stores pieces in an unnamed temporary file, which has a gang's pieces alone.
-
-    Any thread may put, get and drop. A slow disk blocks only the thread that puts. The kernel removes the file when the
-    driver ends.
-    """
+    """Stores pieces in an unnamed temporary file. A slow disk blocks only the thread that puts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -175,7 +159,6 @@ class ResultBuffer:
         return data
 
     def get(self, stored: Stored) -> bytes:
-        """Return the bytes of a piece from memory or the file."""
         if isinstance(stored, bytes):
             return stored
         if isinstance(stored, list) or self._file is None:
@@ -184,7 +167,7 @@ class ResultBuffer:
         return os.pread(self._file.fileno(), size, start)
 
     def drop(self, several: Iterable[Stored]) -> None:
-        """Free the space of pieces. An empty file is closed, which removes the file."""
+        """An empty file is closed, which removes it."""
         with self._lock:
             self._num_in_file -= sum(isinstance(stored, tuple) for stored in several)
             if self._num_in_file == 0 and self._file is not None:

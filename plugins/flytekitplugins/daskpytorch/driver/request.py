@@ -25,55 +25,47 @@ from flytekitplugins.daskpytorch.settings import Gang, Keep
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Request for one gang: the call, the settings, and where checkpoints go."""
-
     name: str
-    """Function name or task name."""
+    """Name of the function or task."""
     call: bytes | None
-    """The pickled call of the user's function. Empty if `large` has the call. None: the gang stays, with `calls`."""
+    """The pickled call. Empty if `large` has the call. None: the gang stays, with `calls`."""
     large: SharedMemory | None = field(default=None, repr=False)
-    """Memory with a large call. None for a small call."""
     ranks_per_worker: int
     num_gpus: int = 0
-    """Number of GPUs in each worker's or the task's limits. 0 if unknown."""
+    """GPUs in each worker's or the task's limits. 0 if unknown."""
     settings: Gang
     gpu_check: bytes | None = field(default=None, repr=False)
-    """The pickled function of `Gang(gpu_check=...)`. None without a function."""
     pass_local_rank: bool = False
-    """True passes the argument `local_rank` to the function: the rank's index on its worker."""
+    """Passes `local_rank` to the function, too: the rank's index on its worker."""
     host: bytes | None = field(default=None, repr=False)
     """Pickled `RankHost`, which converts a Flyte task's inputs and outputs in ranks. None for gangs of `dispatch`."""
     execution: bytes | None = field(default=None, repr=False)
-    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. None if ranks need none."""
+    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage, if needed."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables that a Flyte task gives its ranks, which may hold secrets."""
+    """Environment variables of a Flyte task for its ranks, which may hold secrets."""
     observers: Sequence[Observer] = ()
-    """Observers of this gang, such as the user's and the display's."""
     training: Training | None = None
-    """Name, id and inputs of the training for observers. None: `Observer.on_begin` is not called."""
+    """None: `Observer.on_begin` is not called."""
     storage: StoragePaths | None = None
-    """Checkpoint folders of this attempt and the previous attempt of the task. None if no later attempt or call looks
-    for checkpoints."""
+    """None if no later attempt or call looks for checkpoints."""
     code: Code | None = None
-    """The project's packed sources. None: the supervisor packs the sources."""
+    """None: the supervisor packs the project's sources."""
     script: Script | None = None
-    """The program that ranks run as their `__main__`. None: ranks call a function."""
+    """The program that ranks run as their `__main__`, instead of a function."""
     key: str = ""
-    """Unique name among the task's gangs, equal in every attempt. Empty for a task's only gang."""
+    """Unique among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     calls: Part | None = field(default=None, repr=False, compare=False)
-    """Part that gives the ranks of a gang that stays their calls. None in a gang of one call."""
+    """Gives the ranks of a gang that stays their calls."""
     evaluation: "Request | None" = field(default=None, repr=False)
-    """Request for the gangs that evaluate this gang's checkpoints, each with another `start`. None: no evaluation."""
+    """Request for the gangs that evaluate this gang's checkpoints, each with another `start`."""
     start: ShardedCheckpoint | tuple[CheckpointFile, Path] | None = None
-    """Checkpoint that this gang evaluates: a sharded one, or a whole one and its file on the driver's disk. None: the
-    gang is no evaluation, and starts from the checkpoints in `storage`."""
+    """Checkpoint that this gang evaluates, a whole one with its file on the driver's disk. None: no evaluation."""
     keep: object = field(default=None, repr=False, compare=False)
-    """The call's function and arguments, referenced until the gang's end. Dask then keeps the data of Dask futures
-    among the arguments."""
+    """The call's function and arguments, referenced until the gang's end: Dask then keeps the data of their Dask
+    futures."""
 
     @property
     def stays(self) -> bool:
-        """True if the ranks stay from call to call, so that no restart can replace them."""
         return self.calls is not None
 
 
@@ -87,16 +79,9 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    """Return the request for one gang that calls a function, and for its evaluation, without key, storage and training.
+    """Return the request for a gang and its evaluation, without key, storage and training.
 
-    Args:
-        function: The function that each rank calls.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        settings: Settings of the gang.
-        pass_local_rank: Passes the argument `local_rank`, too: the rank's index on its worker.
-        code: The project's packed sources. By default, the supervisor packs them.
-        execution: Flyte execution in which the user asked for the gang. None uses this thread's execution.
+    `execution` defaults to this thread's.
     """
     call, memory = packed(function, args, kwargs)
     request = replace(
@@ -131,11 +116,7 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | N
 def packed(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, SharedMemory | None]:
-    """Return a pickled call, or empty bytes and the shared memory with the parts of a large call.
-
-    Raises:
-        TypeError: The function or an argument cannot be pickled. The message names the part.
-    """
+    """Return a pickled call, or empty bytes and the shared memory with the parts of a large call."""
     aside: list[memoryview] = []
     data = pack_call(function, args, kwargs, aside)
     if not aside and len(data) < LARGE:
@@ -148,25 +129,13 @@ def packed(
 
 
 def packed_check(settings: Gang) -> bytes | None:
-    """Return the pickled function of `Gang(gpu_check=...)`. None without a function.
-
-    Raises:
-        TypeError: The function cannot be pickled.
-    """
     return None if isinstance(settings.gpu_check, str) else pack_call(settings.gpu_check, (), {})
 
 
 def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankHost | None = None) -> Request | None:
     """Return the request for the gangs that evaluate a training's checkpoints. None without `Gang(evaluate=...)`.
 
-    Args:
-        of: Request of the training's gang.
-        inputs: The training's inputs by name.
-        host: Access to the task's host in ranks, which then has the inputs' values. None for gangs of `dispatch`.
-
-    Raises:
-        TypeError: The function or an input cannot be pickled, or a call of the function would only make an object.
-        ValueError: The function has an argument that no input has.
+    `host` has the inputs' values. None for gangs of `dispatch`.
     """
     if (asked := of.settings.evaluate) is None:
         return None
@@ -200,17 +169,7 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
 
 
 def names_of_evaluation(function: Callable[..., Any], inputs: Collection[str], training: str) -> list[str]:
-    """Return the names of the inputs that the function of `Evaluate` gets.
-
-    Args:
-        function: The function.
-        inputs: Names of the training's inputs.
-        training: Name of the training, for the error.
-
-    Raises:
-        TypeError: A call of the function would only make an object.
-        ValueError: The function has an argument without a default that no input has.
-    """
+    """Return the names of the inputs that the function of `Evaluate` gets."""
     check_function(function)
     kinds = inspect.Parameter
     named: Mapping[str, inspect.Parameter] = {}

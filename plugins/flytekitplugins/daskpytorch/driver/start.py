@@ -13,15 +13,10 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
 def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
-    """Have agents start an attempt's ranks, and return the attempt.
+    """Have agents start the ranks of attempt `number` (from 0).
 
-    Args:
-        state: State of the gang.
-        number: Number of the attempt, from 0.
-        code: The project's sources.
-
-    Raises:
-        ValueError: Driver and workers have different versions of a package, or the workers do not suit the settings.
+    Raises `ValueError` if driver and workers have different versions of a package, or the workers do not suit the
+    settings.
     """
     request, settings, agents = state.request, state.request.settings, state.agents
     agents.dismiss_leaving()

@@ -1,7 +1,7 @@
 """Record of one gang, with handlers for messages and reports. Runs in the driver, in the gang's thread.
 
-Handlers only record messages of agents and reports of ranks, or pass them to the part that takes their type. Only
-`Brain` decides. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
+Handlers only record, or pass on to the part that takes the type. The queue between `Listener` and `Supervisor` holds
+bound calls of the handlers.
 """
 
 import functools
@@ -25,11 +25,11 @@ from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.records import LogRecord
 
 SIGNALS = (KeyboardInterrupt.__name__, SystemExit.__name__)
-"""Names of the exceptions by which a program ends after a signal."""
+"""Exceptions by which a program ends after a signal."""
 
 
 class Deadlines:
-    """Timeouts, in seconds, of the parts of a gang's end.
+    """Seconds for the parts of a gang's end.
 
     After SIGTERM the sum is at most 1.5 grace periods. It is more only if the driver has to end ranks whose trackers
     close slowly (`close`), or whose checkpoints are still on their way (`upload`).
@@ -39,28 +39,26 @@ class Deadlines:
 
     def __init__(self, grace_period: float) -> None:
         self.grace_period = grace_period
-        """Timeout for ranks to stop by themselves, at a call of `should_stop`."""
+        """Time for ranks to stop by themselves, at a call of `should_stop`."""
         self.unheeded = grace_period / 4
-        """Timeout for ranks to stop if no rank has ever called `should_stop`."""
+        """Time for ranks to stop if no rank has ever called `should_stop`."""
         self.storage = grace_period * 0.3
-        """Timeout for the newest checkpoint to reach storage."""
+        """Time for the newest checkpoint to reach storage."""
         self.cancelled = min(1.0, grace_period / 20)
-        """Timeout for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
+        """Time for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
         self.results = grace_period / 10
-        """Timeout for submitted results to reach storage."""
+        """Time for submitted results to reach storage."""
         self.stop = min(1.5, grace_period / 10)
-        """Timeout for ranks to end after the stop order. Then agents kill the remaining ranks.
-
-        Exit functions of ranks that have failed by themselves have a part of this timeout (`rank.session.EXIT_TIME`).
-        """
+        """Time for ranks to end after the stop order, before agents kill them. Exit functions of failed ranks have a
+        part of it (`rank.session.EXIT_TIME`)."""
         self.close = grace_period / 2
-        """Additional timeout for rank 0 to end after the last attempt's stop order, if it has observers to close."""
+        """Additional time for rank 0 after the last attempt's stop order, if it has observers to close."""
         self.all_stopped = grace_period * 0.75
-        """Timeout for all ranks' exits. Then silent nodes count as lost. Longer than every rank's own timeout."""
+        """Time for all ranks' exits, before silent nodes count as lost. Longer than every rank's own timeout."""
         self.upload = grace_period / 2
-        """Timeout for unfinished checkpoint transfers to the driver when the last attempt ends."""
+        """Time for unfinished checkpoint transfers to the driver when the last attempt ends."""
         self.dismiss = grace_period / 4
-        """Timeout for agents' cleanup after the last rank."""
+        """Time for agents' cleanup after the last rank."""
 
 
 @dataclass
@@ -69,19 +67,17 @@ class StopRequest:
 
     reason: str
     ends_gang: bool
-    """False if the gang continues without the departing worker."""
     deadlines: Deadlines
     is_workers: bool = False
-    """True if a departing worker requested the stop."""
     is_awaited: bool = False
-    """True if a user waits for the end. If no rank has ever called `should_stop`, all ranks end at once."""
+    """A user waits for the end. If no rank has ever called `should_stop`, all ranks end at once."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     deadline: float = field(init=False)
-    """Time at which the driver ends ranks that have not stopped, in seconds on the clock."""
+    """Time on the clock at which the driver ends ranks that have not stopped."""
     heeding: set[int] = field(default_factory=set, init=False)
     """Ranks whose program handles the request's signal."""
     has_signalled: bool = field(default=False, init=False)
-    """True after the driver has passed the signal to the ranks' program, which ends itself within the grace period."""
+    """The driver has passed the signal to the ranks' program, which ends itself within the grace period."""
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period
@@ -92,7 +88,6 @@ class StopRequest:
         return SIGINT if self.is_awaited else SIGTERM
 
     def has_been_obeyed(self, attempt: Attempt) -> bool:
-        """Return True if the grace period is over, or all ranks have ended whose program handles the signal."""
         return self.clock() >= self.deadline or attempt.exits.keys() >= self.heeding
 
     def explains(self, attempt: Attempt) -> bool:
@@ -107,22 +102,17 @@ SCHEDULER_LOST = "the Dask scheduler was lost"
 
 
 class GangState:
-    """Record of one gang across all attempts, and its parts."""
-
     number = 0
     """Number of the present or next attempt."""
     attempt: Attempt | None = None
-    """The current attempt. None while the gang gathers its workers."""
     is_training = False
     """True while the ranks of the attempt are neither told to stop nor all ended."""
     stop_request: StopRequest | None = None
-    """Request that the gang save a checkpoint and end. None without a request."""
     is_cancelled = False
-    """True once the caller has cancelled the gang."""
     lost_at: float | None = None
-    """Time at which the attempt last lost a worker, in seconds on the driver's clock. None without losses."""
+    """Driver's time at which the attempt last lost a worker."""
     parts: Sequence[Part] = ()
-    """The gang's parts. Set once, by `use`."""
+    """Set once, by `use`."""
 
     def __init__(
         self,
@@ -134,17 +124,7 @@ class GangState:
         asked_at: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin a gang whose agents have not connected yet.
-
-        Args:
-            request: The gang's request.
-            agents: The gang's agents.
-            observers: The gang's observers.
-            received: Results and return values of the ranks.
-            asked_at: Time of the user's request, in seconds on `clock`.
-            clock: Clock of all deadlines, which may leave out times in which the driver was suspended. Returns seconds,
-                and never goes back.
-        """
+        """`clock` serves all deadlines, may leave out times in which the driver was suspended, and never goes back."""
         self.request = request
         self.id = request.training.id if request.training is not None else secrets.token_hex(8)
         self.agents = agents
@@ -158,47 +138,41 @@ class GangState:
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
     def use(self, parts: Sequence[Part]) -> None:
-        """Give the gang its parts."""
         self.parts = parts
         self._takers = {kind: part for part in parts for kind in part.takes}
 
     @property
     def has_lost_scheduler(self) -> bool:
-        """True if the Dask scheduler is gone. All workers end then, and may report that before this value changes."""
+        """All workers end when the Dask scheduler is gone, and may report that before this value changes."""
         return not self.agents.launcher.is_connected()
 
     # ---- what parts ask
 
     @property
     def training(self) -> Attempt | None:
-        """The attempt whose ranks may get orders. None between attempts."""
+        """The attempt whose ranks may get orders."""
         is_there = self.attempt is not None and self.is_training and not self.attempt.is_over
         return self.attempt if is_there else None
 
     def blocks(self, moment: Moment) -> bool:
-        """Return True while a part puts off a decision."""
         return any(part.blocks(moment) for part in self.parts)
 
     def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
-        """Tell all parts that a checkpoint is safe."""
         for part in self.parts:
             part.note_kept(entry)
 
     def note_evaluated(self) -> None:
-        """Tell all parts that an evaluation has ended."""
         for part in self.parts:
             part.note_evaluated()
 
     # ---- what the core tells
 
     def enter(self, stage: Stage) -> None:
-        """Tell all parts of a new stage of the gang."""
         self.is_training &= stage == "training"
         for part in self.parts:
             part.enter(stage)
 
     def begin(self, attempt: Attempt) -> None:
-        """Begin an attempt whose ranks were told to start."""
         self.attempt, self.is_training = attempt, True
         self.stop_request = self.lost_at = None
         attempt.on_over = functools.partial(self._note_over, attempt)
@@ -210,14 +184,13 @@ class GangState:
             part.rank_over(attempt, rank, failure)
 
     def newest_step(self) -> int | None:
-        """Return the step from which the next attempt would start. None: it would start afresh."""
+        """Return the step from which the next attempt would start."""
         steps = [part.newest_step() for part in self.parts]
         return max((step for step in steps if step is not None), default=None)
 
     # ---- from the user's side
 
     def cancel(self) -> None:
-        """Note that the caller has cancelled the gang."""
         self.is_cancelled = True
         for part in self.parts:
             part.close()
@@ -228,12 +201,6 @@ class GangState:
         """Request that the gang save a checkpoint, then end or continue without a departing worker.
 
         A second request only counts if the first does not end the gang, but the second does.
-
-        Args:
-            reason: Reason for the user.
-            ends_gang: False if the gang continues without the departing worker.
-            is_workers: True if a departing worker requests the stop.
-            is_awaited: True if a user waits for the end.
         """
         for part in self.parts if ends_gang else ():
             part.close()
@@ -248,7 +215,6 @@ class GangState:
     # ---- from agents
 
     def hear(self, connection: Connection, message: messages.FromAgent) -> None:
-        """Record an agent's message."""
         if isinstance(message, messages.Hello):
             self._welcome(message, connection)
             return
@@ -274,16 +240,15 @@ class GangState:
             self._note_loss(displaced)
 
     def note_end(self, connection: Connection) -> None:
-        """Record the end of an agent's connection, and close the connection.
+        """Record the end of an agent's connection, and close it.
 
-        Runs in the thread that sends messages to agents. If another thread closed connections, a message could go to
-        another connection with the same descriptor.
+        Runs in the thread that sends to agents. If another thread closed connections, a message could go to another
+        connection with the same descriptor.
         """
         connection.close()
         self._lose(connection)
 
     def look_for_silence(self) -> None:
-        """Give up agents that have been silent for 15 seconds (`agents.MAX_SILENCE`)."""
         for peer in self.agents.silent():
             self.give_up(peer)
 
@@ -321,14 +286,12 @@ class GangState:
         self.request_stop(reason, ends_gang=not goes_on, is_workers=True)
 
     def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Tell all parts that a checkpoint has arrived, or that its transfer has failed."""
         for part in self.parts:
             part.note_upload(file, error)
 
     # ---- from ranks
 
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
-        """Record the ranks' signs of life from their agents' newest heartbeats."""
         if (part := self._takers.get(Moves)) is None:
             return
         for connection, beat in newest.items():
@@ -340,14 +303,13 @@ class GangState:
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]
     ) -> None:
-        """Record a rank's reports, in order. Ignore exited ranks and ranks outside the attempt."""
+        """Ignore exited ranks and ranks outside the attempt."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
         for report in said:
             self._take_report(peer, attempt, rank, report)
 
     def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
-        """Return the current attempt if this agent carries the rank and the rank has not exited. Else return None."""
         attempt = self.attempt
         if attempt is None or rank in attempt.exits or rank not in attempt.ranks_of.get(peer.node.worker, ()):
             return None
@@ -389,7 +351,6 @@ class GangState:
 
 
 def is_late(state: GangState, attempt: Attempt) -> bool:
-    """Return True if ranks have not joined the process group in time."""
     is_due = state.now() >= attempt.began_at + state.request.settings.start_timeout
     return is_due and not attempt.is_formed and not state.blocks(Moment.LATE)
 

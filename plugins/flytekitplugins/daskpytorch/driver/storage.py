@@ -29,14 +29,14 @@ from flytekitplugins.daskpytorch.settings import Gang
 
 
 class Keys:
-    """Unique keys for the gangs of a task, which stay equal in all attempts of the task."""
+    """Keys for the gangs of a task, equal in all attempts of the task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._task: object = None
         self._taken: set[str] = set()
         self._unfinished: dict[object, list[str]] = {}
-        """Failed call, as identified by `call_of` -> the keys of its gangs."""
+        """Result of `call_of` of a failed call -> the keys of its gangs."""
         self._num_calls: Counter[str] = Counter()
 
     def take(
@@ -50,18 +50,11 @@ class Keys:
     ) -> list[str]:
         """Return keys for one call's gangs: a base plus each suffix.
 
-        The default base consists of the function's name and the call's number in the task. Keys ignore arguments,
-        because pickles differ between processes, for example in set order.
+        The default base is the function's name and the call's number.
 
-        Args:
-            function: The function that the gangs call.
-            asked: Base that the user has set. None uses the default.
-            suffixes: One suffix per gang.
-            task: Object that stands for the task's execution. None without a known task, as in user threads.
-            call: Result of `call_of`. A call equal to a failed call gets the failed call's keys.
-
-        Raises:
-            ValueError: Another gang of this task already uses the key `asked`.
+        Keys ignore arguments, because pickles differ between processes, for example in set order. `task` stands for the
+        task's execution, if known. A call equal to a failed call (`call_of`) gets that call's keys. Raises `ValueError`
+        if another gang of this task has the key `asked`.
         """
         with self._lock:
             if call is not None and (keys := self._unfinished.pop(call, None)) is not None:
@@ -79,10 +72,7 @@ class Keys:
         )
 
     def note_unfinished(self, call: object, keys: list[str]) -> None:
-        """Record a failed call. The next equal call gets these keys again, and thus the failed call's checkpoints.
-
-        Do nothing if `call` is None.
-        """
+        """The next equal call gets these keys, and thus the failed call's checkpoints. Do nothing if `call` is None."""
         if call is not None:
             with self._lock:
                 self._unfinished[call] = keys
@@ -94,11 +84,10 @@ class Keys:
 
 
 def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
-    """Return a value that identifies the function, its arguments and `checkpoint_uri`.
+    """Identify function, arguments and `checkpoint_uri`. Values from different processes may differ.
 
-    Values from different processes may differ. The value ignores the function's code, because users may fix code
-    between two calls. None inside tasks, without `checkpoint_uri`, and for calls with a key. Attempts of a task need
-    equal keys.
+    The function's code does not count, because users may fix it between two calls. None inside tasks, whose attempts
+    need equal keys, without `checkpoint_uri`, and for calls with a key.
     """
     if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
         return None
@@ -112,14 +101,7 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 def storage_of(
     execution: Execution, key: str, settings: Gang, paths: StoragePaths | None = None
 ) -> StoragePaths | None:
-    """Return the folders of a gang's checkpoints, or None if no later attempt looks for checkpoints.
-
-    Args:
-        execution: Flyte execution of the task.
-        key: Key of the gang.
-        settings: Settings of the gang, whose `checkpoint_uri` may name a folder for checkpoints.
-        paths: Folders used instead of the execution's folders.
-    """
+    """Return the folders of a gang's checkpoints, or None if no later attempt looks for them."""
     paths, uri = paths or execution.checkpoint_paths(key), settings.checkpoint_uri
     if uri is None:
         return paths
@@ -138,14 +120,9 @@ def storage_of(
 
 
 def start_of(storage: StoragePaths | None, settings: Gang, step: int | None) -> str | None:
-    """Return a user message about the checkpoint from which a gang begins.
+    """Return a message about the checkpoint from which a gang begins.
 
-    Without a checkpoint, return a message only if the next call uses the same folder.
-
-    Args:
-        storage: Folders of the gang's checkpoints.
-        settings: Settings of the gang.
-        step: Step of the newest checkpoint. None without a checkpoint.
+    Without a checkpoint, only if the next call uses the same folder.
     """
     if storage is None or storage.previous != storage.own:
         return f"going on from the previous attempt's checkpoint of step {step}" if step is not None else None
@@ -165,7 +142,7 @@ keys = Keys()
 
 CLAIM = "claim.json"
 _held: set[str] = set()
-"""Identities of the claims on checkpoint folders that this process holds."""
+"""Identities of the claims that this process holds."""
 
 
 class Claim:
@@ -173,7 +150,7 @@ class Claim:
 
     def __init__(self, paths: StoragePaths, name: str) -> None:
         self.paths = replace(paths, prepare=self._prepare)
-        """Folders for the gang's checkpoints. Each write first checks the claim."""
+        """Each write first checks the claim."""
         self._prepare_storage = paths.prepare
         self._path = f"{paths.own}/{CLAIM}"
         self._about: dict[str, Any] = {
@@ -188,14 +165,10 @@ class Claim:
         self.on_loss: Callable[[], object] = lambda: None
         """Called in the thread that writes to storage, after a newer gang has taken over the folder."""
         self.loss: GangStartError | None = None
-        """Error that the gang raises after a newer gang has taken over the folder. None: no other gang has."""
+        """Error that the gang raises after a newer gang has taken over the folder."""
 
     def take(self) -> None:
-        """Claim the folder.
-
-        Raises:
-            GangStartError: Another live gang of this machine uses the folder.
-        """
+        """Raises `GangStartError` if another live gang of this machine uses the folder."""
         _held.add(self._about["id"])  # first: another thread of this process may read the new claim
         try:
             self._create()
@@ -236,7 +209,7 @@ class Claim:
         self._prepare_storage()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the content of the folder's claim, perhaps of another gang. Empty: unreadable. None: no claim."""
+        """Return the folder's claim, perhaps of another gang. Empty: unreadable."""
         self.paths.files.fs.invalidate_cache()
         try:
             content = json.loads(self.paths.files.read(self._path))
@@ -249,14 +222,9 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(paths: StoragePaths | None, name: str) -> Iterator[Claim | None]:
-    """Hold a claim on a gang's checkpoint folder during a `with` block, if other gangs may get the same folder.
+    """Hold a claim on a gang's checkpoint folder, if other gangs may get the same folder. `name` is for their messages.
 
-    Args:
-        paths: Folders of the gang's checkpoints in storage. None: no storage, and so no claim.
-        name: Name of the gang in other gangs' messages.
-
-    Raises:
-        GangStartError: Another live gang of this machine uses the folder, or a newer gang has taken over the folder.
+    Raises `GangStartError` if another live gang of this machine uses the folder, or a newer gang has taken it over.
     """
     if paths is None or not paths.is_claimed:
         yield None
@@ -282,7 +250,6 @@ def claimed(paths: StoragePaths | None, name: str) -> Iterator[Claim | None]:
 
 
 def _is_alive_here(holder: Mapping[str, Any]) -> bool:
-    """Return True if a claim's owner is a live process of this machine, or this process itself."""
     if not holder.get("machine") or holder["machine"] != _machine():
         return False
     if holder["pid"] == os.getpid():
@@ -298,9 +265,9 @@ def _told(holder: Mapping[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Return an identity of this machine since its boot, and of this process's PID namespace. Empty if unknown.
+    """Identify this machine's boot and this process's PID namespace, in which a PID means one process.
 
-    In two processes with the same identity, a PID means the same process.
+    Empty if unknown.
     """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
@@ -309,11 +276,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return a process's start time in clock ticks since the boot, to tell it from later processes of the same PID.
-
-    Returns:
-        None if the process has ended.
-    """
+    """Return a process's start in clock ticks since the boot, which tells it from later processes of the same PID."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

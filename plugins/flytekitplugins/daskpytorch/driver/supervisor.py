@@ -1,8 +1,4 @@
-"""Supervisor of one gang: collects messages from agents, and lets the `brain` decide. Runs in the driver.
-
-Each gang has one `Supervisor`. Agents connect to the driver, live as long as the gang, and follow the driver's
-messages.
-"""
+"""Collects messages from a gang's agents, and lets the `brain` decide. Runs in the driver, one `Supervisor` a gang."""
 
 import contextlib
 import functools
@@ -68,18 +64,8 @@ def assemble(
 ) -> Assembled:
     """Return a gang whose agents have not connected yet.
 
-    Args:
-        request: The gang's request.
-        agents: The gang's agents.
-        committer: Commits sharded checkpoints, and holds the vault of whole checkpoints.
-        observers: The gang's observers.
-        received: Results and return values of the ranks.
-        make: Makes the gang of an evaluation.
-        debugging: The driver's settings for debuggers in ranks.
-        asked_at: Time of the user's request, in seconds on `clock`.
-        clock: Clock of the account of time. Returns seconds, and never goes back.
-        running_clock: Clock of all deadlines, which may leave out times in which the driver was suspended. None for
-            `clock`.
+    `clock` counts the account of time, `running_clock` all deadlines: it may leave out times in which the driver was
+    suspended. Neither goes back.
     """
     state = GangState(request, agents, observers, received, asked_at=asked_at, clock=running_clock or clock)
     made = Assembled(
@@ -101,13 +87,12 @@ def assemble(
 class RunningClock:
     """Clock without the time in which this process stood still: suspended, migrated, or in a long C call.
 
-    Callers, such as `Supervisor`, must call the clock at least once per second. Longer gaps count as `MAX_GAP` seconds,
-    so the driver reads waiting messages before deadlines expire.
+    Must be called at least once per second. Longer gaps count as `MAX_GAP` seconds, so the driver reads waiting
+    messages before deadlines expire.
     """
 
     MAX_GAP = 2.0
-    """Longest gap between two calls of the clock that counts in full, in seconds. A busy machine may cause gaps of this
-    length."""
+    """Longest gap between two calls that counts in full, in seconds. A busy machine may cause such gaps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -115,7 +100,6 @@ class RunningClock:
         self._stood_still = 0.0
 
     def __call__(self) -> float:
-        """Return the time in seconds, from the start of the underlying clock."""
         now = self._clock()
         if (gap := now - self._called_at) > self.MAX_GAP:
             self._stood_still += gap - self.MAX_GAP
@@ -124,21 +108,16 @@ class RunningClock:
 
 
 def _flush(several: Sequence[Vault | Committer], timeout: float) -> None:
-    """Wait until storage has all checkpoints, for at most `timeout` seconds in total."""
     until = time.monotonic() + timeout
     for each in several:
         each.flush(max(0.0, until - time.monotonic()))
 
 
 class Supervisor:
-    """Runs one gang from its first worker to its last exit.
-
-    Raises:
-        GangStartError: The operating system is not Linux.
-    """
+    """Runs one gang from its first worker to its last exit. Raises `GangStartError` if the system is not Linux."""
 
     _gang: Assembled
-    """The gang's core and parts. Unset until the driver listens."""
+    """Unset until the driver listens."""
 
     def __init__(
         self,
@@ -153,7 +132,6 @@ class Supervisor:
         self._launcher = launcher
         self._observers = Observers([*observers, *request.observers], name=request.name, hints=request.settings.hints)
         self.received = received or ReceivedResults()
-        """Results and return values received from ranks."""
         self._calls: queue.SimpleQueue[Action] = queue.SimpleQueue()  # signal handlers may put calls here
         self._staying = request.calls if isinstance(request.calls, Calls) else None
         if self._staying is not None:
@@ -169,24 +147,16 @@ class Supervisor:
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
         """Have the gang save a checkpoint and end, from any thread or signal handler. `run` raises `PreemptedError`.
 
-        Args:
-            reason: Reason for the user.
-            is_awaited: True if a user waits for the end. If no rank has ever called `should_stop`, all ranks end at
-                once.
+        `is_awaited`: a user waits for the end. If no rank has ever called `should_stop`, all ranks end at once.
         """
         self._calls.put(lambda: self._gang.state.request_stop(reason, is_awaited=is_awaited))
 
     def run(self) -> list[Any]:
-        """Run the gang until its end, and return the ranks' reported results in rank order.
+        """Run the gang until its end, and return the ranks' results in rank order.
 
-        Raises:
-            GangStartError: Workers or ranks did not start within `start_timeout`.
-            ValueError: The workers do not suit the settings.
-            GangError: A rank failed. `run` raises the rank's own exception instead, with this `GangError` as cause.
-            WorkerLostError: A worker or rank process disappeared.
-            PreemptedError: `preempt` was called, or a worker was told to end.
-            GangCancelledError: `cancel` was called.
-            StoppedEarlyError: An observer raised this error before all ranks had returned.
+        Raises a rank's own exception, with a `GangError` as cause. Else a `GangError` (`GangStartError`,
+        `WorkerLostError`, ...), `PreemptedError`, `GangCancelledError`, an observer's `StoppedEarlyError`, or
+        `ValueError` if the workers do not suit the settings.
         """
         error: Exception | None = None
         running.add(self)
@@ -238,7 +208,7 @@ class Supervisor:
             self._observers.tell(journal.Ended.by(error))
 
     def _give_up(self, committer: Committer) -> None:
-        """Stop writing checkpoints to storage, which a newer gang has taken over, and end this gang."""
+        """Stop writing to storage, which a newer gang has taken over, and end this gang."""
         committer.close()
         self.cancel()
 
@@ -310,7 +280,6 @@ class Supervisor:
         return results
 
     def _take(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for the next call in the gang's queue, and make the call."""
         try:
             call = self._calls.get(timeout=timeout)
         except queue.Empty:

@@ -1,14 +1,13 @@
 """A gang's checkpoints: whole ones on the driver's disk and in storage, and the manifest of both kinds.
 
-Runs in the driver. The driver's disk keeps whole checkpoints where lost workers cannot harm them. Storage keeps copies
-for the task's next attempt or for the next call. A checkpoint in storage counts once the manifest names the checkpoint.
-The manifest is one small object. The driver writes new files first, then the manifest, and removes old files last.
-Whole checkpoints are files beside the manifest, or in their entry's `folder`. Sharded checkpoints are folders.
+Runs in the driver, whose disk keeps whole checkpoints where lost workers cannot harm them. Storage keeps copies for the
+task's next attempt or the next call. A checkpoint in storage counts once the manifest, one small object, names it. The
+driver writes new files first, then the manifest, and removes old files last. Whole checkpoints are files beside the
+manifest, or in their entry's `folder`. Sharded checkpoints are folders.
 
-An attempt finds the previous attempt by path. The new attempt first writes a manifest that names the previous attempt's
-checkpoints in their old folders. So checkpoints survive attempts that die before their first checkpoint. Then the
-driver copies the newest whole checkpoint and the best to the new attempt's folder. Sharded checkpoints stay in their
-folders.
+A new attempt first writes a manifest that names the previous attempt's checkpoints in their old folders: so they
+survive attempts that die before their first checkpoint. Then the driver copies the newest whole checkpoint and the best
+to the new folder. Sharded checkpoints stay.
 """
 
 import contextlib
@@ -32,28 +31,18 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 LANE = "files"
-"""Name of the queue (lane) for the vault's jobs in the thread for writes to storage."""
 
 
 class Vault:
     """Keeps whole checkpoints on the driver's disk and in storage. Training never waits for storage."""
 
     def __init__(self, paths: StoragePaths | None, keep: Keep, disk: Path, worker: Worker | None = None) -> None:
-        """Make a gang's vault.
-
-        Args:
-            paths: Folders in storage of the previous attempt's and this attempt's checkpoints. None: no storage.
-            keep: Retention policy.
-            disk: Folder on the driver's disk for whole checkpoints.
-            worker: Thread that makes all writes to storage. None: a new thread.
-        """
         self._paths = paths
         self.own = paths.own if paths is not None else None
-        """Folder in storage for the checkpoints of this attempt of the task. None without storage."""
+        """Folder in storage for this attempt of the task."""
         self.is_users_folder = self.own is not None and "://" not in self.own
         """True if storage is a folder of this machine, where the user finds the checkpoints after the gang."""
         self.keep = keep
-        """Retention policy, which decides the checkpoints that stay."""
         self._held: frozenset[str] = frozenset()
         self._disk = disk
         self.worker = worker or Worker()
@@ -61,22 +50,20 @@ class Vault:
         self._lock = threading.RLock()
         self._attempt = 0
         self._whole: dict[str, Whole] = {}
-        """File name -> whole checkpoint, in the order in which checkpoints arrived in the driver."""
+        """By file name, in the order of arrival in the driver."""
         self._copying: str | None = None
-        """File name of the whole checkpoint that is being copied to storage, or None."""
         self._is_turn_of_best = False
         self._is_at_work = False
-        """True while a job of this vault waits or runs in `worker`. A vault submits one job at a time."""
+        """A job of this vault waits or runs in `worker`, which gets one at a time."""
         self.sharded: list[ShardedCheckpoint] = []
-        """The sharded checkpoints that the manifest names, in the order of their commits."""
+        """Named by the manifest, in the order of their commits."""
         self._has_committed = False
-        """True once this gang has committed a sharded checkpoint."""
         self._written = manifest.content_of([], [])
-        """Content of the manifest whose write to storage succeeded last. An empty manifest before the first write."""
+        """Content of the manifest whose write to storage succeeded last."""
         self._stored: frozenset[str] = frozenset()
-        """File names of the whole checkpoints in the manifest whose write succeeded last."""
+        """File names of the whole checkpoints in that manifest."""
         self._leftovers: set[str] = set()
-        """Names of files to remove from this attempt's folder: damaged ones, and those no longer in the manifest."""
+        """Files to remove from this attempt's folder: damaged ones, and those no longer in the manifest."""
         self.is_known = False
         """True once the previous attempt's manifest has been read, so that the older checkpoints to keep are known."""
         self.is_in_doubt = False
@@ -88,11 +75,8 @@ class Vault:
     def restore(self) -> CheckpointFile | None:
         """Copy the previous attempt's newest undamaged whole checkpoint and its best ones to the driver's disk.
 
-        The next manifest repeats the previous manifest's sharded checkpoints. If a whole checkpoint was copied, the
-        next manifest also repeats the undamaged whole checkpoints.
-
-        Returns:
-            The newest whole checkpoint, from which the gang starts, or None.
+        The next manifest repeats the previous one's sharded checkpoints and, if a whole one was copied, its undamaged
+        whole ones. Returns the newest whole checkpoint, from which the gang starts, or None.
         """
         if self._paths is None or self._paths.previous is None:
             return None
@@ -109,10 +93,9 @@ class Vault:
         return found[0] if found else None
 
     def adopt(self, start: ShardedCheckpoint | tuple[CheckpointFile, Path]) -> None:
-        """Let the gang start from this sharded checkpoint, or from a whole one with its file on the driver's disk.
+        """Let the gang start from this checkpoint.
 
-        Raises:
-            OSError: The file is gone, or the disk is full.
+        Raises `OSError` if a whole one's file is gone, or the disk is full.
         """
         if isinstance(start, ShardedCheckpoint):
             self.sharded = [start]
@@ -125,16 +108,14 @@ class Vault:
     # ---- on the driver's disk
 
     def fence(self, attempt: int) -> None:
-        """Refuse whole checkpoints that were written by attempts of the gang before this one, from now on."""
+        """From now on, refuse whole checkpoints of attempts before this one."""
         with self._lock:
             self._attempt = attempt
 
     def receive(self, connection: Connection, file: CheckpointFile) -> None:
-        """Receive a whole checkpoint from an agent. Runs in a thread of the driver's listener.
+        """Receive a whole checkpoint from an agent, in a thread of the driver's listener.
 
-        Raises:
-            OSError: The connection broke, or the disk is full.
-            ValueError: The received file is damaged, or an earlier attempt wrote it.
+        Raises `OSError` or `ValueError`.
         """
         if (refusal := _refusal(file, self._attempt)) is not None:
             raise ValueError(refusal)
@@ -142,11 +123,10 @@ class Vault:
         self.add(file)
 
     def add(self, file: CheckpointFile) -> None:
-        """Keep a whole checkpoint that is on the driver's disk, remove outdated ones, and queue a copy to storage.
+        """Keep a whole checkpoint that is on the driver's disk, and queue a copy to storage.
 
-        Raises:
-            OSError: The driver's disk does not have the file.
-            ValueError: The file was cut short, or an earlier attempt wrote it. The file is then removed.
+        Raises `OSError` if the file is missing, `ValueError` if it was cut short or is an earlier attempt's, and then
+        removes it.
         """
         path = self._disk / file.name
         with self._lock:
@@ -167,16 +147,12 @@ class Vault:
             self._tidy()
 
     def hold(self, identities: Collection[str]) -> None:
-        """Keep the checkpoints with these identities, too, besides those of the retention policy.
-
-        Checkpoints that were held before, and are neither named now nor kept by the policy, are removed.
-        """
+        """Keep checkpoints with these identities, too, instead of those held before."""
         with self._lock:
             self._held = frozenset(identities)
             self._tidy()
 
     def note_evaluated(self, identity: str, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation to the checkpoint with this identity."""
         with self._lock:
             for whole in self._whole.values():
                 whole.file = manifest.evaluated(whole.file, identity, metrics)
@@ -184,7 +160,6 @@ class Vault:
             self._tidy()
 
     def path_of(self, file: CheckpointFile) -> Path:
-        """Return the path of a whole checkpoint on the driver's disk."""
         return self._disk / file.name
 
     def _tidy(self) -> None:
@@ -198,21 +173,20 @@ class Vault:
         self._go_on()
 
     def newest(self) -> CheckpointFile | None:
-        """Return the newest undamaged whole checkpoint on the driver's disk, or None."""
         return next(reversed(self.intact()), None)
 
     def entries(self) -> list[CheckpointFile]:
-        """Return all whole checkpoints on the driver's disk, in the order of arrival."""
+        """Return the whole checkpoints on the driver's disk, in the order of arrival."""
         with self._lock:
             return [whole.file for whole in self._here()]
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return descriptions, for the user, of all kept checkpoints, whole and sharded, sorted by step."""
+        """Describe all kept checkpoints, whole and sharded, sorted by step."""
         kept = [file.saved(self.own) for file in self.entries()] + [entry.saved for entry in self.sharded]
         return tuple(sorted(kept, key=lambda saved: saved.step))
 
     def intact(self) -> list[CheckpointFile]:
-        """Return the undamaged whole checkpoints on the driver's disk, in the order of arrival. Remove damaged ones."""
+        """Return the whole checkpoints on the driver's disk, in the order of arrival, and remove damaged ones."""
         with self._lock:
             for whole in self._here():
                 if not whole.is_intact_at(self._disk / whole.file.name):
@@ -241,10 +215,9 @@ class Vault:
     # ---- to storage
 
     def flush(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for all copies to storage.
+        """Wait for all copies to storage.
 
-        Returns:
-            True if the newest whole checkpoint is in the manifest in storage, or if there is no whole checkpoint.
+        Return True if the newest whole checkpoint, if any, is in storage's manifest.
         """
         self.worker.flush(timeout, lane=LANE)
         with self._lock:
@@ -252,13 +225,9 @@ class Vault:
             return newest is None or newest in self._stored
 
     def name(self, *made: ShardedCheckpoint) -> None:
-        """Apply the retention policy to the sharded checkpoints. If the manifest changes, write it to storage.
+        """Apply the retention policy to the sharded checkpoints, and write a changed manifest.
 
-        Args:
-            made: Sharded checkpoints that storage has, and the manifest does not name yet.
-
-        Raises:
-            Exception: Any error of the storage's client.
+        `made` are new in storage.
         """
         with self._lock:
             has_news = bool(made) or self._has_news()
@@ -273,10 +242,7 @@ class Vault:
             self._is_at_work = True  # not if the worker's thread cannot start: the next checkpoint tries again
 
     def _next(self) -> Whole | None:
-        """Return the whole checkpoint to copy next to this attempt's folder in storage, or None.
-
-        The newest and the best checkpoints take turns. Otherwise frequent saves would keep the best out of storage.
-        """
+        """The newest and the best take turns: otherwise frequent saves would keep the best out of storage."""
         newest = [*self._whole.values()][-1:]
         best = best_first([whole.file for whole in self._whole.values()], self.keep)[: self.keep.best]
         wanted = newest + [whole for file in best if (whole := self._whole[file.name]) not in newest]
@@ -292,12 +258,10 @@ class Vault:
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
 
     def _staying(self, made: Sequence[ShardedCheckpoint] = ()) -> list[ShardedCheckpoint]:
-        """Return the sharded checkpoints for the next manifest, in the order of their commits."""
         # Restored ones stay until the first commit: the newest may be damaged, so that ranks load an older one.
         return self._retained([*self.sharded, *made]) if made or self._has_committed else self.sharded
 
     def _retained(self, entries: Sequence[K]) -> list[K]:
-        """Return the checkpoints that the retention policy keeps, and those that wait for their evaluation."""
         return retained(entries, self.keep, lambda entry: entry.identity in self._held)
 
     def _has_news(self) -> bool:
@@ -306,7 +270,6 @@ class Vault:
     # ---- in the worker's thread
 
     def _work(self, paths: StoragePaths) -> None:
-        """Write the manifest if its content has changed, else copy one whole checkpoint to storage."""
         with self._lock:
             has_news, whole = self._has_news(), self._next()
             self._copying = None if has_news or whole is None else whole.file.name
@@ -362,7 +325,7 @@ class Vault:
 
     @contextlib.contextmanager
     def removing(self, folder: str) -> Iterator[None]:
-        """Suppress errors in a `with` block that removes files from a folder in storage, and log the first error."""
+        """Suppress errors of removing files from a folder in storage, and log the first one."""
         try:
             yield
         except Exception as error:  # storage clients raise errors of any class
@@ -386,7 +349,6 @@ class Vault:
 
 
 def _refusal(file: CheckpointFile, attempt: int) -> str | None:
-    """Return why a checkpoint is not taken while `attempt` runs. None: it is taken."""
     if file.attempt >= attempt:
         return None
     return f"a checkpoint of attempt {file.attempt} came when attempt {attempt} was running"

@@ -39,77 +39,69 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
 LEAVE_TIME = 10.0
-"""Seconds that all ranks have to leave a call after Ctrl-C or `cancel`. Then the gang ends."""
+"""Seconds that all ranks have to leave a call after Ctrl-C or `cancel`, before the gang ends."""
 
 COMPARE_TIME = 5.0
-"""Timeout, in seconds, for the ranks' newest collectives after a call that has failed or was interrupted."""
+"""Seconds to wait for the ranks' newest collectives after a call that has failed or was interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """End of a call in all ranks."""
-
     values: Mapping[int, Callable[[], Any]] = field(default_factory=dict)
-    """Rank whose function has returned -> function that unpickles the return value, in any thread."""
+    """Rank whose function has returned -> function that unpickles the value, in any thread."""
     errors: Mapping[int, Exception] = field(default_factory=dict)
     """Rank whose function has raised -> the error for the caller."""
     cause: int | None = None
-    """Rank whose error caused the others. None without errors."""
+    """Rank whose error caused the others."""
     is_interrupted: bool = False
-    """True if Ctrl-C or `cancel` has ended the call."""
+    """Ctrl-C or `cancel` has ended the call."""
 
 
 @dataclass(eq=False, kw_only=True)
 class StayingCall:
-    """One call of a function in all ranks."""
+    """One call of a function in all ranks. Times are seconds on the driver's clock."""
 
     number: int
-    """Number of the call in its gang, from 1."""
+    """From 1."""
     name: str
-    """Name of the function."""
     call: bytes
-    """The pickled call, without the memory in `large`."""
+    """Pickled, without the memory in `large`."""
     code: Code | None = None
-    """The project's sources. None if no module has been imported since the call before."""
+    """None if no module has been imported since the call before."""
     large: SharedMemory | None = None
     keeps: bool = False
-    """True if the ranks keep their return values."""
+    """The ranks keep their return values."""
     settle: Callable[[Outcome], object]
     """Called once in the gang's thread, when the call has ended in all ranks."""
     ended: dict[int, CallEnded] = field(default_factory=dict)
-    """Reports of the ranks in which the call has ended."""
     received: ReceivedResults | None = None
-    """Buffer of the ranks' return values. None until the call has ended in a rank."""
+    """None until the call has ended in a rank."""
     is_interrupted: bool = False
     halted: Answers | None = None
-    """Ranks that have halted in the interrupted call, or have left it, with the numbers of their collectives. None
-    before the question."""
+    """Ranks that have halted in the interrupted call, or left it, with the numbers of their collectives."""
     at: int | None = None
-    """Number of the collective after which all ranks leave the interrupted call. None: some ranks have yet to halt."""
+    """Collective after which all ranks leave the interrupted call. None: some have yet to halt."""
     told: Answers | None = None
-    """The ranks' newest collectives after an exception or an interrupt. None before the question."""
+    """The ranks' newest collectives after an exception or an interrupt."""
     compare_by: float = 0.0
-    """Time (driver's clock, seconds) at which the ranks' newest collectives are compared at the latest."""
+    """When the newest collectives are compared at the latest."""
     leave_by: float | None = None
-    """Time (driver's clock, seconds) at which all ranks must have left the interrupted call. None before the order."""
+    """When all ranks must have left the interrupted call."""
 
 
 class Calls(Part):
-    """All calls of one gang."""
-
     takes = (CallEnded,)
     _state: GangState
 
     def __init__(self) -> None:
         self.post: Callable[[Callable[[], object]], object] = lambda _: None
-        """Queues a function for the gang's thread. Set by the gang's supervisor."""
+        """Queues a function for the gang's thread. Set by the supervisor."""
         self.current: StayingCall | None = None
-        """The call that the ranks run. None between calls."""
         self.is_over = False
-        """True once the ranks were told to return, so that no more calls begin."""
+        """The ranks were told to return: no more calls begin."""
         self._waiting: deque[StayingCall | Forget] = deque()
         self._code: Code | None = None
-        """Newest sources that the ranks lack. The next call that begins carries them, since calls may be dropped."""
+        """Newest sources that the ranks lack, for the next call that begins, since calls may be dropped."""
         self._is_closing = False
 
     # ---- from the caller's threads
@@ -129,7 +121,6 @@ class Calls(Part):
     # ---- in the gang's thread
 
     def join(self, state: GangState) -> None:
-        """Serve the ranks of this gang from now on."""
         self._state = state
 
     def _queue(self, call: StayingCall | Forget) -> None:
@@ -148,7 +139,6 @@ class Calls(Part):
             self._settle(call, Outcome(is_interrupted=True))
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record that the present call has ended in a rank."""
         call = self.current
         if not isinstance(report, CallEnded) or call is None or report.number != call.number:
             return
@@ -164,7 +154,6 @@ class Calls(Part):
             attempt.survived[rank] = failure
 
     def orders(self, now: float) -> None:
-        """End the call that has ended in all ranks, begin the next one, or have the ranks return."""
         attempt, is_stopping = self._state.training, self._state.stop_request is not None
         if attempt is None:
             return
@@ -199,7 +188,7 @@ class Calls(Part):
         self._state.observers.tell(journal.Calling(name=call.name))
 
     def _have_left(self, call: StayingCall, attempt: Attempt) -> None:
-        """Order the ranks to leave an interrupted call. Give up the gang if a rank does not leave in time."""
+        """Order the ranks to leave an interrupted call. Give up the gang if one does not leave in time."""
         if call.leave_by is None:
             call.leave_by = attempt.clock() + LEAVE_TIME
             call.halted = attempt.ask(Question.HALT, call.number)
@@ -218,7 +207,6 @@ class Calls(Part):
             )
 
     def _end(self, call: StayingCall, attempt: Attempt) -> None:
-        """End a call once its ranks can go on together."""
         if call.is_interrupted or attempt.survived:
             if not _have_told(call, attempt):
                 return
@@ -246,7 +234,6 @@ class Calls(Part):
 
 
 def _have_told(call: StayingCall, attempt: Attempt) -> bool:
-    """Ask the ranks for their newest collectives. Return True once all have answered, or the time for it is over."""
     if call.told is None:
         call.told = attempt.ask(Question.COLLECTIVES)
         call.compare_by = attempt.clock() + COMPARE_TIME
@@ -254,7 +241,7 @@ def _have_told(call: StayingCall, attempt: Attempt) -> bool:
 
 
 def _taken(call: StayingCall) -> dict[int, Callable[[], Any]]:
-    """Take the return values of a call out of the gang's buffer. Nobody reads those of an interrupted call."""
+    """Nobody reads the return values of an interrupted call."""
     if call.received is None:
         return {}
     if call.is_interrupted:
@@ -265,9 +252,11 @@ def _taken(call: StayingCall) -> dict[int, Callable[[], Any]]:
 
 
 def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None:
-    """Return a rank that has left a call elsewhere than the others, and a text. None if all may go on together.
+    """Return a rank that has left a call at another collective than the others, and a text.
 
-    The next collectives of two ranks meet if their newest collectives have the same number.
+    None: all may go on together.
+
+    The next collectives of two ranks meet if their newest have the same number.
     """
     numbers = {rank: each.newest_of_all for rank, each in remembered.items() if each is not None}
     known = {rank: number for rank, number in numbers.items() if number}

@@ -20,16 +20,13 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Que
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
-"""Maximum number of retries of a checkpoint's fetch from an agent, if the connection broke."""
+"""Retries of a checkpoint's fetch from an agent, after a broken connection."""
 GOES_ON = "the training goes on, and until the next checkpoint a restart begins from an earlier one"
-"""End of a notice about a checkpoint that was not kept."""
 
 
 class Checkpoints(Part):
-    """Fetches, commits and hands out the checkpoints of one gang, across all attempts."""
-
     _awaits_evaluations = False
-    """True while a question for the best checkpoint waits for evaluations."""
+    """A question for the best checkpoint waits for evaluations."""
     takes = (CheckpointFile, WrittenShards, Question.CHECKPOINT, Question.SHARDED, messages.Sent)
 
     def __init__(self, state: GangState, committer: Committer) -> None:
@@ -42,21 +39,18 @@ class Checkpoints(Part):
         """Steps of sharded checkpoints that are being committed, by (attempt number, save number)."""
 
     def equip(self, job: Job) -> Job:
-        """Name the checkpoints from which the next attempt starts."""
         return replace(job, checkpoint=self.vault.newest(), sharding=self.committer.sharding(), kept=self.vault.saved())
 
     def begin(self, attempt: Attempt) -> None:
-        """Forget the questions and shards of earlier attempts."""
         self._asked: list[tuple[Peer, int, Ask]] = []
         """Agent and rank of each unanswered question for a checkpoint."""
         self._chosen: dict[tuple[Question, int], Answer] = {}
-        """Answers to rank 0, by kind and number of the question. Other ranks receive the same."""
+        """Answers to rank 0, by kind and number of the question, for the other ranks, too."""
         self._awaits_evaluations = False
 
     # ---- what happens
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record that a rank has written a checkpoint or its shards of one, or wants to load one."""
         match report:
             case CheckpointFile(step=step):
                 attempt.steps[rank] = step
@@ -68,7 +62,7 @@ class Checkpoints(Part):
                 self._asked.append((peer, rank, report))
 
     def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
-        """Keep a whole checkpoint that an agent has linked into the driver's folder, or record a failure."""
+        """Keep a whole checkpoint that an agent has linked into the driver's folder."""
         if not isinstance(message, messages.Sent):
             return
         error: Exception | None = None
@@ -82,11 +76,9 @@ class Checkpoints(Part):
         self.note_upload(message.file, error)
 
     def lose_agent(self, peer: Peer) -> None:
-        """Cancel all fetches from a lost agent."""
         self.fetches.forget(peer)
 
     def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Record that a whole checkpoint has arrived in the driver, or that its transfer has failed with `error`."""
         if error is None:
             self._note_kept(file, before=lambda: self.fetches.note_end(file))
         elif self.fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
@@ -95,7 +87,6 @@ class Checkpoints(Part):
             )
 
     def _note_shards(self, attempt: Attempt, said: WrittenShards) -> None:
-        """Record that all ranks have written a sharded checkpoint, or that one has failed. Commit or discard it."""
         if said.attempt != attempt.number:
             return
         if said.failure is None:
@@ -106,7 +97,6 @@ class Checkpoints(Part):
         self.committer.sweep(said.attempt, said.number)
 
     def note_commit(self, commit: Committed) -> None:
-        """Record that the commit of a sharded checkpoint has succeeded or failed, and tell the ranks."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.made is not None:
             self._note_kept(commit.made)
@@ -119,7 +109,7 @@ class Checkpoints(Part):
     def _note_kept(
         self, entry: CheckpointFile | ShardedCheckpoint, before: Callable[[], object] = lambda: None
     ) -> None:
-        """Tell all others that a checkpoint is safe. `before`: called before observers and ranks hear of it."""
+        """`before` is called before observers and ranks hear of the checkpoint."""
         self._state.note_kept(entry)
         before()
         attempt = self._state.attempt
@@ -129,11 +119,9 @@ class Checkpoints(Part):
         self.tell_kept()
 
     def note_evaluated(self) -> None:
-        """Tell observers and ranks about the kept checkpoints."""
         self.tell_kept()
 
     def tell_kept(self) -> None:
-        """Tell observers and ranks about the kept checkpoints and their metrics, which have changed."""
         kept = self.vault.saved()
         self._observers.tell(journal.Listed(checkpoints=kept))
         hint = hint_of_metric(kept, self.vault.keep)
@@ -146,7 +134,6 @@ class Checkpoints(Part):
     # ---- what there is
 
     def blocks(self, moment: Moment) -> bool:
-        """Wait for checkpoints on their way, and excuse ranks that wait for them."""
         match moment:
             case Moment.HUNG:
                 return self._awaits_evaluations
@@ -158,23 +145,21 @@ class Checkpoints(Part):
                 return False
 
     def newest_step(self) -> int | None:
-        """Step of the newest checkpoint, whole or sharded. None without checkpoints."""
         newest = self.newest_entry
         return newest.step if newest is not None else None
 
     @property
     def newest_entry(self) -> CheckpointFile | ShardedCheckpoint | None:
-        """The newest checkpoint, whole or sharded. None without checkpoints."""
         newest = [self.vault.newest(), *self.vault.sharded[-1:]]
         return max((one for one in newest if one is not None), key=lambda one: one.step, default=None)
 
     # ---- what is done
 
     def orders(self, now: float) -> None:
-        """Answer ranks' questions for the best or a certain checkpoint, once no checkpoint is being saved.
+        """Answer ranks' questions for a checkpoint, once none is being saved.
 
-        Questions for the best checkpoint also wait for outstanding evaluations. Other ranks get the same checkpoint as
-        for rank 0's question with the same number.
+        Questions for the best checkpoint also wait for evaluations. Other ranks get the same as rank 0 for the same
+        number.
         """
         attempt = self._state.training
         if attempt is None or not self._asked or self.blocks(Moment.RESTART):
@@ -208,17 +193,14 @@ class Checkpoints(Part):
             self.vault.worker.shorten_pauses()
 
     def enter(self, stage: Stage) -> None:
-        """Fetch no more checkpoints of a settled attempt."""
         if stage == "settled":
             self.fetches.clear()
 
     def restart(self, number: int) -> None:
-        """Accept no checkpoints that earlier attempts than `number` have written."""
         self.vault.fence(number)
         self.committer.sweep(number)
 
     def farewell(self, timeout: float) -> str:
-        """Wait until storage has the newest checkpoint. Return where the next attempt will start."""
         storage = self._state.request.storage
         step = self.newest_step()
         is_stored = self.vault.flush(timeout) or step in [entry.step for entry in self.vault.sharded[-1:]]
@@ -244,26 +226,20 @@ class Checkpoints(Part):
 
 @dataclass
 class Fetches:
-    """Fetches whole checkpoints from the agents' nodes to the driver, one at a time.
-
-    In the queue, newer checkpoints replace older ones, except the best.
-    """
+    """Fetches whole checkpoints, one at a time. Newer ones replace queued older ones, except the best."""
 
     keep: Keep = field(default_factory=Keep)
     kept: Callable[[], Sequence[CheckpointFile]] = tuple
-    """Function that returns the whole checkpoints on the driver's disk."""
+    """Returns the whole checkpoints on the driver's disk."""
     _queue: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
-    """Agents and the checkpoints to fetch from them, in the order in which ranks wrote them. The first fetch runs."""
+    """In the order in which ranks wrote them. The first fetch runs."""
     _num_retries: int = 0
-    """Number of retries of the running fetch."""
 
     @property
     def is_busy(self) -> bool:
-        """True while a fetch is running."""
         return bool(self._queue)
 
     def fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        """Queue the fetch of a checkpoint from an agent. Drop older checkpoints from the queue, except the best."""
         self._queue.append((peer, file))
         stay = retained([*self.kept(), *(queued for _, queued in self._queue)], replace(self.keep, last=1))
         self._queue = [*self._queue[:1], *(queued for queued in self._queue[1:] if queued[1] in stay)]
@@ -271,19 +247,13 @@ class Fetches:
             self._request()
 
     def note_end(self, file: CheckpointFile) -> None:
-        """Record that a checkpoint has arrived in the driver, and begin the next fetch."""
         if self._is_running(file):
             self._turn()
 
     def note_failure(self, file: CheckpointFile, *, is_worth_a_retry: bool) -> bool:
-        """Record that the fetch of a checkpoint has failed, and begin a retry or the next fetch.
+        """Begin a retry or the next fetch.
 
-        Args:
-            file: The checkpoint.
-            is_worth_a_retry: True if a retry may succeed, as after a broken connection.
-
-        Returns:
-            True if the checkpoint is given up. False if a retry has begun, or if the fetch had already ended.
+        Return True if the checkpoint is given up, False after a retry or a late failure.
         """
         if not self._is_running(file):
             return False
@@ -295,14 +265,12 @@ class Fetches:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Cancel all fetches from a lost agent, and begin the next fetch."""
         is_running = bool(self._queue) and self._queue[0][0] is peer
         self._queue[1:] = [queued for queued in self._queue[1:] if queued[0] is not peer]
         if is_running:
             self._turn()
 
     def clear(self) -> None:
-        """Cancel the running fetch and all waiting fetches."""
         self._queue, self._num_retries = [], 0
 
     def _is_running(self, file: CheckpointFile) -> bool:

@@ -1,7 +1,7 @@
 """Debugged ranks, and the driver's terminal, which attaches to one of them at a time. Runs in the driver.
 
-A rank that stops in pdb waits for a terminal at a socket of its machine. On the driver's own machine the driver
-attaches its terminal there, as the command `daskpytorch attach` does with another one.
+A rank that stops in pdb waits for a terminal at a socket of its machine. The driver attaches its own there if the
+machine is the same, as `daskpytorch attach` does with another one.
 """
 
 import contextlib
@@ -22,17 +22,14 @@ from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Debugged
 
 END_TIME = 1.0
-"""Timeout, in seconds, for the terminal to be given back at the gang's end."""
+"""Seconds for the terminal to be given back at the gang's end."""
 _terminal = threading.Lock()
-"""Lock of this process's terminal, held while a rank of any gang has the terminal."""
+"""Held while a rank of any gang has this process's terminal."""
 
 
 class Debugger(Part):
-    """The debugged ranks of one gang."""
-
     takes = (Debugged,)
     _attempt: Attempt
-    """The current attempt. Unset until the first one begins."""
 
     def __init__(self, state: GangState, debugging: Debugging) -> None:
         self._debugging = debugging
@@ -40,21 +37,16 @@ class Debugger(Part):
         self._observers = state.observers
         self._post = state.agents.post
         self._debugged: dict[int, Debugged] = {}
-        """Ranks in a debugger, with their newest reports."""
         self._is_talking = False
-        """True while a rank of this gang has the terminal."""
 
     def equip(self, job: Job) -> Job:
-        """Give ranks the settings for debuggers."""
         return replace(job, debugging=self._debugging)
 
     def begin(self, attempt: Attempt) -> None:
-        """Forget the debuggers of earlier attempts."""
         self._attempt = attempt
         self._debugged.clear()
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record that a rank is in a debugger, or has left it."""
         match report:
             case Debugged(state="", steps=steps):
                 attempt.excuse()
@@ -66,11 +58,9 @@ class Debugger(Part):
                     self._open(rank, report)
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
-        """Forget the rank's debugger."""
         self._debugged.pop(rank, None)
 
     def blocks(self, moment: Moment) -> bool:
-        """Count no rank as hung or late while one is debugged."""
         return moment in (Moment.LATE, Moment.HUNG) and bool(self._debugged)
 
     def end(self) -> None:
@@ -89,7 +79,7 @@ class Debugger(Part):
             self._tell_user(rank, prompt)
 
     def _talk(self, rank: int, prompt: Debugged, folder: str) -> None:
-        """Attach the terminal to a rank once other ranks have left it, and serve it. In a thread of its own."""
+        """Runs in a thread of its own, once other ranks have left the terminal."""
         with _terminal:
             if self._debugged.get(rank) is not prompt:
                 return

@@ -29,45 +29,39 @@ from flytekitplugins.daskpytorch.records import LogRecord
 
 Entry = CheckpointFile | ShardedCheckpoint
 RETRY_INTERVAL = 2.0
-"""Seconds between two looks for a worker that can evaluate."""
 MAX_LACK = 60.0
 """Seconds after the training's end for which the gang waits for a worker that can evaluate."""
 CLOSE_TIMEOUT = 15.0
-"""Timeout, in seconds, for the end of a cancelled evaluation's ranks."""
+"""Seconds for the end of a cancelled evaluation's ranks."""
 
 
 @dataclass
 class Agenda:
-    """Decides which checkpoint is evaluated next: the newest of each n-th one. One is evaluated at a time."""
+    """Decides which checkpoint is evaluated next: the newest of each n-th one."""
 
     every: int = 1
-    """Number of kept checkpoints from one evaluation to the next."""
     running: Entry | None = None
-    """Checkpoint that is being evaluated, or None."""
     waiting: Entry | None = None
-    """Checkpoint to evaluate next, or None."""
     num_found: int = 0
-    """Number of checkpoints of the earlier attempt that are evaluated: 0 or 1."""
+    """Evaluated checkpoints of the earlier attempt: 0 or 1."""
     num_kept: int = 0
-    """Number of checkpoints that this driver has kept."""
     num_done: int = 0
     num_failed: int = 0
     num_skipped: int = 0
-    """Number of checkpoints that were due, and gave way to a newer one."""
+    """Checkpoints that were due, and gave way to a newer one."""
     is_closed: bool = False
-    """True if no evaluation begins any more."""
     seen: set[str] = field(default_factory=set)
-    """Identities of all kept checkpoints, and of the one from which the training starts. Each counts once."""
+    """Identities of all kept checkpoints, and of the one from which the training starts."""
 
     def note_found(self, entry: Entry) -> None:
-        """Record the checkpoint from which the training starts. It is due unless it was evaluated before."""
+        """The checkpoint from which the training starts is due unless it was evaluated before."""
         self.seen.add(entry.identity)
         if not entry.is_evaluated:
             self.num_found += 1
             self._make_wait(entry)
 
     def note_kept(self, entry: Entry) -> None:
-        """Record that the training has kept a checkpoint. Each n-th one is due."""
+        """Each n-th kept checkpoint is due."""
         if entry.identity in self.seen:
             return
         self.seen.add(entry.identity)
@@ -82,26 +76,23 @@ class Agenda:
 
     @property
     def due(self) -> Entry | None:
-        """The waiting checkpoint if its evaluation can begin. None: no checkpoint waits, or one is being evaluated."""
+        """The waiting checkpoint, unless another is being evaluated."""
         return self.waiting if self.running is None else None
 
     def note_begun(self) -> None:
-        """Record that the evaluation of the checkpoint that is `due` has begun."""
         self.running, self.waiting = self.due, None
 
     def note_end(self, *, has_failed: bool) -> None:
-        """Record that the running evaluation has ended."""
         self.running = None
         self.num_failed += has_failed
         self.num_done += not has_failed
 
     def close(self) -> None:
-        """Begin no more evaluations."""
         self.waiting, self.is_closed = None, True
 
     @property
     def held(self) -> frozenset[str]:
-        """Identities of the checkpoints that must stay: the one that is being evaluated, and the waiting one."""
+        """Identities of the checkpoints that must stay: the running and the waiting one."""
         return frozenset(entry.identity for entry in (self.running, self.waiting) if entry is not None)
 
     @property
@@ -111,14 +102,11 @@ class Agenda:
 
 
 class Relay(Observer):
-    """Observer of an evaluation's gang that shows its output and notices with those of the training."""
-
     def __init__(self, what: str, tell: Callable[[journal.Event], object]) -> None:
         self._what = what
         self._tell = tell
 
     def on_event(self, event: journal.Event) -> None:
-        """Show output, each line marked as that of the evaluation, and notices."""
         if isinstance(event, journal.Wrote):
             self._tell(replace(event, lines=[f"({self._what}) {line}" for line in event.lines]))
         elif isinstance(event, journal.Noted):
@@ -126,12 +114,10 @@ class Relay(Observer):
 
 
 class EvaluationGang(Protocol):
-    """A gang that evaluates one checkpoint."""
-
     received: ReceivedResults
 
     def run(self) -> list[Any]:
-        """Run the gang until its end, and return the ranks' results."""
+        """Return the ranks' results at the gang's end."""
 
     def cancel(self) -> None:
         """End the gang."""
@@ -141,16 +127,7 @@ MakeGang = Callable[[Request, host.AgentLauncher, Sequence[Observer]], Evaluatio
 
 
 class Evaluator(Part):
-    """Evaluates the checkpoints of one gang. Without `Gang(evaluate=...)`, does nothing."""
-
     def __init__(self, state: GangState, vault: Vault, make: MakeGang) -> None:
-        """Prepare for the gang's first checkpoint.
-
-        Args:
-            state: State of the training's gang.
-            vault: Holds the checkpoints.
-            make: Makes the gang of an evaluation.
-        """
         request = state.request
         self._state = state
         self._settings = request.settings.evaluate if request.evaluation is not None else None
@@ -166,44 +143,35 @@ class Evaluator(Part):
         self._gang: EvaluationGang | None = None
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
-        """Time at which the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
+        """When the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
         self._try_at = 0.0
         self._lacks_worker = False
-        """True if the last look found no worker that can evaluate."""
         self._waits_since: dict[Moment, float] = {}
         """Time since which the core puts off each decision for evaluations."""
 
     # ---- what the training's gang tells
 
     def prepare(self, code: Code | None, start: Entry | None) -> None:
-        """Record the project's packed sources, and the checkpoint from which the training starts.
-
-        Args:
-            code: Sources for the evaluations' gangs. None: each evaluation packs them.
-            start: The checkpoint. None: the training starts afresh.
-        """
+        """`start` is the checkpoint from which the training starts. Without `code`, evaluations pack the sources."""
         self._code = code
         if self._settings is not None and start is not None:
             self._agenda.note_found(start)
             self._hold()
 
     def begin(self, attempt: Attempt) -> None:
-        """Count the waits of a new attempt."""
         self._waits_since.clear()
 
     def enter(self, stage: Stage) -> None:
-        """Tell rank 0 the metrics that came before it had joined the process group."""
         if stage == "training":
             self._tell_trackers()
 
     def note_kept(self, entry: Entry) -> None:
-        """Record that the training has kept a checkpoint."""
         if self._settings is not None:
             self._agenda.note_kept(entry)
             self._hold()
 
     def blocks(self, moment: Moment) -> bool:
-        """Wait for outstanding evaluations at the end of the training, and before ranks load the best checkpoint."""
+        """Wait for evaluations at the end of the training, and before ranks load the best checkpoint."""
         attempt = self._state.attempt
         if attempt is None or self._settings is None or moment not in (Moment.LEAVE, Moment.CHOICE):
             return False
@@ -216,7 +184,6 @@ class Evaluator(Part):
         return is_awaited
 
     def orders(self, now: float) -> None:
-        """Begin the next evaluation if a worker is free for it, and cancel one that takes too long."""
         if self._gang is not None and now >= self._deadline:
             self._deadline = math.inf
             self._gang.cancel()
@@ -224,9 +191,9 @@ class Evaluator(Part):
             self._begin(entry)
 
     def _is_awaited(self, since: float, *, more_come: bool = False) -> bool:
-        """Return True while evaluations are outstanding, and for at most `Evaluate.timeout` seconds after `since`.
+        """Return True while evaluations are outstanding, for at most `Evaluate.timeout` seconds after `since`.
 
-        With `more_come`, the driver has yet to receive a checkpoint, which may be due.
+        `more_come`: the driver has yet to receive a checkpoint, which may be due.
         """
         agenda, settings, waited = self._agenda, self._settings, self._now() - since
         if settings is None or agenda.is_closed or not (agenda.is_outstanding or more_come):
@@ -252,7 +219,7 @@ class Evaluator(Part):
         self._hold()
 
     def conclude(self) -> None:
-        """After a success of the training, tell the user how many checkpoints were evaluated."""
+        """Tell the user how many checkpoints were evaluated."""
         agenda, settings = self._agenda, self._settings
         if settings is None:
             return
@@ -308,7 +275,6 @@ class Evaluator(Part):
         self._state.agents.post(functools.partial(self._observers.tell, event))
 
     def _run(self, gang: EvaluationGang, entry: Entry) -> None:
-        """Run an evaluation's gang. In a thread of its own."""
         metrics: Mapping[str, float] | BaseException
         try:
             metrics = gang.received.load_returned(0, gang.run()[0])
@@ -340,7 +306,7 @@ class Evaluator(Part):
         self._state.note_evaluated()
 
     def _tell_trackers(self) -> None:
-        """Send the metrics of evaluations to rank 0's trackers, or keep them until rank 0 is ready."""
+        """Send metrics to rank 0's trackers, or keep them until rank 0 is ready."""
         attempt = self._state.attempt
         if attempt is not None and 0 in attempt.ready and 0 not in attempt.exits:
             records, self._records = self._records, []

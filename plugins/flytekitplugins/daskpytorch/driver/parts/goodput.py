@@ -1,7 +1,7 @@
 """Account of a gang's wall time. Runs in the driver.
 
-The driver names the gang's phase: starting, training or waiting. Rank 0's ledger (`rank.usage`) divides the training
-phase. When an attempt ends, the time after its newest checkpoint counts as lost.
+The driver names the gang's phase. Rank 0's ledger (`rank.usage`) divides the training phase. When an attempt ends, the
+time after its newest checkpoint counts as lost.
 """
 
 import math
@@ -21,33 +21,28 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question,
 from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
 INTERVAL = 2.0
-"""Minimum number of seconds between two accounts of the gang's time for the observers."""
 PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")
 
 
 @dataclass
 class _Training:
-    """Time account of the training phase in the current attempt."""
+    """The training phase of the current attempt, in seconds."""
 
     span: float = 0.0
-    """Seconds of the training phase, on the driver's clock."""
     late: float = 0.0
-    """Seconds by which rank 0 began to count its time before the driver's training phase began. A lower bound."""
+    """Seconds by which rank 0 began to count before the driver's training phase began. A lower bound."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """Seconds by field of `Goodput`, as counted by rank 0 until its newest report."""
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Step of a checkpoint's save -> rank 0's seconds (`spent`) at that save. Saves before the newest kept checkpoint
-    are removed."""
+    """`spent` at each step's save. Saves before the newest kept checkpoint are removed."""
     safe: set[int] = field(default_factory=set)
     """Steps of kept checkpoints: the newest one in `at_saves`, and those whose report from rank 0 has yet to come."""
 
     def hear(self, spent: Mapping[str, float]) -> None:
-        """Note the seconds that rank 0 has reported."""
         self.spent = spent
         self.late = max(self.late, math.fsum(spent.values()) - self.span)  # too small by the report's travel time
 
     def keep(self, step: int) -> None:
-        """Mark this step's checkpoint as kept."""
         self.safe.add(step)
         if step in self.at_saves:
             self.safe = {step}
@@ -56,15 +51,11 @@ class _Training:
 
     @property
     def kept(self) -> Mapping[str, float] | None:
-        """Rank 0's seconds at the newest kept save. None until rank 0 has reported a kept save."""
+        """Rank 0's seconds at the newest kept save."""
         return next((spent for step, spent in reversed(self.at_saves.items()) if step in self.safe), None)
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
-        """Divide the training phase by field of `Goodput`, in seconds. The parts add up to `span`.
-
-        Args:
-            is_lost: Counts all time after the newest kept save as lost.
-        """
+        """Divide `span` by field of `Goodput`. With `is_lost`, all time after the newest kept save counts as lost."""
         has_begun = self.spent.get("stepping") or self.spent.get("data")
         parts, rest = self._fitted(self.spent), "stepping" if has_begun else "preparing"
         if is_lost and has_begun:
@@ -83,7 +74,7 @@ class _Training:
 
 
 class Accountant:
-    """Time account of one gang. All parts add up to the total. No part is negative."""
+    """Time account of one gang. Parts add up to the total, and none is negative."""
 
     def __init__(self, asked_at: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = clock
@@ -96,16 +87,15 @@ class Accountant:
 
     @property
     def is_training(self) -> bool:
-        """True while rank 0 trains and reports its seconds."""
         return self._phase == "training"
 
     def enter(self, phase: Literal["starting", "training", "waiting"]) -> None:
-        """Begin a phase of the gang. The training phase begins when rank 0 has joined the process group."""
+        """The training phase begins when rank 0 has joined the process group."""
         self._go_on()
         self._phase = phase
 
     def hear(self, work: RankUsage | Spent) -> None:
-        """Note the seconds in a report of rank 0. Outside the training phase, ignore the report."""
+        """Ignore reports of rank 0 outside the training phase."""
         if self._phase != "training":
             return
         self._go_on()
@@ -117,22 +107,17 @@ class Accountant:
             self.enter("waiting")
 
     def keep(self, step: int) -> None:
-        """Mark the checkpoint of this step, from the current attempt, as kept."""
         self._training.keep(step)
 
     def close(self, *, is_lost: bool) -> None:
-        """End the current attempt's part of the account.
-
-        Args:
-            is_lost: Counts the training time after the newest kept checkpoint as lost.
-        """
+        """With `is_lost`, training time after the newest kept checkpoint counts as lost."""
         self._go_on()
         for name, seconds in self._training.parts(is_lost=is_lost).items():
             self._parts[name] += seconds
         self._training = _Training()
 
     def goodput(self) -> Goodput:
-        """Return the gang's time account so far. Steps after the newest checkpoint do not count as lost."""
+        """Steps after the newest checkpoint do not count as lost yet."""
         self._go_on()
         parts = dict(self._parts)
         for name, seconds in self._training.parts().items():
@@ -140,16 +125,12 @@ class Accountant:
         return Goodput(total=math.fsum(parts.values()), **parts)
 
     def final(self, error: Exception | None) -> Goodput:
-        """Return the goodput of the ended gang. If the gang failed, steps after its newest checkpoint count as lost.
-
-        Args:
-            error: Exception that ended the gang. None: the gang succeeded.
-        """
+        """If the gang failed, steps after its newest checkpoint count as lost."""
         self.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
         return self.goodput()
 
     def is_due(self) -> bool:
-        """Return True if the observers' last account is 2 s (`INTERVAL`) old, and restart the interval then."""
+        """Return True if the last account is `INTERVAL` old, and restart the interval then."""
         now = self._now()
         if now < self._shown_at + INTERVAL:
             return False
@@ -166,8 +147,6 @@ class Accountant:
 
 
 class Accounting(Part):
-    """Keeps the account of a gang's time, tells it to the observers, and answers ranks that ask for it."""
-
     takes = (RankUsage, Spent, Question.GOODPUT)
 
     def __init__(self, state: GangState, clock: Callable[[], float]) -> None:
@@ -175,14 +154,12 @@ class Accounting(Part):
         self.accountant = Accountant(state.asked_at, clock)
 
     def begin(self, attempt: Attempt) -> None:
-        """Forget the questions of earlier attempts."""
         self._answers: dict[int, Goodput] = {}
-        """Goodput that ranks were told, by number of the question. All ranks are told the same."""
+        """Goodput by number of the question. All ranks are told the same."""
         self._waiting: list[tuple[Peer, int]] = []
         """Agent and number of questions of ranks other than 0, which are answered after rank 0's next report."""
 
     def enter(self, stage: Stage) -> None:
-        """Count the gang's time under another part from now on."""
         is_first = self._state.number == 0
         if stage == "gathering":
             self.accountant.enter("starting" if is_first else "waiting")
@@ -194,10 +171,7 @@ class Accounting(Part):
             self.accountant.enter("waiting")
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record a rank's usage or account of its time, or answer its question.
-
-        While rank 0 trains, other ranks' new questions wait for rank 0's next report.
-        """
+        """While rank 0 trains, other ranks' new questions wait for rank 0's next report."""
         if isinstance(report, Ask):
             if rank and self.accountant.is_training and report.number not in self._answers:
                 self._waiting.append((peer, report.number))
@@ -222,10 +196,8 @@ class Accounting(Part):
             self.accountant.keep(entry.step)
 
     def orders(self, now: float) -> None:
-        """Tell the observers the account, if it is time."""
         if self.accountant.is_due():
             self._state.observers.tell(journal.Accounted(goodput=self.accountant.goodput()))
 
     def restart(self, number: int) -> None:
-        """Count the time since the newest checkpoint as lost."""
         self.accountant.close(is_lost=True)

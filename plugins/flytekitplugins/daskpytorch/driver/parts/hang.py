@@ -19,18 +19,16 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Reca
 from flytekitplugins.daskpytorch.protocol.messages import Question
 
 STACKS_WAIT = 1.5
-"""Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME` of these seconds, ranks without an
-answer get a signal that makes them write their stacks."""
+"""Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME`, silent ranks get a signal that
+makes them write their stacks."""
 LEFT_TIMEOUT, LEFT_PAUSE = 20.0, 5.0
-"""Minimum hang timeout with `hang_timeout="auto"`, and pause between two requests for stacks, in seconds, after a
-staying gang's call has failed in a rank."""
+"""Seconds, after a staying gang's call has failed in a rank, with `hang_timeout="auto"`: minimum timeout, and pause
+between two requests for stacks."""
 
 
 class Look:
-    """One request for all ranks' stacks and newest collectives."""
-
     def __init__(self, attempt: Attempt, known: Mapping[int, Recalled | None]) -> None:
-        """Ask all ranks. `known`: collectives that ranks have reported for good."""
+        """`known`: collectives that ranks have reported for good."""
         self._attempt = attempt
         self._known = known
         self.located = attempt.ask(Question.STACKS)
@@ -38,26 +36,23 @@ class Look:
         self.stacks: dict[int, str] = {}
         """Stacks of ranks that did not answer and got a signal instead."""
         self.signal_at = attempt.clock() + ANSWER_TIME
-        """Time to signal silent ranks. Infinite afterwards."""
+        """When silent ranks are signalled, once."""
         self.ends_at = attempt.clock() + STACKS_WAIT
-        """Time until which stacks are awaited."""
 
     @property
     def remembered(self) -> dict[int, Recalled | None]:
-        """Newest collectives by rank. None: torch does not record them."""
+        """None: torch does not record collectives."""
         return {**self._recalled, **self._known}
 
     @property
     def is_answered(self) -> bool:
-        """True if all ranks have answered."""
         return self._attempt.have_answered(self.located) and self._attempt.have_answered(self.remembered)
 
 
 class HangWatch(Part):
-    """Watches each attempt for hangs.
+    """After the hang timeout, asks all ranks for stacks and collectives, which decide whether the attempt hangs.
 
-    After the hang timeout, the driver requests all ranks' stacks and collectives. The answers decide whether the gang
-    hangs. After a failure that a collective may have caused, they may tell the reason.
+    After a failure that a collective may have caused, they may tell the reason.
     """
 
     takes = (Moves, Recalled, messages.Stacks)
@@ -67,40 +62,35 @@ class HangWatch(Part):
         self._timeout: float | Literal["auto"] | None = state.request.settings.hang_timeout
 
     def begin(self, attempt: Attempt) -> None:
-        """Begin to watch an attempt."""
         self._stillness: Stillness | None = None
-        """Time of each rank's last progress. None until the process group is formed."""
+        """None until the process group is formed."""
         self._hangs_at = 0.0
         """Earliest time at which the attempt may be declared hung. Progress only makes it later."""
         self._seen: object = None
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
         """Collectives in which each rank waited when the last hang was suspected. None if a rank was working."""
         self._look: Look | None = None
-        """The running search for a hang."""
         self._search: Look | None = None
         """The search for a failure's cause."""
         self._final: dict[int, Recalled | None] = {}
         """Collectives that ranks reported with their failure, before an abort or as they left their peers."""
         self._difference: str | None = None
-        """The mismatch between the ranks' collectives that explains a failure. None: not found."""
+        """Explains a failure by the mismatch between the ranks' collectives."""
         attempt.explain = self._explain
 
     # ---- what happens
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """Record a rank's signs of life, or the collectives that it reports before it ends."""
         if isinstance(report, Moves):
             self._note_moves(attempt, rank, report.num_moves)
         elif isinstance(report, Recalled):
             self._final[rank] = report
 
     def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
-        """Record the stacks of a rank that an agent has signalled."""
         if isinstance(message, messages.Stacks) and attempt is not None and self._look is not None:
             self._look.stacks[message.rank] = message.text
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
-        """Record the collectives that a rank has reported with its failure."""
         if failure is not None:
             self._final[rank] = failure.recalled
 
@@ -123,9 +113,9 @@ class HangWatch(Part):
     # ---- after a failure
 
     def orders(self, now: float) -> None:
-        """Count the ranks' silence once all have joined the process group.
+        """Count the ranks' silence once all have joined.
 
-        Ask all ranks for their collectives shortly before the ranks of a failed attempt are stopped.
+        Ask for collectives shortly before a failed attempt is stopped.
         """
         attempt = self._state.training
         if attempt is not None and attempt.is_formed and self._stillness is None:
@@ -158,9 +148,9 @@ class HangWatch(Part):
     # ---- hangs
 
     def ends(self, attempt: Attempt) -> bool | None:
-        """Return True if the attempt hangs, and set `attempt.hang` then.
+        """Return True and set `attempt.hang` if the attempt hangs.
 
-        A first call requests all ranks' stacks. A later call decides.
+        A first call requests all ranks' stacks, a later one decides.
         """
         if self._look is None:
             if not self._is_due(attempt):
@@ -174,7 +164,6 @@ class HangWatch(Part):
         return self._is_confirmed(attempt, look) or None
 
     def due(self, attempt: Attempt) -> float | None:
-        """Return the time of the next look at the ranks, or of the end of a look. None if none is due."""
         if self._look is not None:
             return min(self._look.signal_at, self._look.ends_at)
         search_at = self._search_at(attempt) if self._search is None else math.inf
@@ -186,10 +175,7 @@ class HangWatch(Part):
         return hangs_at is not None and attempt.clock() >= hangs_at
 
     def _silent_until(self, attempt: Attempt) -> float | None:
-        """Return the time from which a silent gang counts as hung, or with `auto` is asked for its stacks.
-
-        None while hang detection is suspended.
-        """
+        """Return from when a silent gang counts as hung, or with `auto` is asked for its stacks. None: suspended."""
         if self._timeout is None or self._stillness is None or self._state.blocks(Moment.HUNG):
             return None
         if (seen := (attempt.excused_at, len(attempt.survived))) != self._seen:
@@ -201,7 +187,6 @@ class HangWatch(Part):
         return self._hangs_at
 
     def _is_confirmed(self, attempt: Attempt, look: Look) -> bool:
-        """Return True if the ranks' answers show a hang."""
         for rank, located in look.located.items():
             self._note_moves(attempt, rank, located.num_moves)
         states = self._states(attempt, look)
@@ -216,10 +201,7 @@ class HangWatch(Part):
         return True
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
-        """Return True if all ranks wait in the same collectives as in the previous answers.
-
-        Then no rank can continue.
-        """
+        """Return True if all ranks wait in the same collectives as in the previous answers: no rank can continue."""
         before, self._waits = self._waits, waits_of(states)
         return self._waits is not None and self._waits == before
 
@@ -241,7 +223,6 @@ class HangWatch(Part):
 
 
 def _signal_silent(attempt: Attempt, look: Look) -> None:
-    """Have agents signal all ranks without an answer. The signal makes ranks write their stacks."""
     look.signal_at = math.inf
     for peer in attempt.carriers:
         if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in look.located]:
@@ -251,28 +232,25 @@ def _signal_silent(attempt: Attempt, look: Look) -> None:
 # ---- Which rank is silent, and which one blocks the others: pure functions
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
-"""Matches the stack frames of a rank that waits for other ranks. During `backward`, these frames are hooks of
-DistributedDataParallel."""
+"""Stack frames of a rank that waits for others. During `backward` these are hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
-"""Number of innermost stack frames that are searched for a collective, to find whether a rank waits."""
 
 LEAST_TIMEOUT = 300.0
-"""Minimum hang timeout with `hang_timeout="auto"`, in seconds."""
+"""Minimum seconds with `hang_timeout="auto"`."""
 SLOWNESS = 10.0
-"""Hang timeout with `hang_timeout="auto"`, as a multiple of the longest time between two signs of life of a rank.
-`LEAST_TIMEOUT` is the lower bound."""
+"""Multiple of the longest time between two signs of life of a rank that counts as a hang with `hang_timeout="auto"`."""
 AUTO_INTERVAL = 30.0
-"""Minimum number of seconds between two requests for all ranks' stacks, with `hang_timeout="auto"`."""
+"""Minimum seconds between two requests for all ranks' stacks, with `hang_timeout="auto"`."""
 ENDED = "whose function has ended"
 MAX_FRAMES = 10
-"""Maximum number of stack frames per rank in the report of a hang. The rank's log contains all frames."""
+"""Stack frames per rank in a report. The rank's log contains all frames."""
 
 
 class Stillness:
     """Times of the ranks' last signs of life, in seconds on the caller's clock."""
 
     slowest: float = 0.0
-    """Longest time between two signs of life of one rank so far, in seconds."""
+    """Longest time between two signs of life of one rank so far."""
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._num_moves = dict.fromkeys(ranks, -1)
@@ -280,22 +258,21 @@ class Stillness:
         self._excused_at = now
 
     def excuse(self, until: float | None) -> None:
-        """Count all ranks' silence from `until` at the earliest, as the silence before has a known cause."""
+        """Count silence from `until` at the earliest, as the silence before has a known cause."""
         if until is not None and until > self._excused_at:
             self._excused_at = until
             self._moved_at = {rank: max(at, until) for rank, at in self._moved_at.items()}
 
     def note(self, rank: int, num_moves: int, now: float) -> None:
-        """Note a rank's number of signs of life."""
         if num_moves > self._num_moves[rank]:
             self.slowest = max(self.slowest, self.still_for(rank, now))
             self._num_moves[rank], self._moved_at[rank] = num_moves, now
 
     def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"], least: float = LEAST_TIMEOUT) -> float:
-        """Return the time from which these ranks count as hung if all stay silent. Infinity without ranks.
+        """Return when these ranks count as hung if all stay silent. Infinity without ranks.
 
-        With a timeout in seconds, the rank with the longest silence decides. With `auto`, the rank with the shortest
-        silence decides, and `least` is the minimum number of seconds.
+        With a timeout in seconds, the longest silence decides. With `auto`, the shortest decides, but at least `least`
+        seconds.
         """
         moved_at = [self._moved_at[rank] for rank in ranks]
         if not moved_at:
@@ -305,31 +282,23 @@ class Stillness:
         return min(moved_at) + timeout
 
     def still_for(self, rank: int, now: float) -> float:
-        """Return the seconds since a rank's last sign of life."""
         return now - self._moved_at[rank]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """State of one rank when the gang hangs."""
-
     is_done: bool
-    """True if the rank's function has returned."""
     num_collectives: int | None
-    """Number of collectives that the rank has entered. None if the rank does not answer."""
+    """None if the rank does not answer."""
     still_for: float
-    """Seconds since the rank's last sign of life."""
     stacks: str
-    """Tracebacks of the rank's threads, written by faulthandler. A short message if the rank sent no traceback."""
+    """Tracebacks of the rank's threads, written by faulthandler, or a short message."""
     recalled: Recalled | None = None
-    """The rank's last collectives. None without an answer, or if torch records no collectives."""
+    """None without an answer, or if torch records no collectives."""
 
 
 def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[str, int]]] | None:
-    """Return the collectives, as group and number, in which each running rank waits.
-
-    None if a rank may be working, or gave no answer.
-    """
+    """Return the collectives (group, number) in which each running rank waits. None if a rank may be working."""
     running = {rank: state.recalled for rank, state in states.items() if not state.is_done}
     waits = {rank: _waits(recalled) for rank, recalled in running.items() if recalled is not None}
     return waits if len(waits) == len(running) and all(waits.values()) else None
@@ -340,10 +309,7 @@ def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
 
 
 def next_look(states: Mapping[int, RankState]) -> float:
-    """Return the seconds until the next request for the ranks' stacks, with `hang_timeout="auto"`.
-
-    The pause equals 10 % of the shortest silence, but at least `AUTO_INTERVAL`: long work needs few requests.
-    """
+    """Return 10 % of the shortest silence, but at least `AUTO_INTERVAL`, in seconds: long work needs few requests."""
     return max(AUTO_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
 
 
@@ -360,13 +326,7 @@ def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["
 def explain_failure(
     recalled: Mapping[int, Recalled | None], failed: Collection[int], stacks: Mapping[int, str]
 ) -> str | None:
-    """Return the difference between the ranks' collectives after a failed collective, or None. Line 1 is a sentence.
-
-    Args:
-        recalled: Each rank's last collectives. None if torch records no collectives.
-        failed: Ranks whose collective has failed.
-        stacks: Tracebacks of the other ranks.
-    """
+    """Return the difference between the ranks' collectives after a failed one: a sentence, then calls and stacks."""
     difference = compare({rank: each for rank, each in recalled.items() if each is not None}, failed)
     if difference is None:
         return None
@@ -380,7 +340,6 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _doings(states: Mapping[int, RankState]) -> str:
-    """Return the stacks of the ranks' main threads. Ranks with equal stacks share one entry."""
     doing: dict[str, list[int]] = defaultdict(list)
     for rank, state in states.items():
         doing[_doing(state)].append(rank)
@@ -400,13 +359,11 @@ def _doing(state: RankState) -> str:
 
 
 def find_hung(states: Mapping[int, RankState], difference: Difference | None = None) -> tuple[int, str]:
-    """Return the rank that holds up the others, and the reason.
+    """Return the rank that holds up the others, and the reason, by the first rule that finds a rank.
 
-    The first rule that finds a rank decides:
-
-    1. A rank without an answer. Its process is suspended, or C code holds its interpreter.
+    1. A rank without an answer: suspended, or C code holds its interpreter.
     2. The rank whose recorded collectives differ from the other ranks'.
-    3. The rank with the fewest entered collectives. Other ranks wait for this rank in the next collective.
+    3. The rank with the fewest entered collectives, for which others wait in the next one.
     4. A rank that waits for no other rank.
     5. The rank with the longest silence.
     """
@@ -430,14 +387,11 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
 
 
 def _is_waiting(stacks: str) -> bool:
-    """Return True if the main thread waits for other ranks, as in `all_reduce` or `backward`. False if it works."""
+    """True if the main thread waits for other ranks, as in `all_reduce` or `backward`."""
     return any(COLLECTIVE_FILES.search(frame) for frame in main_frames(stacks)[:NUM_INNER_FRAMES])
 
 
 def main_frames(stacks: str) -> list[str]:
-    """Return the main thread's frames, innermost first, from stacks that `faulthandler` has written.
-
-    `faulthandler` writes the main thread last.
-    """
+    """Return the main thread's frames, innermost first: `faulthandler` writes the main thread last."""
     _, header, frames = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in frames.strip().splitlines()] if header else []

@@ -9,35 +9,30 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sha
 from flytekitplugins.daskpytorch.protocol.messages import Question, Release, Tell
 
 GROWS = "more workers have come"
-"""Reason for a restart that adds workers. All other reasons are failures."""
+"""All other reasons are failures."""
 
 
 class Growth(Part):
     """Ends an attempt on too few workers, so that the next one begins with more. A gang that stays does not grow."""
 
     _has_kept = False
-    """True if a checkpoint was kept since the last `orders`."""
     _is_fresh = False
-    """True if a checkpoint was kept right before the present decision, so that a restart loses no steps."""
+    """A checkpoint was kept right before the present decision: a restart loses no steps."""
     _is_growing = False
 
     def __init__(self, state: GangState) -> None:
         self._state = state
 
     def begin(self, attempt: Attempt) -> None:
-        """Forget the checkpoints of earlier attempts."""
         self._has_kept = self._is_fresh = self._is_growing = False
 
     def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
-        """Record that a restart loses no steps now."""
         self._has_kept = True
 
     def orders(self, now: float) -> None:
-        """Forget a checkpoint after one decision."""
         self._is_fresh, self._has_kept = self._has_kept, False
 
     def ends(self, attempt: Attempt) -> bool | None:
-        """Look for workers while the attempt lacks some. Return True once a restart would add workers."""
         agents = self._state.agents
         if len(attempt.ranks_of) >= agents.num_wanted or self._state.request.stays:
             return None
@@ -47,7 +42,6 @@ class Growth(Part):
         return self._is_growing or None
 
     def reason(self, attempt: Attempt) -> str | None:
-        """Return the reason for a restart that adds workers."""
         return GROWS if self._is_growing and not attempt.has_independent_failure else None
 
 
@@ -61,14 +55,11 @@ class Preemption(Part):
         self._state = state
 
     def begin(self, attempt: Attempt) -> None:
-        """Forget the requests of earlier attempts."""
         self._held: Answers | None = None
-        """The number of calls of each rank, and whether its program handles the signal. None before the question."""
+        """The number of calls of each rank, and whether its program handles the signal."""
         self._is_released = False
-        """True once the ranks know the call at which to stop."""
 
     def ends(self, attempt: Attempt) -> bool | None:
-        """Send the ranks the next order, after a request to stop. Return True once the driver must end them."""
         if (request := self._state.stop_request) is None:
             return None
         if self._held is None:
@@ -89,6 +80,5 @@ class Preemption(Part):
             request.deadline = min(request.deadline, attempt.clock() + unheeded)
 
     def due(self, attempt: Attempt) -> float | None:
-        """Return the time at which the driver ends the ranks."""
         request = self._state.stop_request
         return request.deadline if request is not None and not attempt.has_delivered else None
