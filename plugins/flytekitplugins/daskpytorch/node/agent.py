@@ -38,28 +38,21 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds between two heartbeats of an agent to its driver."""
+"""Seconds."""
 MAX_HEARTBEATS = 300
-"""Maximum number of heartbeats per second that a driver gets from all agents together. Each agent of a larger gang
-sends fewer. A driver of 1,000 ranks took 4.0 % of a core, and 5.3 % with 500
-heartbeats (`scale.py`, on a busy machine, 2026-11-28)."""
+"""Heartbeats per second that a driver gets from all agents together. Each agent of a larger gang sends fewer. A driver
+of 1,000 ranks took 4.0 % of a core, and 5.3 % with 500 heartbeats (`scale.py`, on a busy machine, 2026-11-28)."""
 MAX_HEARTBEAT_INTERVAL = 3.0
-"""Maximum number of seconds between two heartbeats of an agent in a very large gang. The driver counts an agent as lost
-after five times as long."""
+"""Seconds, in a very large gang. The driver counts an agent as lost after five times as long."""
 DUMP_TIME = 0.3
-"""Seconds that an agent waits for silent ranks to write their stacks after it has signalled them."""
+"""Seconds for silent ranks to write their stacks after the agent has signalled them."""
 
 
 def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None) -> None:
     """Run an agent until its gang or driver ends, and kill the remaining ranks before the return.
 
-    Args:
-        order: The driver's address, and the agent's settings.
-        leaving: A file descriptor that becomes readable when the Dask worker is closing. None without a Dask worker.
-        data: Connection details of this node's Dask worker, for the ranks. None without a Dask worker.
-
-    Raises:
-        ConnectionError: This node cannot reach the driver.
+    The descriptor `leaving` becomes readable when the Dask worker is closing. ConnectionError: the driver cannot be
+    reached.
     """
     with (
         contextlib.ExitStack() as at_last,
@@ -79,7 +72,7 @@ def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None =
 
 
 class OwnNode(AgentLauncher):
-    """Launches one agent in the task's own process, for gangs without Dask workers, such as those of `SpawnDDP`."""
+    """Launches one agent in the task's own process, for gangs without Dask workers."""
 
     num_wanted = 1
     host = "127.0.0.1"
@@ -88,7 +81,7 @@ class OwnNode(AgentLauncher):
         self.workers: Sequence[str] = [socket.gethostname()]
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start the agent in a thread of this process. `on_failure` gets the agent's error, if any."""
+        """Start the agent in a thread. `on_failure` gets its error."""
         for order in orders:
             serve = functools.partial(self._serve, order, on_failure)
             threading.Thread(target=serve, name="daskpytorch-agent", daemon=True).start()
@@ -106,26 +99,25 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._archive = b""
-        """Archive of the user's sources. A later attempt unpacks the archive if files on this machine have changed."""
+        """The user's sources. A later attempt unpacks them if files on this machine have changed."""
         self._server = fork_client.connect()
         self._meeting: socket.socket | None = None
-        """Listening socket of this node, for the store of rank 0. Early connections wait in the socket's queue."""
+        """This node's, for the store of rank 0. Early connections wait in its queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._stays = False  # until a gang that stays has started
         self._open = True
         self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[Rank] = []
-        """Ranks without signs of life that the agent has signalled to write their stacks."""
+        """Ranks without signs of life, signalled to write their stacks."""
         self._stacks_at: float | None = None
-        """Time at which the agent reads the stacks of silent ranks, on the monotonic clock. None while none are due."""
+        """Time to read the stacks of silent ranks, on the monotonic clock."""
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._transfers = Transfers(order, scratch, self._say)
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
-        """Poll of all descriptors, with the handler of each one's events. None after a change of the descriptors."""
+        """Poll of all descriptors, with their handlers. None after a change of the descriptors."""
 
     def close(self) -> None:
-        """Kill the remaining ranks, without a report to the driver."""
         self._server.close()
         self._transfers.close()
         if self._meeting is not None:
@@ -150,11 +142,9 @@ class _Agent:
             self._keep_time()
 
     def _await_server(self) -> None:
-        """Wait until the fork server can start ranks. The driver refuses a worker whose agent fails during this wait.
+        """Wait until the fork server can start ranks.
 
-        Raises:
-            ForkServerFailedError: The fork server has failed.
-            EOFError: The driver has ended.
+        The driver refuses a worker whose agent fails during this wait.
         """
         if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
             raise EOFError("the driver has closed the connection")
@@ -162,7 +152,7 @@ class _Agent:
             self._server.take_readiness()
 
     def _due(self) -> list[Callable[[], None]]:
-        """Wait for events of driver, fork server and ranks, or for the next deadline. Return the events' handlers."""
+        """Return the handlers of the next events, or none at the next deadline."""
         poll, handlers = self._watched = self._watched or self._watch()
         events = poll.poll(0 if self._driver.holds else 1000 * self._patience())
         if self._driver.holds and not events:
@@ -298,7 +288,7 @@ class _Agent:
     # ---- stacks
 
     def _dump(self, ranks: list[int]) -> None:
-        """Signal these ranks, which have given no signs of life, to write their stacks to files."""
+        """Signal ranks without signs of life to write their stacks to files."""
         self._silent = [rank for rank in self._ranks.values() if rank.place.rank in ranks]
         for rank in self._silent:
             rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
@@ -321,14 +311,13 @@ class _Agent:
     # ---- the ranks' channels
 
     def _tell(self, order: messages.Order, *ranks: Rank) -> None:
-        """Send an order to these ranks, or to all."""
         data = pickle.dumps(order)
         for rank in ranks or self._ranks.values():
             with contextlib.suppress(OSError):  # the rank is already ending
                 rank.channel.send_bytes(data)
 
     def _pass_on(self) -> None:
-        """Give ranks the answer that has arrived, unless a newer attempt has replaced theirs."""
+        """Give ranks an answer, unless a newer attempt has replaced theirs."""
         outcome = self._transfers.next_outcome()
         if ranks := [rank for rank in self._ranks.values() if rank.attempt == outcome.attempt]:
             self._tell(outcome.answer, *ranks)
@@ -383,12 +372,7 @@ class _Agent:
 
 
 def heartbeat_interval(place: Place, pulse: float | None) -> float:
-    """Return the seconds between an agent's heartbeats.
-
-    Args:
-        place: Place in the gang of any of the agent's ranks, which tells the number of agents.
-        pulse: Seconds between two reports of a rank's signs of life. None if ranks send no reports.
-    """
+    """Return the seconds between an agent's heartbeats. `pulse`: seconds between a rank's reports of signs of life."""
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))

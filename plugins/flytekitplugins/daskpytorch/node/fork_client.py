@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.process import signals
 from flytekitplugins.daskpytorch.process.system import NANNYS_MARK, check_system, path_here, without_nannys
 
 END_TIMEOUT = 10.0
-"""Seconds that a fork server gets to end its ranks and itself, when told to end. Then the fork server is killed."""
+"""Seconds for a fork server to end its ranks and itself, before it is killed."""
 
 
 class ForkServerLostError(ConnectionError):
@@ -32,26 +32,20 @@ class ForkServerFailedError(RuntimeError):
 
 
 class ForkServerClient:
-    """An agent's connection to the fork server: starts and kills ranks, and receives their exit codes.
-
-    `close` kills the client's remaining ranks.
-    """
+    """An agent's connection to the fork server. `close` kills the client's remaining ranks."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
         self._socket = sock
         self._process = process
 
     def fileno(self) -> int:
-        """Return a file descriptor, readable when the fork server reports an event, such as a rank's exit, or ends."""
+        """Readable when the fork server reports an event, such as a rank's exit, or ends."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, *outputs: int) -> None:
-        """Make the fork server start a rank.
+        """Start rank `key`.
 
-        Args:
-            key: Number of the rank among this client's ranks.
-            channel: File descriptor of the rank's end of the pipe to its agent.
-            outputs: File descriptor that becomes the rank's standard output and error, or one for each of them.
+        `channel` leads to its agent, `outputs` are its standard output and error, or one for both.
         """
         _ranks.add((id(self), key))
         try:
@@ -61,31 +55,24 @@ class ForkServerClient:
                 self._next_event()
 
     def kill(self, key: int, signum: int) -> None:
-        """Send a signal to the running rank with this key, and to all processes of the rank's session."""
+        """Signal a rank, and all processes of its session."""
         self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
 
     def signal(self, key: int, signum: int) -> None:
-        """Send a signal to the running rank with this key, but not to its child processes."""
+        """Signal a rank, but not its child processes."""
         self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
 
     def take_readiness(self) -> None:
-        """Wait for the fork server's first event, which says that the fork server can start ranks.
+        """Wait until the fork server can start ranks.
 
-        Raises:
-            ForkServerFailedError: The fork server has ended by an error of its own, and all ranks with it.
-            ForkServerLostError: The fork server was killed or closed, and all ranks with it.
+        ForkServerFailedError or ForkServerLostError: all ranks have ended with it.
         """
         self._next_event()
 
     def next_exit(self) -> tuple[int, int]:
-        """Wait until one of this client's ranks ends, and return its exit code.
+        """Wait for the end of a rank, and return its key and exit code (-N: signal N).
 
-        Returns:
-            The rank's key and its exit code. Code -N: signal N has ended the rank.
-
-        Raises:
-            ForkServerFailedError: The fork server has ended by an error of its own, and all ranks with it.
-            ForkServerLostError: The fork server was killed or closed, and all ranks with it.
+        Errors as for `take_readiness`.
         """
         while not (event := self._next_event()):
             pass  # nobody has taken the readiness
@@ -108,7 +95,6 @@ class ForkServerClient:
         return event
 
     def _ended(self) -> Exception:
-        """Return the error to raise for a fork server that has ended without reporting one."""
         exitcode = None
         if _owned is not None:  # else this process ends the fork server without a wait
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,7 +107,6 @@ class ForkServerClient:
         )
 
     def close(self) -> None:
-        """Kill this client's remaining ranks."""
         self._socket.close()
 
 
@@ -131,26 +116,20 @@ class _Owned:
     control: socket.socket
 
     def has_ended(self) -> bool:
-        """Return True if the fork server has ended. A rank that is being forked may delay the answer a little."""
+        """A rank that is being forked may delay the answer a little."""
         is_closed = bool(wait([self.control], 0))  # readable at the fork server's end only, as it sends nothing
         return is_closed or self.process.poll() is not None
 
 
 _ranks: set[tuple[int, int]] = set()
-"""Ranks that count as running: the `id` of the rank's `ForkServerClient`, and the rank's key there."""
+"""Those that count as running: `id` of the `ForkServerClient`, and the rank's key there."""
 _owned: _Owned | None = None
 _imported_ahead: list[str] = []
 _lock = threading.Lock()
 
 
 def connect() -> ForkServerClient:
-    """Return a new client of this process's fork server, and start the fork server if none runs.
-
-    A running fork server answers in milliseconds. Otherwise the first rank waits for the fork server's imports.
-
-    Raises:
-        GangStartError: The operating system is not Linux.
-    """
+    """Return a new client of this process's fork server, started if none runs. GangStartError: not Linux."""
     check_system()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _lock:
@@ -160,20 +139,20 @@ def connect() -> ForkServerClient:
 
 
 def start_ahead() -> None:
-    """Start this process's fork server and its imports before any gang needs ranks."""
+    """Start the fork server and its imports before any gang needs ranks."""
     with _lock:
         _running()
     connect().close()
 
 
 def import_ahead(module: str) -> None:
-    """Make fork servers that this process starts later import a module. For `module:function`, they also call it."""
+    """Make later fork servers import a module. For `module:function`, they also call it."""
     if module not in _imported_ahead:
         _imported_ahead.append(module)
 
 
 def shutdown() -> None:
-    """End this process's fork server and all of its ranks. A later `connect` starts a new fork server."""
+    """End the fork server and all of its ranks. A later `connect` starts a new one."""
     global _owned
     with _lock:
         ended, _owned = _owned, None
@@ -195,10 +174,7 @@ def _shutdown_at_exit() -> None:
 
 
 def _let_go() -> None:
-    """In a forked child of this process, close the copy of the connection to the fork server.
-
-    Otherwise the fork server would outlive the child's parent, its owner.
-    """
+    """In a forked child, close the copy of the connection, else the fork server would outlive its owner."""
     global _owned, _lock
     if _owned is not None:
         _owned.control.close()
@@ -209,7 +185,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _running() -> _Owned:
-    """Return this process's fork server, and start the fork server if none runs. The caller must hold `_lock`."""
+    """The caller must hold `_lock`."""
     global _owned
     if _owned is None or _owned.has_ended():
         _owned = _start()
@@ -234,11 +210,7 @@ def _start() -> _Owned:
 
 
 def _refuse_script_without_guard() -> None:
-    """Check that no script starts a gang while `multiprocessing` imports the script in a spawned process.
-
-    Raises:
-        RuntimeError: The script starts a gang at its import, so each spawned process would train, too.
-    """
+    """Refuse a script that starts a gang while `multiprocessing` imports it: each spawned process would train, too."""
     main = sys.modules["__main__"]
     # During the import `__main__` is `multiprocessing`'s own program. Afterwards both names have the same module.
     if sys.modules.get("__mp_main__", main) is not main and not hasattr(main, "__file__"):

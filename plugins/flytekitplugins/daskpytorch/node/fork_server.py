@@ -60,19 +60,11 @@ BOOTSTRAP = (
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
 PR_SET_PDEATHSIG = 1
-"""Option of `prctl` (linux/prctl.h) that sets the signal which a process gets when its parent thread ends."""
+"""Option of `prctl` (linux/prctl.h): the signal which a process gets when its parent thread ends."""
 
 
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
-    """Return the command line of a fresh Python interpreter that calls one of this module's main functions.
-
-    The interpreter has this one's options, such as `-O`, `-W` and `-X`.
-
-    Args:
-        main: Name of the function.
-        arguments: Command-line arguments.
-        path: The interpreter's `sys.path`.
-    """
+    """Return the command of a fresh interpreter, with this one's options, that calls this module's function `main`."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
     return [sys.executable, *flags, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
 
@@ -84,19 +76,16 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 class _Client:
     sock: socket.socket
     ranks: dict[int, int] = field(default_factory=dict)
-    """Process ID of each running rank, by the rank's key."""
+    """Process ID of each running rank, by its key."""
 
 
 class _Server:
-    """The fork server's event loop.
-
-    One thread makes all forks, so PR_SET_PDEATHSIG kills the ranks only at the end of the whole fork server.
-    """
+    """One thread makes all forks, so PR_SET_PDEATHSIG kills the ranks only at the end of the whole fork server."""
 
     def __init__(self, control: socket.socket, imported_ahead: Sequence[str]) -> None:
         self._control = control
         self._imported_ahead = imported_ahead
-        """Modules to import before the first fork, in addition to those that every rank needs."""
+        """Imported before the first fork, in addition to what every rank needs."""
         self._started_with = dict(os.environ)
         self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
         self._clients: set[_Client] = set()
@@ -113,11 +102,9 @@ class _Server:
         self._selector.register(control, selectors.EVENT_READ, self._accept)
         self._running = True
         self._has_imports = False
-        """True once the modules are imported that every forked rank needs."""
         self._leisure = Leisure()
 
     def serve(self) -> None:
-        """Handle requests of owner process and agents until the owner orders the end, or ends."""
         while self._running:
             requests = self._selector.select(self._leisure.patience())
             for key, _ in requests:
@@ -202,7 +189,7 @@ class _Server:
 
     @staticmethod
     def _tell(client: _Client, event: dict[str, int | str]) -> bool:
-        """Send an event to an agent. Return False if the agent has closed the connection."""
+        """Return False if the agent has closed the connection."""
         try:
             client.sock.send(json.dumps(event).encode())
         except OSError:  # the agent has ended, and the end-of-file that follows drops the client
@@ -210,7 +197,7 @@ class _Server:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Tell all agents the error that ends the fork server. Print the error if no agent is connected."""
+        """Tell all agents the error that ends the fork server. Print it if no agent is connected."""
         text = "".join(traceback.format_exception_only(error)).strip()[-MAX_PACKET // 4 :]
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
@@ -240,10 +227,7 @@ class _Server:
         _be_rank(to_agent)
 
     def _close_inherited(self) -> None:
-        """In a forked rank, close the copies of the fork server's sockets.
-
-        Open copies would hide the fork server's end from its owner and agents.
-        """
+        """In a rank, close the fork server's sockets, which would hide its end from its owner and agents."""
         self._selector.close()  # without unregister, since parent and child share the selector
         for end in (self._control, *(client.sock for client in self._clients)):
             end.close()
@@ -283,11 +267,7 @@ def _be_rank(to_agent: Connection) -> NoReturn:
 
 
 def main() -> None:
-    """Run the fork server until its end, and then exit.
-
-    The first command-line argument is the descriptor of the control socket to the owner process. Other arguments name
-    modules to import ahead.
-    """
+    """Run the fork server. Command line: descriptor of the control socket, then modules to import ahead."""
     watch_generators()
     control, imported_ahead = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(control, False)
@@ -301,13 +281,13 @@ def main() -> None:
 
 
 def main_of_fresh_rank() -> None:
-    """Run a rank in a fresh interpreter. The command-line argument is the descriptor of the pipe to the agent."""
+    """Run a rank in a fresh interpreter. Command line: descriptor of the pipe to the agent."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _be_rank(Connection(int(sys.argv[1])))
 
 
 TRAINS = "torch._dynamo"
-"""Module that every optimizer imports, and other code does not. Its import shows that a rank trains."""
+"""Every optimizer imports this module, and other code does not: the rank trains."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -315,17 +295,14 @@ TRAINING_IMPORTS = (
     "torch.distributed.fsdp",
     "torch._dynamo",
 )
-"""Modules that the first optimizer of a process imports: the last one directly, and by way of that one the others.
-
-Without these imports in the fork server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed,
-2026-11-23). For ranks that do not train, the imports would waste two seconds of processor time.
-
-wandb is left out. The import of wandb makes a media folder, which the first rank to end would remove for all ranks."""
+"""The first optimizer of a process imports the last one, which imports the others. Without these imports in the fork
+server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed, 2026-11-23). For ranks that do not
+train, they would waste two seconds of processor time. Not wandb: its import makes a media folder, which the first rank
+to end would remove for all ranks."""
 
 _seed = random.Random.seed
 _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
-"""Random generators that took their seeds from the operating system at import, such as flytekit's. A forked rank seeds
-them anew."""
+"""Generators that took their seeds from the operating system at import, such as flytekit's. A rank seeds them anew."""
 
 
 # ---- Inherited modules
@@ -333,7 +310,7 @@ them anew."""
 
 @contextlib.contextmanager
 def _without_finalizers() -> Iterator[None]:
-    """During the block, keep each new `weakref.finalize` from running its callback at the process's exit.
+    """Keep each new `weakref.finalize` of the block from running at the process's exit.
 
     Torch's finalizers free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with them, and 2
     to 7 ms without (2026-11-26). Sweeps of small models have many exits (`many.py --trivial`).
@@ -353,10 +330,9 @@ def _without_finalizers() -> Iterator[None]:
 
 @_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
-    """Import the modules that every rank needs, and the named others. For `module:function`, also call the function.
+    """Import what every rank needs, and the named others. For `module:function`, also call the function.
 
-    Garbage is not collected during the imports. Collections would take 0.15 s of a first gang's two seconds
-    (2026-11-26).
+    Garbage collections during the imports would take 0.15 s of a first gang's two seconds (2026-11-26).
     """
     gc.disable()
     try:
@@ -380,26 +356,25 @@ def import_for_ranks(others: Sequence[str]) -> None:
 
 
 def _remember_plugins() -> None:
-    """Keep the entry points of all installed packages in memory.
+    """Cache the entry points of all packages, which torch reads twice with each process group.
 
-    Torch looks for its plugins twice with each process group. Without the cache, a warm gang's first all-reduce comes
-    1.26 times as late (`launch.py`, 2026-11-23).
+    Without the cache, a warm gang's first all-reduce comes 1.26 times as late (`launch.py`, 2026-11-23).
     """
     metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
     metadata.entry_points(group="torch.distributed.backends")
 
 
 class Leisure:
-    """Imports modules for training in the fork server while no rank runs, one at a time, with forks between.
+    """Imports modules for training while no rank runs, one at a time, with forks between.
 
-    All imports together take seconds, during which no gang could start. Running ranks import these modules themselves,
-    so the fork server's imports would take the same memory once more: a first gang of four workers would take 1.32 x
-    `torchrun`'s memory, not 1.18 x (`memory.py`, 2026-11-26).
+    All imports together take seconds, during which no gang could start. Beside running ranks, which import these
+    modules themselves, they would take the memory twice: a first gang of four workers would take 1.32 x `torchrun`'s
+    memory, not 1.18 x (`memory.py`, 2026-11-26).
     """
 
     def __init__(self) -> None:
         self._has_trained = mmap.mmap(-1, 1)
-        """A byte that the fork server shares with its ranks: 1 once a rank has trained."""
+        """A byte that ranks share: 1 once a rank has trained."""
         self._names = deque(TRAINING_IMPORTS)
         self._at = math.inf
         """Time of the next import, on the monotonic clock. Infinite while ranks run or no module is left."""
@@ -413,11 +388,11 @@ class Leisure:
             raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
 
     def pause(self) -> None:
-        """Import nothing, since a rank starts."""
+        """A rank starts."""
         self._at = math.inf
 
     def go_on(self) -> None:
-        """Import at once if a rank has trained, since no rank runs any more."""
+        """No rank runs any more: import at once if one has trained."""
         if self._has_trained[0] and self._names:
             self._at = time.monotonic()
 
@@ -426,26 +401,24 @@ class Leisure:
         return max(0.0, self._at - time.monotonic()) if self._at < math.inf else None
 
     def import_next(self) -> None:
-        """Import a module, if one is due."""
         if time.monotonic() >= self._at:
             import_quietly(self._names.popleft())
             self._at = time.monotonic() if self._names else math.inf
 
     def watch_for_training(self) -> None:
-        """In a forked rank, tell the fork server once the rank trains."""
+        """In a rank, tell the fork server once the rank trains."""
         register_post_import_hook(lambda _: self._has_trained.__setitem__(0, 1), TRAINS)
 
 
 @_without_finalizers()
 def import_quietly(name: str) -> None:
-    """Import one more module for later ranks. Ignore an error of the import."""
+    """Import one more module for later ranks, and ignore errors."""
     with contextlib.suppress(Exception):  # the rank that needs the module reports the error
         import_module(name)
     _settle()
 
 
 def _settle() -> None:
-    """Make the imported modules cheap for forked ranks, as a rank copies each page of memory that it writes to."""
     # Otherwise a rank's first full garbage collection takes 0.33 s, and copies 90 MiB of shared pages (2026-11-23).
     gc.freeze()
 
@@ -454,7 +427,7 @@ def _settle() -> None:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Give this forked process exactly these environment variables, also those that Python keeps values of."""
+    """Give this process exactly these variables, also those that Python keeps values of."""
     for name in set(os.environ).difference(variables):
         del os.environ[name]
     for name, value in variables.items():
@@ -469,7 +442,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def watch_generators() -> None:
-    """Record which `random.Random` generators seed themselves from now on. Forked ranks seed only these anew."""
+    """Record which `random.Random` seed themselves from now on. Forked ranks seed only these anew."""
     random.Random.seed = _noted_seed  # type: ignore[method-assign]
 
 
@@ -479,7 +452,7 @@ def _noted_seed(self: random.Random, a: int | float | str | bytes | bytearray | 
 
 
 def seed_anew() -> None:
-    """Seed all generators in this forked process that a fresh process would seed for itself. Takes 0.1 ms.
+    """Seed all generators that a fresh process would seed for itself. Takes 0.1 ms.
 
     Python itself seeds `random` and the names of temporary files after a fork. CUDA's generators begin in the rank.
     """

@@ -22,11 +22,11 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Device files that exist if a GPU driver is present: NVIDIA's for Linux, or that of WSL."""
+"""They exist if a GPU driver is present: NVIDIA's for Linux, or that of WSL."""
 LOOK_TIMEOUT = 60.0
-"""Timeout, in seconds, for a process that imports torch and counts the GPUs. A broken GPU driver may never answer."""
+"""Seconds for a process that imports torch and counts the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
-"""Timeout, in seconds, for the output of `nvidia-smi`."""
+"""Seconds for the output of `nvidia-smi`."""
 QUESTION = """
 import json, torch
 found, problem = [], ""
@@ -39,38 +39,29 @@ except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 print(json.dumps([found, problem]))
 """
-"""Python program that prints, as JSON in its last line, the GPUs' names and UUIDs, and torch's error ("" if none)."""
+"""Prints, as JSON in its last line, the GPUs' names and UUIDs, and torch's error ("" if none)."""
 ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Environment variables that list GPUs. Kubernetes' device plugin sets the first for a container, and users set the
-second for a process."""
+"""Kubernetes' device plugin sets the first for a container, and users set the second for a process."""
 NO_LIST = ("all", "none", "void")
-"""Values of `NVIDIA_VISIBLE_DEVICES` that are words instead of a list of GPUs."""
+"""Values of `NVIDIA_VISIBLE_DEVICES` that are no list of GPUs."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FoundGpus:
-    """GPUs that this process may use."""
-
     names: dict[str, str] = field(default_factory=dict)
-    """Model of each GPU, by the GPU's index or UUID as `CUDA_VISIBLE_DEVICES` has it, and in that variable's order."""
+    """Index or UUID, as `CUDA_VISIBLE_DEVICES` has it and in that order -> model."""
     uuids: tuple[str, ...] = ()
-    """UUID of each GPU or MIG instance, in the order of `names`. An unknown UUID is ""."""
+    """Of each GPU or MIG instance, in the order of `names`. "" if unknown."""
     problem: str = ""
-    """Reason why no GPU was found, or why the count failed. Empty after a successful count."""
+    """Why no GPU was found, or the count failed."""
 
 
 def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node:
     """Return this node's resources.
 
-    Args:
-        worker: The worker's address.
-        interface: The network interface that reaches the driver. None if unknown.
-        num_gpus: Number of GPUs in the worker's resource limits. 0 if unknown.
-
-    Raises:
-        GangStartError: This node has fewer than `num_gpus` GPUs.
+    GangStartError: it has fewer GPUs than `num_gpus` (0: unknown), the worker's limit.
     """
     from dask.system import cpu_count  # respects containers' limits, and takes 0.3 s to import outside Dask's workers
 
@@ -89,13 +80,13 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
 
 @functools.cache  # the metadata takes 8 ms to read
 def local_versions() -> dict[str, str]:
-    """Return the versions of Python, torch and this package here, which must be the same on driver and workers."""
+    """Return the versions of Python, torch and this package, which driver and workers must share."""
     packages = ("flytekitplugins-daskpytorch", "torch")
     return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this host's network interface with this IP address. None if no interface has the address."""
+    """Return the network interface with this IP address."""
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
@@ -105,9 +96,9 @@ def interface_of(address: str) -> str | None:
 
 
 def num_kills_for_memory() -> int:
-    """Return the number of processes in this process's control group that the kernel has killed for lack of memory.
+    """Count processes of this control group (version 1 or 2) that the kernel has killed for lack of memory.
 
-    Reads control groups of version 1 and 2. Returns 0 if the number is unknown.
+    0: unknown.
     """
     for file in _memory_records():
         with contextlib.suppress(OSError, ValueError):
@@ -119,10 +110,7 @@ def num_kills_for_memory() -> int:
 
 
 def _memory_records() -> Iterator[Path]:
-    """Yield the kernel's files that may have the number of out-of-memory kills in this process's control group.
-
-    Each file lies below the group's own path, or at the root of the control groups, where containers see their own.
-    """
+    """Yield files with that number: below the group's own path, or at the root, where containers see their own."""
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -156,7 +144,7 @@ class _LookError(Exception):
 
 @functools.cache  # the cache keeps no failure, as a GPU driver may recover
 def _look() -> FoundGpus:
-    """Count GPUs with torch in a separate process, since this process and the fork server must not touch CUDA."""
+    """Count GPUs in a separate process, since this process and the fork server must not touch CUDA."""
     exitcode, said = _ask([sys.executable, "-P", "-c", QUESTION], LOOK_TIMEOUT)
     if exitcode is None:
         raise _LookError(
@@ -178,15 +166,9 @@ def _look() -> FoundGpus:
 
 
 def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
-    """Return this node's GPUs, and check that there are as many as were asked for.
+    """Return this node's GPUs. GangStartError, with the output of torch and nvidia-smi: fewer than were asked for.
 
-    Args:
-        num_gpus: Number of GPUs in the resource limits of the worker or task. 0 if unknown. A longer list of GPUs in
-            `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead.
-        worker: The worker's address, for the error.
-
-    Raises:
-        GangStartError: This node has fewer GPUs. The message has the output of torch and nvidia-smi.
+    A longer list in `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead of the limit `num_gpus`.
     """
     found = gpus_here()
     asked = {"the limits": num_gpus}
@@ -212,16 +194,9 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
 
 
 def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:
-    """Return the number of ranks on this node for `SpawnDDP(nproc=...)`.
+    """Return the number of ranks here for `SpawnDDP(nproc=...)`. "auto": one per GPU, or one without GPUs.
 
-    Args:
-        nproc: Number of ranks that the user asks for. "auto" means one rank per GPU, or one rank without GPUs.
-        backend: Backend of the gang's process group that the user asks for.
-        num_gpus: Number of GPUs in the task's resource limits. 0 if unknown.
-
-    Raises:
-        GangStartError: This node has fewer GPUs than were asked for.
-        ValueError: The backend is nccl, and this node has fewer GPUs than ranks.
+    Raises GangStartError if GPUs of the limits are missing, and ValueError if nccl has fewer GPUs than ranks.
     """
     gpus = require_gpus(num_gpus, socket.gethostname()).names
     wanted = int(nproc) if nproc != "auto" else max(1, len(gpus))
@@ -249,10 +224,7 @@ def _driver_says() -> str:
 
 
 def _listed(variable: str) -> list[str]:
-    """Return the GPUs that an environment variable lists. The list ends at the first entry that names no GPU.
-
-    Entries without a GPU are an empty name and -1, as in CUDA, and `all`, `none` and `void`.
-    """
+    """Return the GPUs that a variable lists, up to the first entry that names none, as in CUDA."""
     listed: list[str] = []
     for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
         if gpu in ("", "-1", *NO_LIST):
@@ -262,9 +234,7 @@ def _listed(variable: str) -> list[str]:
 
 
 def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Run a command. Return its exit code, and its standard error and output as one text.
-
-    After a timeout of `seconds`, the process is killed, the exit code is None and the text is empty.
+    """Return exit code and output, with standard error first. (None, "") after a timeout, when the process is killed.
 
     A process that hangs in a GPU driver cannot be killed, so this function waits at most 1 s more for its end.
     """
@@ -289,7 +259,7 @@ def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 async def host_and_gpus() -> tuple[str, tuple[str, ...]]:
-    """Return the host's name and the UUIDs (or names) of this process's GPUs. The driver calls this on workers."""
+    """Return the host's name and the GPUs' UUIDs (or names). The driver calls this on workers."""
     found = await asyncio.to_thread(gpus_here)
     uuids = found.uuids or ("",) * len(found.names)
     return socket.gethostname(), tuple(uuid or gpu for uuid, gpu in zip(uuids, found.names, strict=True))

@@ -22,24 +22,20 @@ from flytekitplugins.daskpytorch.protocol.placement import Place
 
 STREAMS = ("stdout", "stderr")
 MAX_WAITING = 1024
-"""Maximum number of pieces of output, of up to 64 KiB each, that wait for the disk."""
+"""Pieces of output, of up to 64 KiB each, that may wait for the disk."""
 CLOSE_TIMEOUT = 5.0
-"""Timeout, in seconds, for the disk to take what waits at the gang's end."""
+"""Seconds for the disk to take what waits at the gang's end."""
 TOO_SLOW = "the disk is too slow for the ranks' output"
-"""Reason in the message if more pieces wait than may."""
+"""Reason if more than `MAX_WAITING` pieces wait."""
 
 Copy = Callable[[bytes], None]
-"""Function that gets each piece of a stream, and b"" at the stream's end."""
+"""Gets each piece of a stream, and b"" at the stream's end."""
 
 
 class LogFiles:
-    """Writes the output of a node's ranks to files, in a thread of its own, since a slow disk must not delay the agent.
+    """Writes ranks' output to files, in a thread, since a slow disk must not delay the agent.
 
-    The first error ends all files of the node, with one message. The ranks train on.
-
-    Args:
-        folder: Folder of the gang's log files on this node.
-        tell: Gets the message.
+    The first error ends all files of the node, with one message to `tell`. The ranks train on.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
@@ -47,11 +43,11 @@ class LogFiles:
         self._tell = tell
         self._worker = Worker(name="logs")
         self._files: dict[Path, int] = {}
-        """Descriptor of each open file."""
+        """Open descriptors."""
         self._has_failed = False
 
     def copies(self, attempt: int, rank: int) -> list[Copy]:
-        """Return the functions that write a rank's standard output and standard error, in that order."""
+        """Return the functions that write a rank's standard output and standard error."""
         folder = self._of_rank(attempt, rank)
         return [functools.partial(self._write, folder / f"{stream}.log") for stream in STREAMS]
 
@@ -60,7 +56,7 @@ class LogFiles:
         return "" if self._has_failed else str(self._of_rank(attempt, rank))
 
     def close(self) -> None:
-        """Write the waiting output and close all files. The thread goes on with what takes longer than the timeout."""
+        """Write and close. The thread goes on with what takes longer than `CLOSE_TIMEOUT`."""
         self._submit(self._close_files)
         self._worker.flush(CLOSE_TIMEOUT)
 
@@ -80,7 +76,7 @@ class LogFiles:
             self._fail(str(error))
 
     def _append(self, file: Path, data: bytes) -> None:
-        """Append data to a file, which is opened first if it is not open. Empty data close the file."""
+        """Append data to a file, opened at need. Empty data close the file."""
         if self._has_failed:
             return
         if file not in self._files:
@@ -106,7 +102,6 @@ class LogFiles:
         )
 
     def _close_files(self) -> None:
-        """Close all files, although some may fail to close."""
         while self._files:
             _, descriptor = self._files.popitem()
             with contextlib.suppress(OSError):  # NFS may report a full disk only here
@@ -117,11 +112,11 @@ class LogFiles:
 
 
 TAIL_LINES = 40
-"""Maximum number of log lines of a rank, the last ones, that the error of its failure shows."""
+"""Last log lines of a rank that the error of its failure shows."""
 TAIL_SIZE = 16 << 10
-"""Maximum number of characters of a rank's log that the error of its failure shows."""
+"""Characters of these lines together."""
 MAX_LINE = 64 << 10
-"""Maximum number of characters of a line of a rank's output. A longer line becomes several lines of this size."""
+"""Characters of a line of output. A longer line becomes several."""
 _END = re.compile("([\r\n])")
 
 
@@ -133,13 +128,13 @@ class Lines:
         self._unfinished = ""
         """Start of the last line, whose end has not arrived."""
         self._is_after_return = False
-        """True if a carriage return ended the last line."""
+        """A carriage return ended the last line."""
 
     def feed(self, data: bytes) -> list[str]:
-        """Add bytes to the stream, and return the newly complete lines. b"" ends the stream.
+        """Return the newly complete lines. b"" ends the stream.
 
         A carriage return also ends a line, so that each state of a progress bar is a line. A blank line counts only if
-        a newline ends the line, and no carriage return comes just before.
+        a newline ends it, and no carriage return comes just before.
         """
         *ended, self._unfinished = _END.split(self._unfinished + self._decoder.decode(data, final=not data))
         lines = []
@@ -154,12 +149,7 @@ class Lines:
 
 
 class Output:
-    """A pipe with a rank's output.
-
-    Args:
-        descriptor: Read end of the pipe.
-        copy: Gets each piece of the output, and b"" at its end, for a log file.
-    """
+    """A pipe with a rank's output. `copy` gets each piece, and b"" at the end."""
 
     def __init__(self, descriptor: int, copy: Copy) -> None:
         os.set_blocking(descriptor, False)
@@ -169,7 +159,6 @@ class Output:
         self.is_open = True
 
     def read_lines(self) -> list[str]:
-        """Return the lines that have arrived since the last call."""
         if not self.is_open:  # the rank's exit was handled a moment ago
             return []
         try:
@@ -183,7 +172,6 @@ class Output:
         return self._lines.feed(data)
 
     def close(self) -> None:
-        """Close the pipe, and end the log file."""
         if self.is_open:
             self.is_open = False
             os.close(self.descriptor)
@@ -191,36 +179,31 @@ class Output:
 
 
 def open_pipes(copies: Sequence[Copy]) -> tuple[list[Output], list[int]]:
-    """Return the read ends of new pipes, and the descriptors of their write ends for a rank.
-
-    Args:
-        copies: The function of each pipe that gets a copy of the output.
-    """
+    """Return the read ends of new pipes, and the descriptors of their write ends for a rank."""
     pipes = [os.pipe() for _ in copies]
     return [Output(end, copy) for (end, _), copy in zip(pipes, copies, strict=True)], [end for _, end in pipes]
 
 
 @dataclass
 class Rank:
-    """An agent's record of one of its ranks, which the fork server has started."""
+    """An agent's record of a rank."""
 
     place: Place
-    """Place of the rank in the gang. The local rank, its index on the node, is the rank's key at the fork server."""
+    """Its local rank is the rank's key at the fork server."""
     attempt: int
     channel: Channel
     outputs: list[Output]
-    """One pipe for the rank's standard output and error together, or one for each if they have log files."""
+    """One pipe for standard output and error together, or one for each if they have log files."""
     num_moves: int | None = None
-    """Number of signs of life, such as optimizer steps, in the rank's newest report. None before the first report."""
+    """Number of signs of life in the newest report. None before the first report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     watchdog: str = ""
-    """Newest log line in which torch's NCCL watchdog reports that it aborts the process. Empty without one."""
+    """Newest log line in which torch's NCCL watchdog aborts the process."""
     kill_at: float | None = None
-    """Time on the monotonic clock at which the agent kills the rank. None before an order to stop the rank."""
+    """Time at which the agent kills the rank, on the monotonic clock. None before an order to stop."""
 
     @property
     def log_tail(self) -> str:
-        """Last lines of the rank's log, for the error of a failed rank."""
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def open_outputs(self) -> list[Output]:
@@ -228,10 +211,7 @@ class Rank:
         return [output for output in self.outputs if output.is_open]
 
     def take_lines(self) -> list[str]:
-        """Return the lines of output that have arrived, by one read of each pipe, which takes what was written before.
-
-        A process of the rank that goes on writing cannot keep the agent here.
-        """
+        """Read each pipe once, so that a process that goes on writing cannot keep the agent here."""
         return [line for output in self.open_outputs() for line in output.read_lines()]
 
     def remaining_lines(self) -> Iterator[list[str]]:
@@ -244,16 +224,13 @@ class Rank:
                 yield output.read_lines()
 
     def note(self, lines: list[str]) -> None:
-        """Add lines to the stored end of the rank's log, and store the newest line of torch's NCCL watchdog."""
+        """Keep the end of the rank's log, and the newest line of torch's NCCL watchdog."""
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         # Stacks of all threads follow the watchdog's line, and push that line out of the tail.
         self.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), self.watchdog)
 
     def take_stacks(self, scratch: Path) -> str:
-        """Return the stacks that the rank has written to its file in the agent's folder, and empty the file.
-
-        "" if the rank has written none.
-        """
+        """Return the stacks in the rank's file, and empty the file."""
         path = job.stacks_path(scratch, self.place)
         with contextlib.suppress(OSError):  # a starting rank has no file yet
             if text := path.read_text(errors="replace")[: job.MAX_STACKS]:
@@ -262,7 +239,6 @@ class Rank:
         return ""
 
     def close(self) -> None:
-        """Close the agent's ends of the rank's channel and output."""
         self.channel.close()
         for output in self.outputs:
             output.close()

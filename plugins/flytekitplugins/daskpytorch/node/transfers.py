@@ -20,11 +20,11 @@ from flytekitplugins.daskpytorch.protocol.payload import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 NUM_FILES_KEPT = 3
-"""Number of newest whole checkpoints that an agent keeps on its node, so that a restart needs no download."""
+"""Newest whole checkpoints that stay on a node, so that a restart needs no download."""
 DIAL_TIMEOUT = 30.0
-"""Timeout for opening a connection to the driver, in seconds."""
+"""Seconds for opening a connection to the driver."""
 DIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Seconds before each retry of a failed connection to the driver."""
+"""Seconds before each retry to connect."""
 
 
 class Transfers:
@@ -35,42 +35,41 @@ class Transfers:
         self._scratch = scratch
         self._say = say
         self._used: dict[str, float] = {}
-        """File name of a checkpoint -> time at which ranks last asked for it, in seconds since the epoch. The file's
-        own times stay unchanged, since the driver may share the file."""
+        """File name -> time at which ranks last asked for it, since the epoch. The file's own times stay unchanged,
+        since the driver may share the file."""
         self._large: SharedMemory | None = None
-        """This agent's copy of the newest call's large arguments, for all attempts. None before the download, and on
-        the driver's machine."""
+        """Copy of the newest call's large arguments, for all attempts. None on the driver's machine."""
         self._large_name = ""
         self._large_lock = threading.Lock()
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
         self._outcome_lock = threading.Lock()
 
     def close(self) -> None:
-        """Ignore transfers in progress, and free this node's copy of the call's large arguments."""
+        """Ignore transfers in progress, and free the large arguments."""
         self._outcomes.close()
         self._outcome_from_thread.close()
         if self._large is not None:
             self._large.close()
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when a download has succeeded or failed."""
+        """Readable when a download has succeeded or failed."""
         return self._outcomes.fileno()
 
     def next_outcome(self) -> messages.Bring:
-        """Wait until a download has succeeded or failed, and return its order with the answer for the ranks."""
+        """Wait for a download's end, and return its order with the answer for the ranks."""
         outcome: messages.Bring = self._outcomes.recv()
         return outcome
 
     def bring(self, order: messages.Bring) -> None:
-        """Download a checkpoint or a call's large arguments in a thread. `next_outcome` returns the outcome."""
+        """Download in a thread. `next_outcome` returns the outcome."""
         self._in_background(self._bring, order)
 
     def send(self, file: CheckpointFile) -> None:
-        """Upload a whole checkpoint from this node to the driver, in a thread."""
+        """Upload in a thread."""
         self._in_background(self._send, file)
 
     def _find_large(self, original: Address) -> Address:
-        """Return the address of the call's large arguments in this node's memory. Download them at the first call."""
+        """Return the address in this node's memory. The first call downloads the arguments."""
         with self._large_lock:  # the previous attempt may still be downloading them
             if original.is_here:
                 return original
@@ -122,12 +121,9 @@ class Transfers:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
 
     def _drop_older_than(self, newest: Path) -> None:
-        """Delete old checkpoints on this node, except the last three up to `newest`.
+        """Delete old checkpoints, except the last three up to `newest`, which the driver has requested.
 
         Later checkpoints stay, too: the driver may request them next.
-
-        Args:
-            newest: The newest checkpoint that the driver has requested.
         """
         with contextlib.suppress(FileNotFoundError):  # another thread has deleted one of the files
             kept = sorted(self._scratch.glob("step-*.pt"), key=self._last_used)
@@ -143,14 +139,9 @@ class Transfers:
 
 
 def dial(order: AgentOrder, retried: type[ConnectionError] = ConnectionAbortedError) -> Connection:
-    """Connect to the driver and do the handshake.
+    """Connect to the driver and do the handshake. By default, only a driver that has hung up is tried again.
 
-    Args:
-        order: The driver's address, and the agent's settings.
-        retried: Type of the errors after which this function tries again. Default: the driver has hung up.
-
-    Raises:
-        ConnectionError: This node cannot reach the driver, or the peer is not the gang's driver.
+    Raises ConnectionError if the driver cannot be reached, or is another gang's.
     """
     for wait_for in DIAL_WAITS:
         with contextlib.suppress(retried):
