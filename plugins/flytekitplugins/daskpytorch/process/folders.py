@@ -25,22 +25,18 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.system import running_kernel
 
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
-"""Pauses, in seconds, before the retries to remove a scratch folder to which a process still writes."""
+"""Seconds between tries to remove a scratch folder to which a process still writes."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
-"""Id of this machine in the names of its scratch folders. On a shared disk, other machines' locks may be invisible."""
+"""In the names of this machine's scratch folders. On a shared disk, other machines' locks may be invisible."""
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
-"""Environment variable with the folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
+"""Folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
 NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
-"""Pattern for the name of a scratch folder that a process of this machine has made."""
+"""Matches scratch folders that a process of this machine has made."""
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make an empty folder in the system's temporary folder, and remove it at the end of the context.
-
-    Args:
-        prefix: Start of the folder's name, such as `daskpytorch-` or `daskpytorch-results-`.
-    """
+    """Make an empty folder in the system's temporary folder, and remove it at the end of the context."""
     place = tempfile.gettempdir()
     _tidy(place)
     folder = Path(place, f"{prefix}{MACHINE}{secrets.token_hex(8)}")
@@ -63,7 +59,7 @@ def _tidy(place: str) -> None:
 
 
 def remove_abandoned(place: str) -> None:
-    """Remove the scratch folders that this user's killed processes have left in the folder `place`."""
+    """Remove the scratch folders that this user's killed processes have left in `place`."""
     for entry in os.scandir(place):
         if NAME.fullmatch(entry.name):
             remove_unlocked(Path(entry.path))
@@ -82,7 +78,7 @@ def remove_unlocked(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a scratch folder, with retries, since dying ranks or abandoned threads may still write files."""
+    """Remove with retries, since dying ranks or abandoned threads may still write files."""
     for wait_for in (*RETRY_AFTER, 0.0):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -104,31 +100,22 @@ def replacing(target: Path, unfinished: Path) -> Iterator[Path]:
 
 
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-"""Mode bits that let other users write to a file or folder."""
+"""Mode bits by which others write to a file or folder."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH
-"""Mode bits that let other users open the files in a folder."""
+"""Mode bits by which others open the files in a folder."""
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone (mode 0700), and its missing parents.
-
-    Raises:
-        PermissionError: Another user owns the folder, or can write to it.
-    """
+    """Make a folder (mode 0700) and its missing parents. PermissionError: another user owns it, or can write to it."""
     for level in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
         level.mkdir(mode=0o700, exist_ok=True)
     refuse_foreign(folder, with_files=False)
 
 
 def refuse_foreign(folder: Path, *, with_files: bool = True) -> None:
-    """Check that only this user or root can write a folder and its files.
+    """Raise PermissionError if another user (not root) owns, or can write, the folder or a file in it.
 
-    Args:
-        folder: The folder. Folders below are not checked.
-        with_files: True checks the folder's files, too.
-
-    Raises:
-        PermissionError: Another user owns, or can write, the folder or a file.
+    Folders below are not checked.
     """
     _refuse(folder, folder, WRITABLE)
     is_closed = not folder.stat().st_mode & REACHABLE
@@ -167,7 +154,7 @@ def _is_private(group: int) -> bool:
 
 
 def _is_usual(folder: Path, owner: int, mode: int) -> bool:
-    """Return True if a new file in the folder has this owner and mode. Some mounts give all files the same ones."""
+    """Return True if a new file there has this owner and mode. Some mounts give all files the same ones."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".daskpytorch-") as file:  # the file's mode is 0600
             found = os.fstat(file.fileno())
@@ -184,10 +171,9 @@ def _name_of(user: int) -> str:
 
 
 def state_of(path: Path) -> tuple[int, ...] | None:
-    """Return a file's device, inode, size and modification time. None: no file.
+    """Return device, inode, size and modification time. None: no file.
 
-    A write to the file changes at least one. Containers of one machine may have files with the same inode, but on other
-    devices.
+    A write changes at least one. Containers of one machine may have files with the same inode, but on other devices.
     """
     try:
         found = path.stat()
@@ -198,10 +184,6 @@ def state_of(path: Path) -> tuple[int, ...] | None:
 
 
 def local_runs_folder() -> Path:
-    """Return the folder of all local runs of this user, each in a folder of its task.
-
-    Raises:
-        RuntimeError: The user has no home.
-    """
+    """Return the folder of all local runs of this user. RuntimeError: the user has no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "daskpytorch", "checkpoints")
     return Path(os.environ.get(FOLDER_VARIABLE) or cache).expanduser().resolve()

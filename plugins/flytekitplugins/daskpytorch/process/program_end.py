@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 NOTICE_AFTER = 10.0
 """Seconds after which a program that does not end names what it waits for."""
 MAX_WAIT = 300.0
-"""Seconds that a rank's threads, executors, child processes and exit functions get to end after the user's function.
-Then the rank ends regardless."""
+"""Seconds for a rank's threads, executors, child processes and exit functions after the user's function. Then the rank
+ends regardless."""
 T = TypeVar("T")
 IDLE = thread._worker.__code__  # noqa: SLF001
 """Innermost code of an executor's thread that waits for work."""
@@ -33,12 +33,7 @@ LATE = 1
 
 @contextlib.contextmanager
 def watched(who: str, max_wait: float | None) -> Iterator[None]:
-    """Name what the block waits for, if the block takes long. End this process if the block takes `max_wait` seconds.
-
-    Args:
-        who: Name of the program that ends.
-        max_wait: Seconds until the end of this process. None: no limit.
-    """
+    """Name what the block waits for, if it takes long. End this process if it takes `max_wait` seconds."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -59,9 +54,9 @@ def watched(who: str, max_wait: float | None) -> Iterator[None]:
 
 
 def has_work() -> bool:
-    """Return True if this process has threads or child processes for which Python waits at its exit.
+    """Return True if Python would wait at its exit for threads or child processes.
 
-    Idle threads of executors do not count, as they end at Python's exit.
+    Idle threads of executors do not count.
     """
     frames, main = sys._current_frames(), threading.main_thread()  # noqa: SLF001 - Python documents it
     threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
@@ -76,7 +71,6 @@ def _write(line: str) -> None:
 
 
 def _named_rest() -> str:
-    """Return the names of the threads and child processes for which Python waits at its exit."""
     main = threading.main_thread()
     left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
     left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]
@@ -85,13 +79,9 @@ def _named_rest() -> str:
 
 @contextlib.contextmanager
 def finished(who: str, max_wait: float | None) -> Iterator[None]:
-    """After the block, do what Python does at a program's end with what the block has started in this process.
+    """After the block, do what Python does at a program's end, for what the block has started.
 
-    If the block raises an exception, the process does so at its own exit.
-
-    Args:
-        who: Name of the program that the block runs.
-        max_wait: As for `watched`.
+    If the block raises an exception, the process does so at its own exit. `max_wait` is that of `watched`.
     """
     threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
     with _noted_exit_functions() as functions:
@@ -140,7 +130,7 @@ def _noted_exit_functions() -> Iterator[list[functools.partial[Any]]]:
 
 
 def _shut_down_executors(threads: set[threading.Thread]) -> None:
-    """Let the executors that own these threads finish their work and end the threads."""
+    """Let the executors of these threads finish their work."""
     for each in list(instances_of(Executor)):
         own = {getattr(each, "_executor_manager_thread", None), *getattr(each, "_threads", ())}
         if not threads.isdisjoint(own):

@@ -17,7 +17,7 @@ from typing import Any
 
 EXIT_CODE = 128 + signal.SIGINT
 SHOW_CURSOR = "\x1b[?25h"
-"""Escape sequence that shows the terminal's cursor again, which a live display has hidden."""
+"""For a cursor that a live display has hidden."""
 
 
 class CtrlC:
@@ -30,7 +30,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle Ctrl-C during the context, in the main thread of a process that does not ignore Ctrl-C.
+        """Handle Ctrl-C in the main thread of a process that does not ignore it.
 
         After a first Ctrl-C, the handler stays until the process ends, which may take a moment. Notebooks and prompts
         get their own handler back.
@@ -49,12 +49,9 @@ class CtrlC:
 
     @contextlib.contextmanager
     def ends(self, end_gang: Callable[[], object]) -> Iterator[None]:
-        """Make the first Ctrl-C in the context end the gang, and call the usual handler only after the context.
+        """Make the first Ctrl-C call `end_gang` (in the handler), and the usual handler only after the context.
 
         An exception inside the context could leave half a message on an agent's connection.
-
-        Args:
-            end_gang: Ends the gang. Called in the signal handler.
         """
         self._end_gang = end_gang
         try:
@@ -84,15 +81,9 @@ class CtrlC:
 def deferred(end: Callable[[], object] | None) -> Iterator[Callable[[], bool]]:
     """Make the first Ctrl-C in the context call `end`, and raise `KeyboardInterrupt` only after the context.
 
-    The code in the context waits until the work that `end` cancels has ended. A second Ctrl-C interrupts this code,
-    possibly with a lock locked for ever and a thread blocked. Outside the main thread, or if Python's own handler is
-    replaced, this context does nothing.
-
-    Args:
-        end: Function to call. None: the context does nothing.
-
-    Yields:
-        A function that returns True if Ctrl-C was pressed.
+    The context waits for the work that `end` cancels. A second Ctrl-C interrupts it, possibly with a lock locked for
+    ever and a thread blocked. Does nothing without `end`, outside the main thread, or if Python's own handler is
+    replaced. Yields a function that returns True if Ctrl-C was pressed.
     """
     pressed: list[Any] = []
     is_main = threading.current_thread() is threading.main_thread()
@@ -117,12 +108,12 @@ def deferred(end: Callable[[], object] | None) -> Iterator[Callable[[], bool]]:
 
 
 def is_interactive() -> bool:
-    """Return True if this process is a notebook's kernel or has Python's prompt, so that a user goes on with it."""
+    """Return True in a notebook's kernel or at Python's prompt, where a user goes on with this process."""
     return hasattr(sys, "ps1") or ("IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None)
 
 
 def _end_process() -> None:
-    """End this process at once. Its ranks end, too, and this machine's next gang removes the scratch folders."""
+    """Ranks end with this process, and this machine's next gang removes the scratch folders."""
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, f"{SHOW_CURSOR}\n".encode())
@@ -131,15 +122,12 @@ def _end_process() -> None:
 
 _is_registered = False
 _forking = threading.local()
-"""Signal mask that the forking thread had before the fork, and gets again after the fork."""
+"""Signal mask that the forking thread gets again after the fork."""
 
 
 @contextlib.contextmanager
 def sigterm_held_back() -> Iterator[None]:
-    """Block SIGTERM in this thread during the context.
-
-    Child processes inherit the blocked signal, and unblock SIGTERM after they install a handler.
-    """
+    """Block SIGTERM in this thread. Child processes inherit this, and unblock SIGTERM after they install a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -150,8 +138,8 @@ def sigterm_held_back() -> Iterator[None]:
 def leave_sigterm_to_parent() -> None:
     """Make this process survive SIGTERM. Call this function in the main thread.
 
-    SIGTERM gets a handler that does nothing. If SIGTERM were ignored, programs that this process starts would ignore it
-    as well. Forks of this process, such as a `multiprocessing.Process`, end by SIGTERM as usual.
+    The handler does nothing. An ignored SIGTERM would be ignored by programs that this process starts, too. Forks, such
+    as a `multiprocessing.Process`, end by SIGTERM as usual.
     """
     global _is_registered
     signal.signal(signal.SIGTERM, _pass)
@@ -164,7 +152,7 @@ def leave_sigterm_to_parent() -> None:
 
 
 def is_handled(number: int) -> bool:
-    """Return True if Python code handles this signal in this process, other than by `leave_sigterm_to_parent`."""
+    """Return True if Python code handles this signal, other than by `leave_sigterm_to_parent`."""
     handler = signal.getsignal(number)
     return callable(handler) and handler is not _pass
 

@@ -26,20 +26,18 @@ SECRET = re.compile(
     r"(?i)^token$|(^|[_\W])(secret|password|passwd|passphrase|credentials?|authorization|connection_string|storage_options"
     r"|(api|access|secret|private)[-_]?key([-_]?id)?|(api|auth|access|session|bearer|hf)[-_]?token)$"
 )
-"""Pattern for names of secrets, such as `api_key`. Hyper-parameters such as `num_tokens` do not match."""
+"""Names of secrets, such as `api_key`. Hyper-parameters such as `num_tokens` do not match."""
 PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
-"""Pattern for the password in an address: `postgres://user:password@host`."""
+"""Password in an address: `postgres://user:password@host`."""
 SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|api_?key)|sig)=)[^&#\s]+")
-"""Pattern for the signature in a signed URL, which lets every holder of the URL read the object."""
+"""Signature in a signed URL, which lets every holder of the URL read the object."""
 HIDDEN = "(hidden)"
-"""Text in place of a secret."""
 
 
 def open_closed() -> None:
     """Open the null device in place of standard streams that are closed (`2>&-`).
 
-    Otherwise a socket could get the descriptor 2, and C code would write its errors to this socket. Python has None for
-    a closed stream.
+    Otherwise a socket could get the descriptor 2, and C code would write its errors to this socket.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None:
@@ -55,22 +53,18 @@ def _nowhere(number: int, mode: str) -> object:
 
 
 class Screen:
-    """Standard error or output, but a write never fails: text for a closed stream or a full disk is dropped.
-
-    No training fails because of its display.
-    """
+    """Standard error or output, whose writes never fail, so that no training fails because of its display."""
 
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
         self.error: OSError | None = None
-        """Error by which text was lost, such as a full disk. None also if a reader has left, as after `| head`."""
+        """By which text was lost, such as a full disk. None also if a reader has left, as after `| head`."""
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
         file = self._file
         if is_output and isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
             file.reconfigure(errors="backslashreplace")  # as Python sets up standard error
 
     def write(self, text: str) -> int:
-        """Write a text to the stream. Drop the text if the stream fails."""
         try:
             if self._file is not None:
                 self._file.write(text)
@@ -79,7 +73,6 @@ class Screen:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, and ignore errors."""
         try:
             if self._file is not None:
                 self._file.flush()
@@ -94,12 +87,10 @@ class Screen:
             self.error = error
 
     def __getattr__(self, name: str) -> object:
-        """Return an attribute of the stream, such as `isatty` or `encoding`."""
         return getattr(self._file, name)
 
 
 def _drop_output() -> None:
-    """Have all later standard output of this process go nowhere."""
     with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 1)
 
@@ -117,7 +108,7 @@ def one_line(text: str, max_length: int) -> str:
 def without_secrets(value: Any) -> Any:
     """Copy a value with `(hidden)` in place of secrets, by the names of keys and fields, and within URLs.
 
-    Descends into lists, tuples, sets, mappings, dataclasses, namespaces, named tuples and models of Pydantic.
+    Descends into collections, dataclasses, namespaces, named tuples and models of Pydantic.
     """
     if isinstance(value, str):
         return SIGNATURE.sub(rf"\1{HIDDEN}", PASSWORD.sub(rf"\1{HIDDEN}", value)) if "://" in value else value
@@ -158,7 +149,7 @@ def _without_secret_fields(value: Any) -> Any:
 
 FORMAT_VARIABLE = "DASKPYTORCH_LOG"
 LEVEL_VARIABLE = "FLYTE_SDK_LOGGING_LEVEL"
-"""Flyte's environment variable with the lowest level of log records that are written, a number of `logging`."""
+"""Flyte's variable with the lowest level of written log records, a number of `logging`."""
 BEGINNING = '{"time": "'
 """First characters of each JSON object in this package's log."""
 
@@ -166,7 +157,6 @@ logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def is_for_machines() -> bool:
-    """Return True if this package logs JSON objects, as the user chooses by `DASKPYTORCH_LOG=json`."""
     return os.environ.get(FORMAT_VARIABLE) == "json"
 
 
@@ -187,13 +177,7 @@ def say(text: str, level: int = logging.WARNING) -> None:
 
 
 def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:
-    """Log an event as a JSON object, if `DASKPYTORCH_LOG=json`.
-
-    Args:
-        event: Name of the event.
-        fields: Details of the event. None values are dropped.
-        level: Level of the log record.
-    """
+    """Log an event as a JSON object, if `DASKPYTORCH_LOG=json`. None values are dropped."""
     set_up()
     known = {name: value for name, value in fields.items() if value is not None}
     logger.log(level, "", extra={"event": event, "fields": known})
@@ -212,7 +196,7 @@ def object_in(line: str) -> dict[str, Any] | None:
 
 
 class _Objects(logging.Handler):
-    """Logging handler that writes each record as one line with a JSON object."""
+    """Writes each record as one line with a JSON object."""
 
     def emit(self, record: logging.LogRecord) -> None:
         said: dict[str, Any] = {

@@ -14,9 +14,9 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
-"""Limit of open files that a driver requests at least, enough for many gangs at once. Many systems begin with 1,024."""
+"""Open files that a driver requests at least, enough for many gangs. Many systems begin with 1,024."""
 OTHERS = 256
-"""Open files of a driver in addition to its agents' connections: libraries, storage, checkpoints, user code."""
+"""Open files of a driver beside its agents' connections: libraries, storage, checkpoints, user code."""
 
 _logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def runs_gangs() -> bool:
 
 
 def running_kernel() -> str:
-    """Return the boot ID of the running kernel. Return "" if the kernel has none."""
+    """Return the kernel's boot ID. Empty if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -35,11 +35,7 @@ def running_kernel() -> str:
 
 
 def check_system() -> None:
-    """Check that this system can run gangs. Without this check, a later error would mention only a socket.
-
-    Raises:
-        GangStartError: The system is not Linux.
-    """
+    """Raise GangStartError unless this is Linux. A later error would mention only a socket."""
     if not runs_gangs():
         raise GangStartError(
             f"gangs run on Linux, and this is {platform.system()}: ranks are watched by what only Linux has (abstract "
@@ -51,11 +47,7 @@ def check_system() -> None:
 
 @contextlib.contextmanager
 def optional(what: str) -> Iterator[None]:
-    """Run an optional step, such as a speed-up or a display. An error is only logged.
-
-    Args:
-        what: Description of the step, for the log.
-    """
+    """Run an optional step, such as a speed-up or a display. An error is only logged."""
     try:
         yield
     except Exception as error:  # an unknown version of torch, kernel or container may raise any exception
@@ -75,7 +67,7 @@ def show_as(name: str) -> None:
 
 
 def allow_files(wanted: int) -> int:
-    """Raise this process's limit of open files to `wanted`, or as far as the system allows. Return the new limit."""
+    """Raise the limit of open files to `wanted`, or as far as the system allows. Return the new limit."""
     import resource  # missing on Windows, where `check_system` must run
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,11 +78,7 @@ def allow_files(wanted: int) -> int:
 
 
 def allow_connections(num_agents: int) -> None:
-    """Raise this process's limit of open files, so that the driver can have a connection to each agent.
-
-    Raises:
-        GangStartError: The system's hard limit is too low.
-    """
+    """Let the driver have a connection to each agent. GangStartError: the hard limit of open files is too low."""
     needed = num_agents + OTHERS
     if (allowed := allow_files(max(MAX_FILES, needed))) < needed:
         raise GangStartError(
@@ -102,12 +90,12 @@ def allow_connections(num_agents: int) -> None:
 
 
 def path_here() -> list[str]:
-    """Return this process's `sys.path` without the entry for the current folder."""
+    """Return `sys.path` without the entry for the current folder."""
     return [str(entry) for entry in sys.path if entry]
 
 
 def kill_session(pid: int, signum: int) -> None:
-    """Send a signal to all processes of a session, whose leader may not have begun it yet."""
+    """Signal all processes of a session, whose leader may not have begun it yet."""
     for kill, target in ((os.killpg, pid), (os.kill, pid)):  # os.kill reaches ranks before setsid
         try:
             kill(target, signum)
@@ -123,7 +111,7 @@ def kill_session(pid: int, signum: int) -> None:
 # rank.
 
 READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_TUNABLES", "LC_ALL", "LC_CTYPE", "LANG")
-"""Prefixes of the variables that Python, its loader or the C library reads before any Python code runs."""
+"""Prefixes of variables that Python, its loader or the C library reads before any Python code runs."""
 READ_AT_IMPORT = {
     "torch": (
         *("TORCH_LOGS", "TORCH_TRACE", "TORCH_DTRACE", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES"),
@@ -138,7 +126,7 @@ READ_AT_IMPORT = {
     "torch._inductor.config": ("TORCHINDUCTOR_", "AOT_INDUCTOR_"),
     "numpy": ("OPENBLAS_", "NPY_"),
 }
-"""Module -> prefixes of the variables that the module, or a library that the module loads, reads at its import."""
+"""Module -> prefixes of variables that it, or a library that it loads, reads at its import."""
 SET_LATER = (
     "PYTHONBREAKPOINT",
     "PYTHONPATH",  # `sys.path` has its folders
@@ -150,24 +138,21 @@ SET_LATER = (
     "KMP_INIT_AT_FORK",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it at its first compilation
 )
-"""Variables with a prefix in one of the tables that need no fresh interpreter."""
+"""Variables with such a prefix that need no fresh interpreter."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
-"""Environment variable that, as a rule, only a Dask nanny sets."""
+"""As a rule, only a Dask nanny sets this variable."""
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment variables that a Dask nanny sets for its worker, with Dask's default values up to distributed 2026.8. A
-nanny keeps values from its own environment."""
+"""What a Dask nanny sets for its worker, with Dask's defaults up to distributed 2026.8. A nanny keeps values from its
+own environment."""
 
 
 def read_so_far() -> tuple[str, ...]:
-    """Return the prefixes of the variables that modules of this process have read at their import."""
+    """Return the prefixes of variables that modules of this process have read at their import."""
     return tuple(prefix for module, prefixes in READ_AT_IMPORT.items() if module in sys.modules for prefix in prefixes)
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str], prefixes: tuple[str, ...]) -> list[str]:
-    """Return the names of the variables with one of these prefixes that differ between two environments, in order.
-
-    Variables in `SET_LATER` do not count.
-    """
+    """Return the variables with such a prefix, not in `SET_LATER`, that differ between two environments."""
     return sorted(
         name
         for name in {*before, *after}
@@ -178,19 +163,14 @@ def changed(before: Mapping[str, str], after: Mapping[str, str], prefixes: tuple
 
 
 def needs_fresh_interpreter(started: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Return True if a fork of this process would get some of its variables too late.
-
-    Args:
-        started: The environment with which this process started.
-        wanted: The environment of the fork.
-    """
+    """Return True if a fork of this process, started with `started`, would get some of its variables too late."""
     by_nanny = {name for name, value in NANNYS_SETTINGS.items() if name not in wanted and started.get(name) == value}
     users = {name: value for name, value in started.items() if name not in by_nanny}
     return bool(changed(users, wanted, READ_AT_START + read_so_far()))
 
 
 def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
-    """Return the part of a variable's value that is read early. None if the variable is absent."""
+    """Return the part of a variable's value that is read early."""
     value = environment.get(name)
     if value is not None and name.endswith("_ALLOC_CONF"):  # the first allocation reads the other options
         backend = re.search(r"backend:[^,]*", value)
@@ -199,10 +179,10 @@ def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
 
 
 def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return these environment variables without those that a Dask nanny has set.
+    """Leave out variables that a Dask nanny has set.
 
-    Nannies also set the variables in their own process, such as a program with a `LocalCluster`. So a variable is the
-    user's if its value differs from the nanny's, or if the process started with that value.
+    Nannies also set them in their own process, such as a program with a `LocalCluster`. So a variable is the user's if
+    its value differs from the nanny's, or if the process started with that value.
     """
     if NANNYS_MARK not in environment:
         return dict(environment)
@@ -215,9 +195,9 @@ def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _before_nanny() -> Mapping[str, str]:
-    """Return the environment at the start of this process, or of its nearest ancestor that no Dask nanny started.
+    """Return the environment of this process's start, or of its nearest ancestor that no Dask nanny started.
 
-    Empty if the system does not show the environment.
+    Empty if the system does not show it.
     """
     pid = os.getpid()
     while pid > 1:

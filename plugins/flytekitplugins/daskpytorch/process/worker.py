@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 RETRY_AFTER = 2.0
-"""Seconds before the first retry of a failed job. Each further retry doubles the pause, up to 60 seconds."""
+"""Seconds before the first retry. Each further retry doubles the pause, up to `MAX_PAUSE`."""
 MAX_PAUSE = 60.0
-"""Longest pause before a retry, in seconds."""
+"""Seconds."""
 IDLE_TIME = 1.0
-"""Seconds without a job after which the thread ends. The next job starts another thread."""
+"""Seconds without a job after which the thread ends. The next job starts another."""
 DEFAULT_LANE = ""
-"""Name of the queue (lane) of jobs that are submitted without a lane."""
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def in_thread(act: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a new thread with this name, which no exit of the process waits for. Return its future."""
+    """Call a function in a new thread, which no exit of the process waits for."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -51,32 +50,22 @@ class Job:
     """A call, such as an upload, that a `Worker` makes and retries."""
 
     lane: str
-    """Name of the job's queue (lane), whose jobs run one after the other."""
     work: Callable[[], object]
-    """The call. An exception means that the job has failed."""
+    """An exception means that the job has failed."""
     gives_up: Callable[[Exception, int, float], bool]
-    """Called after a failed try with the error, the number of failed tries, and the seconds until the retry.
-
-    True ends the job without a retry.
-    """
+    """Called after a failed try with the error, the number of failed tries, and the seconds until the retry. True ends
+    the job."""
     due: float
-    """Earliest time of the next try, in seconds on the monotonic clock."""
+    """Earliest time of the next try, on the monotonic clock."""
     num_failures: int = 0
-    """Number of failed tries."""
 
 
 class Worker:
     """Thread that runs jobs, such as uploads, with retries. The jobs of each queue (lane) run in order."""
 
     def __init__(self, retry_after: float = RETRY_AFTER, name: str = "storage") -> None:
-        """Prepare the thread.
-
-        Args:
-            retry_after: Seconds before the first retry of a failed job.
-            name: Name of the thread.
-        """
         self.retry_after = retry_after
-        """Seconds before the first retry of a failed job. Each further retry doubles the pause."""
+        """Seconds before the first retry."""
         self._name = name
         self._changed = threading.Condition()
         self._lanes: dict[str, deque[Job]] = {}
@@ -84,7 +73,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.is_urgent = False
-        """True if pauses between retries no longer grow, since a caller waits for the jobs."""
+        """Pauses between retries no longer grow, since a caller waits for the jobs."""
 
     def submit(
         self,
@@ -93,16 +82,9 @@ class Worker:
         *,
         lane: str = DEFAULT_LANE,
     ) -> None:
-        """Add a job, which begins once all earlier jobs of its queue (lane) are done.
+        """Add a job.
 
-        Args:
-            work: Call that the job makes. An exception means that the job has failed.
-            gives_up: Called after a failed try with the error, the number of failed tries, and the seconds until the
-                retry. True ends the job. Default: logs the error and ends the job.
-            lane: Name of the job's lane, whose jobs run one after the other.
-
-        Raises:
-            RuntimeError: The process cannot start the thread. The job is not added.
+        By default, its first error is logged and ends it. RuntimeError: no thread can start, and no job is added.
         """
         with self._changed:
             if self._thread is None:
@@ -112,20 +94,15 @@ class Worker:
             self._changed.notify_all()
 
     def has_begun(self, lane: str) -> bool:
-        """Return True if the queue `lane` has ever received a job."""
+        """Return True if the lane has ever received a job."""
         return lane in self._lanes
 
     def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[Job]:
-        """Return the unfinished jobs of the queue `lane`, oldest first."""
+        """Return the lane's unfinished jobs, oldest first."""
         return self._lanes.get(lane, ())
 
     def flush(self, timeout: float | None = None, *, lane: str = DEFAULT_LANE) -> bool:
-        """Wait up to `timeout` seconds for all jobs of the queue `lane`. Return True if no job is left.
-
-        Args:
-            timeout: Seconds to wait. None: no limit.
-            lane: Name of the queue.
-        """
+        """Wait up to `timeout` seconds (None: no limit) for all jobs of the lane. Return True if no job is left."""
         self.shorten_pauses()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self.jobs(lane), timeout)
@@ -148,7 +125,7 @@ class Worker:
             self._changed.notify_all()
 
     def first(self) -> Job | None:
-        """Return the job that is due first among the oldest jobs of all queues (lanes), or None without jobs."""
+        """Return the job that is due first among the oldest jobs of all lanes."""
         with self._changed:
             return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
