@@ -33,26 +33,23 @@ HOW_TO_GET_WORKERS = (
 )
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_NAME = "daskpytorch-agent"
-"""Start of the keys of Dask tasks that run agents."""
+"""Start of the keys of agents' Dask tasks."""
 AGENT_PRIORITY = 1_000
-"""Priority of the Dask task that runs an agent. Other Dask tasks have priority 0."""
+"""Of an agent's Dask task. Others have priority 0."""
 LOOK_TIMEOUT = 2.0
-"""Timeout, in seconds, for the Dask scheduler's list of workers while a gang runs. The driver asks again later."""
+"""Seconds for the scheduler's list of workers while a gang runs. The driver asks again later."""
 FIRST_LOOK_TIMEOUT = 30.0
-"""Timeout, in seconds, for the Dask scheduler's first list of workers. A busy scheduler may take long to answer."""
+"""Seconds for the first list of workers. A busy scheduler may take long to answer."""
 LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
 GPUS_TIMEOUT = 30.0
-"""Timeout, in seconds, for a worker's list of its GPUs. A worker with GPUs starts a process with torch for the list."""
+"""Seconds for a worker's list of its GPUs, for which it starts a process with torch."""
 
 
 class DaskAgents:
-    """Launcher that starts an agent on each of `num_workers` of a Dask cluster's workers. None: on all workers.
+    """Starts an agent on each of `num_workers` workers (None: all) of a Dask cluster: those with the fewest gangs.
 
-    The launcher takes the workers on which the fewest gangs train. Its gang gets no worker of another launcher with
-    `num_workers` in this process as a replacement for a lost one.
-
-    `num_kept` of the workers are kept for gangs that evaluate beside the launcher's gang. 0: such a gang shares a
-    worker with the launcher's gang. None: there are no such gangs.
+    As a replacement for a lost worker, the gang gets none of another such launcher in this process. `num_kept` workers
+    are kept for gangs that evaluate beside this one. 0: they share a worker with it. None: there are none.
     """
 
     def __init__(self, client: Client, num_workers: int | None = None, num_kept: int | None = None) -> None:
@@ -63,9 +60,9 @@ class DaskAgents:
         self.scheduler: str = client.scheduler.address
         found = cluster.identity(client, FIRST_LOOK_TIMEOUT)
         self.addresses = _addresses(client, found)
-        """Name of each worker, as users see it -> its Dask address. Lost workers are included."""
+        """Worker's name for users -> its Dask address, also of lost workers."""
         self._names: dict[str, str] = {}
-        """Dask names of workers that somebody has named, by their addresses."""
+        """Address -> Dask name, if somebody has given one."""
         self._note(found)
         made = client.cluster
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
@@ -89,12 +86,9 @@ class DaskAgents:
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start the agents as Dask tasks, one on the worker that each order names.
+        """Start the agents as Dask tasks.
 
-        Args:
-            orders: Orders for the agents.
-            on_failure: Called with the worker and the error of each agent that fails. A spare worker that another
-                launcher has taken since `present` counts as lost.
+        A spare worker that another launcher has taken since `present` counts as lost.
         """
         with _lock:
             own = _held.get(self)
@@ -123,13 +117,10 @@ class DaskAgents:
             self._futures.append(future)
 
     def ranks_per_worker(self, gang: Gang) -> int:
-        """Return the number of ranks on each worker: the gang's setting, else one per GPU, else one.
+        """Return the gang's setting, else one per GPU, else one. ValueError: workers have different numbers of GPUs.
 
         Workers that the gang does not take count, too, since they divide a host's GPUs with the others. Workers report
         their GPUs only once per client.
-
-        Raises:
-            ValueError: Some workers have more GPUs than others.
         """
         if gang.ranks_per_worker != "auto":
             return gang.ranks_per_worker
@@ -142,10 +133,9 @@ class DaskAgents:
         return placement.one_per_gpu({w: known[address] for w, address in addresses.items() if address in known})
 
     def present(self) -> list[str]:
-        """Return all workers that the gang may use now, by the names that users see.
+        """Return the workers that the gang may use now.
 
-        Raises:
-            OSError: The Dask scheduler does not answer, or the client has closed itself.
+        OSError: the scheduler does not answer, or the client has closed itself.
         """
         try:
             found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
@@ -168,9 +158,6 @@ class DaskAgents:
         """Return a launcher for a gang that evaluates: on the kept workers that are present, or on one of the gang's.
 
         Spare workers replace lost kept ones, after the lost workers of the launcher's own gang.
-
-        Raises:
-            OSError: The Dask scheduler does not answer, or the client has closed itself.
         """
         if self._num_kept is None:
             return None
@@ -197,12 +184,12 @@ class DaskAgents:
             return sorted(self._kept, key=worker_order)
 
     def _held_by_others(self) -> Counter[str]:
-        """Return the number of other launchers in this process that hold each worker of this cluster."""
+        """Count the other launchers of this process that hold each worker of this cluster."""
         others = [each for other, each in _held.items() if other is not self and other.scheduler == self.scheduler]
         return Counter(worker for workers in others for worker in workers)
 
     def _num_agents(self) -> Mapping[str, int]:
-        """Return the number of agents on each worker, of this process and of others."""
+        """Count the agents on each worker, of this process and of others."""
         processing = self._client.scheduler.processing
         running: Mapping[str, Sequence[object]] = self._client.sync(
             processing, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT
@@ -215,11 +202,10 @@ class DaskAgents:
         }
 
     def is_connected(self) -> bool:
-        """Return True if the Dask client is connected to the scheduler, as far as the client knows."""
         return bool(self._client.status == "running")
 
     def title(self, worker: str) -> str:
-        """Return the name of a worker for messages: its Dask name, on Flyte the start of the pod's, and its address."""
+        """Return a worker's Dask name (on Flyte the start of the pod's), and its address."""
         return title_of(worker, self._names.get(worker, worker))
 
     def _note(self, scheduler: Mapping[str, Any]) -> None:
@@ -228,7 +214,7 @@ class DaskAgents:
         self._names |= {address: info["name"] for address, info in workers if isinstance(info["name"], str)}
 
     def hindrance(self) -> str:
-        """Return a text about paused workers, and about lost workers that Dask will not start again. Empty if none."""
+        """Describe paused workers, and lost workers that Dask will not start again."""
         told = [
             f"Dask has paused {self.title(worker)}, and starts nothing there: its process takes more than "
             "distributed.worker.memory.pause of its memory limit"
@@ -247,7 +233,6 @@ class DaskAgents:
         return "".join(f"; {each}" for each in told)
 
     def close(self) -> None:
-        """Cancel the agents' Dask tasks, and give the workers back."""
         with _lock:
             _held.pop(self, None)
         if self._client.status == "running":
@@ -256,16 +241,10 @@ class DaskAgents:
 
 
 class Share(DaskAgents):
-    """Launcher that starts one gang's agents on its share of the workers, and on replacements for lost workers."""
+    """Starts one gang's agents on its share of the workers, and on replacements for lost ones."""
 
     def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
-        """Prepare the launcher.
-
-        Args:
-            cluster: Launcher for the whole cluster.
-            workers: Workers of the gang.
-            refill: Replaces the gang's lost workers by free ones, and returns all workers of the gang.
-        """
+        """`refill` replaces lost workers by free ones, and returns all workers of the gang."""
         vars(self).update(vars(cluster))
         self._futures = []  # `close` ends only this gang's agents
         self._refill = refill
@@ -273,20 +252,18 @@ class Share(DaskAgents):
         self.num_wanted = len(workers)
 
     def present(self) -> list[str]:
-        """Return the gang's workers, including replacements for lost workers."""
         return self._refill()
 
 
 _lock = threading.Lock()
-"""Lock of `_held`."""
 _held: WeakKeyDictionary[DaskAgents, set[str]] = WeakKeyDictionary()
 """Launcher with a limited number of workers, until its gang ends -> the workers that it has taken."""
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
-"""Dask client -> worker's address -> name of the worker's host, and GPUs that the worker sees."""
+"""Dask client -> worker's address -> its host, and the GPUs that it sees."""
 
 
 async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float) -> dict[str, HostAndGpus]:
-    """Return host name and GPUs of each worker that answers within `seconds`, by its address.
+    """Return host and GPUs of each worker that answers in time.
 
     A suspended worker does not delay the others' answers.
     """
@@ -303,9 +280,9 @@ async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float
 
 
 def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
-    """Return the addresses of all workers that are not closing, by the names that users see.
+    """Return the addresses of workers that are not closing.
 
-    A worker's name is its address. Addresses of in-process workers have no order, so their Dask names are used.
+    Names of in-process ones, unlike addresses, have an order.
     """
     leaving = _scaled_away(client)
     return {
@@ -316,7 +293,7 @@ def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _scaled_away(client: Client) -> set[object]:
-    """Return the Dask names of workers that the client's cluster is removing, possibly before the scheduler knows."""
+    """Return Dask names of workers that the client's cluster is removing, possibly before the scheduler knows."""
     made = client.cluster
     return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 

@@ -23,17 +23,17 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
-"""Environment variable. With `1`, the Dask cluster of a local run has a dashboard, whose address is logged."""
+"""With `1`, the Dask cluster of a local run has a dashboard, whose address is logged."""
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
-"""Timeout, in seconds, of one attempt to connect to the Dask scheduler."""
+"""Seconds of one attempt to connect to the Dask scheduler."""
 SETTLE_TIME = 30.0
-"""Seconds without a new worker after which a gang with `min_workers` starts with the present workers."""
+"""Seconds without a new worker after which a gang with `min_workers` starts with the present ones."""
 NOTICE_INTERVAL = 10.0
 
 _clients: list[Client] = []
-"""Dask clients of the tasks that run in this process, the newest last. All threads of a task share the list."""
+"""Clients of this process's tasks, the newest last. All threads of a task share the list."""
 
 
 def current_client() -> Client:
@@ -64,20 +64,11 @@ def current_client() -> Client:
 def opened(
     *, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0, source: str | None = None
 ) -> Iterator[Client]:
-    """Yield a client of the task's Dask cluster once the workers are there. Close the client at the end of the context.
+    """Yield a client of the task's Dask cluster once the workers are there.
 
-    In a local run, the cluster is made for this context, and its workers are threads of this process. This cluster
-    starts in 50 ms, and ranks are separate processes anyway. The cluster listens only on the loopback interface. Its
-    dashboard (`DASKPYTORCH_DASHBOARD=1`) needs bokeh, and takes a second to start.
-
-    Args:
-        num_workers: Number of workers to wait for, or to make in a local run.
-        min_workers: Number of workers that suffice after 30 seconds without a new worker. None: `num_workers`.
-        start_timeout: Timeout for scheduler and workers together, in seconds.
-        source: Setting that names the scheduler's address, for messages. None: `DASK_SCHEDULER_ADDRESS`.
-
-    Raises:
-        GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
+    In a local run, the workers are threads of this process: they start in 50 ms, and ranks are processes anyway. The
+    cluster listens only on the loopback interface. `min_workers` suffice after 30 seconds without a new worker.
+    `source` names the setting with the scheduler's address, for messages. GangStartError: too little came in time.
     """
     deadline = time.monotonic() + start_timeout
     with contextlib.ExitStack() as stack:
@@ -98,16 +89,7 @@ def opened(
 
 
 def greet(address: str, seconds: float) -> None:
-    """Check that a Dask scheduler answers at an address. A `Client` would wait for ever for a silent process there.
-
-    Args:
-        address: Address of the Dask scheduler.
-        seconds: Timeout in seconds.
-
-    Raises:
-        OSError: The address is unreachable, or its process did not answer in time.
-        ValueError: The address has a wrong format.
-    """
+    """Raise OSError unless a Dask scheduler answers. A `Client` would wait for ever for a silent process there."""
 
     async def say_hello() -> None:
         try:
@@ -124,15 +106,7 @@ def greet(address: str, seconds: float) -> None:
 
 
 def identity(client: Client, seconds: float) -> Mapping[str, Any]:
-    """Return the Dask scheduler's description of itself and its workers.
-
-    Args:
-        client: A connected Dask client.
-        seconds: Timeout in seconds.
-
-    Raises:
-        GangStartError: The Dask scheduler did not answer in time.
-    """
+    """Return the scheduler's description of itself and its workers. GangStartError: it did not answer in time."""
     try:
         found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
     except TimeoutError as error:
@@ -146,7 +120,7 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
 class _LocalCluster(LocalCluster):  # type: ignore[misc]
     @property
     def dashboard_link(self) -> str:
-        """URL of Dask's dashboard on the loopback interface. Dask's own property has the machine's network address."""
+        """URL on the loopback interface. Dask's own property has the machine's network address."""
         return str(format_dashboard_link(LOOPBACK, self.scheduler.http_server.port))
 
 
@@ -183,7 +157,7 @@ def _wants_dashboard() -> bool:
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the settings that the user has not changed in Dask's configuration, and unknown settings."""
+    """Leave out settings that the user has changed in Dask's configuration."""
     usual = dask.config.merge(*dask.config.defaults)
     return {
         key: value
@@ -193,14 +167,14 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source() -> str:
-    """Return the variable that names the scheduler. Outside Flyte's backend, perhaps a shell has kept the variable."""
+    """Return the variable that names the scheduler. Outside Flyte's backend, perhaps a shell has kept it."""
     is_on_backend = current_execution().name not in (None, "local")
     return SCHEDULER_VARIABLE if is_on_backend else f"{SCHEDULER_VARIABLE}: unset it to train on this machine"
 
 
 @contextlib.contextmanager
 def _connected(address: str, place: str, deadline: float) -> Iterator[Client]:
-    """Connect to a Dask scheduler, with retries, since scheduler and DNS name may appear later than this task."""
+    """Connect with retries, since scheduler and DNS name may appear later than this task."""
     notice = _Notice()
     while True:
         left = deadline - time.monotonic()

@@ -27,21 +27,16 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-"""Maximum number of seconds between two requests for a lost partition that Dask is computing again."""
+"""Seconds between two requests for a lost partition that Dask is computing again."""
 TOKEN_TIMEOUT = 10.0
-"""Timeout, in seconds, for the token of a process that has connected."""
+"""Seconds for the token of a process that has connected."""
 
 
 # ---- In the rank
 
 
 def enter(distributed: Any, way: WorkerData) -> None:
-    """Make Dask's `get_worker` and futures work in a rank as in a Dask task.
-
-    Args:
-        distributed: The module, which has just been imported.
-        way: Socket and token with which the rank asks its worker for the cluster's addresses.
-    """
+    """Make Dask's `get_worker` and futures work in a rank as in a Dask task. `distributed` is the imported module."""
     ours, get_worker = worker_of(way), distributed.get_worker
 
     @functools.wraps(get_worker)
@@ -74,7 +69,7 @@ def _bind_late(future_type: Any, ours: RankWorker) -> None:
 
 @functools.cache
 def worker_of(way: WorkerData) -> RankWorker:
-    """Return the stand-in for this rank's Dask worker: the same object, with one client, at each call."""
+    """Return the same stand-in, with one client, at each call."""
     return RankWorker(way)
 
 
@@ -85,49 +80,40 @@ class RankWorker:
         self._way = way
         self._lock = threading.Lock()
         self._clients: dict[int, Client] = {}
-        """Process ID -> Dask client. Forks of the rank, such as DataLoader workers, cannot use the rank's client."""
+        """By process ID. Forks of the rank, such as DataLoader workers, cannot use the rank's client."""
 
     @property
     def name(self) -> Any:
-        """Dask name of the worker beside this rank."""
         return self._contact.name
 
     @property
     def address(self) -> str:
-        """Dask address of the worker beside this rank."""
         return self._contact.address
 
     @property
     def client(self) -> Client:
-        """Dask client of this process, connected to the worker's scheduler."""
         return self._get_client()
 
     @property
     def scheduler(self) -> Any:
-        """The connection of this process's Dask client to the scheduler."""
         return self.client.scheduler
 
     @property
     def loop(self) -> Any:
-        """The event loop of this process's Dask client."""
         return self.client.loop
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """Return the sizes, in bytes, of those of the partitions that the worker beside this rank holds."""
+        """Return the bytes of those partitions that the worker beside this rank holds."""
         holders = self.client.sync(self.scheduler.who_has, keys=keys)
         here = [key for key, addresses in holders.items() if self.address in addresses]
         sizes: dict[Key, int] = self.client.nbytes(here, summary=False)
         return sizes
 
     def fetch(self, key: Key) -> Any:
-        """Return a partition from a worker that holds it. Wait while Dask is computing a lost partition again.
+        """Return a partition. Wait while Dask is computing a lost one again.
 
-        Dask's `Future` would wait for ever for lost scattered partitions and unpicklable partitions.
-
-        Raises:
-            LookupError: No worker holds the partition, and Dask does not or cannot compute it.
-            TypeError: The partition cannot be pickled, or unpickled here.
-            OSError: The Dask scheduler does not answer.
+        Dask's `Future` would wait for ever for lost scattered or unpicklable partitions. Here they raise LookupError
+        and TypeError. OSError: the scheduler does not answer.
         """
         pause = FIRST_PAUSE
         while not (found := self.client.sync(self._find, key)):
@@ -137,7 +123,7 @@ class RankWorker:
         return found.pop()
 
     async def _find(self, key: Key) -> list[Any]:
-        """Return a list with the partition. Empty if no worker holds the partition now."""
+        """Return a list with the partition. Empty if no worker holds it now."""
         from distributed.utils_comm import gather_from_workers
 
         if not self._contact.reaches_workers:
@@ -167,7 +153,7 @@ class RankWorker:
             ) from error
 
     def _get_client(self, timeout: float | None = None) -> Client:
-        """Return this process's Dask client. `distributed.get_client` calls this method."""
+        """Called by `distributed.get_client`."""
         import dask
         from distributed import Client
 
@@ -202,7 +188,7 @@ def _check_coming(key: Key, state: str | None) -> None:
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
-    """Answer ranks' requests for the Dask cluster's addresses. Yield the socket and token with which a rank asks."""
+    """Answer ranks' requests for the Dask cluster's addresses."""
     way = WorkerData(
         address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
     )
@@ -232,18 +218,13 @@ async def _answer(server: socket.socket, worker: Worker, token: bytes) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Contact:
-    """Addresses by which a rank reaches its Dask worker and scheduler."""
-
     name: Any
-    """Name of the worker."""
     address: str
-    """Address of the worker."""
     scheduler: str
-    """Address of the scheduler for other processes."""
+    """Address for other processes."""
     reaches_workers: bool
     """False if the workers are threads of one process. Other processes then reach only the scheduler."""
     security: Any = field(repr=False)
-    """The worker's `Security` of Dask."""
 
 
 async def _contact(worker: Worker) -> Contact:
@@ -259,7 +240,7 @@ async def _contact(worker: Worker) -> Contact:
 
 
 async def _address_for_others(worker: Worker) -> str:
-    """Return the TCP address of the worker's scheduler, which is in this process."""
+    """Return the TCP address of a scheduler in this process."""
     from distributed import Client
 
     how: Any = {"security": worker.security, "asynchronous": True, "set_as_default": False}
@@ -268,7 +249,7 @@ async def _address_for_others(worker: Worker) -> str:
 
 
 async def _listen(dask_scheduler: Scheduler) -> str:
-    """Return a scheduler's TCP address. At the first call, make the scheduler listen there."""
+    """Return a scheduler's TCP address, and make it listen there at the first call."""
     if len(dask_scheduler.listeners) == 1:
         await dask_scheduler.listen("tcp://127.0.0.1:0", **dask_scheduler.security.get_listen_args("scheduler"))
     return str(dask_scheduler.listeners[-1].contact_address)

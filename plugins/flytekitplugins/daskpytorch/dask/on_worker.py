@@ -18,19 +18,13 @@ from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 
 NANNYS_TIME = 2.0
-"""Seconds that a worker waits, after SIGTERM, for its nanny's order to close. Without the order, the worker ends."""
+"""Seconds after SIGTERM for the nanny's order to close. Without the order, the worker ends."""
 
 
 def serve(address: str, order: AgentOrder) -> None:
-    """Run a gang's agent until the gang's end, as a Dask task.
+    """Run a gang's agent as a Dask task.
 
-    Args:
-        address: Dask address of the worker for which the order was made.
-        order: The agent's order.
-
-    Raises:
-        RuntimeError: Dask runs the task on another worker, as the order's worker was lost.
-        ConnectionError: The worker cannot reach the driver.
+    RuntimeError: Dask runs it on another worker than `address`, which was lost.
     """
     here = get_worker()
     if here.address != address:
@@ -66,9 +60,8 @@ async def _remove_plugin(worker: Worker, name: str) -> None:
 async def _delay_sigterm_for_nanny(worker: Worker) -> None:
     """Make a worker under a nanny wait on SIGTERM for the nanny's order to close, and ignore Ctrl-C.
 
-    If both processes receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint.
-    Without the delay, the worker would end too early. If only the worker receives SIGTERM, it ends after two seconds,
-    and the nanny starts a new worker. Dask's memory limit, for example, signals only the worker.
+    If both receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint. If only the
+    worker does, as from Dask's memory limit, it ends after two seconds, and the nanny starts a new one.
     """
     loop = asyncio.get_running_loop()
 
@@ -89,9 +82,9 @@ class _CloseSignal(WorkerPlugin):  # type: ignore[misc]
         self._done = threading.Event()
 
     async def teardown(self, worker: Worker) -> None:
-        """Tell the agent that the worker is closing, and wait for the agent's end.
+        """Wait for the agent's end when the worker closes.
 
-        Dask calls this method when the worker closes, and when the plugin is removed after the agent's end.
+        Dask also calls this when the plugin is removed after that end.
         """
         with self._lock:
             if self._done.is_set():
